@@ -1,0 +1,67 @@
+"""What a trainer may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import UnsupportedError
+
+CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Choices of one CheckpointManager.
+
+    Attributes:
+        save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state), `hf_model`.
+        load_contents: the same words; what is asked for must be in the checkpoint.
+        async_save: save in the background.
+        max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all.
+        roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
+        timeout_s: deadline of every wait for another rank, in seconds.
+        strict: raise on a checkpoint that turns out bad while it is read, instead of loading the next older one.
+
+    Raises:
+        ValueError: a value is outside what it may be.
+        UnsupportedError: a value that this version cannot honour.
+
+    Example:
+        >>> CheckpointConfig(save_contents=("model", "optimizer", "extra"), max_to_keep=2).max_to_keep
+        2
+    """
+
+    save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    async_save: bool = False
+    max_to_keep: int | None = None
+    roles: tuple[str, ...] | None = None
+    timeout_s: float = 600.0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("save_contents", "load_contents"):
+            object.__setattr__(self, field, _contents(field, getattr(self, field)))
+        if self.max_to_keep is not None and self.max_to_keep < 1:
+            raise ValueError(f"max_to_keep is {self.max_to_keep}: use 1 or more, or None to keep every checkpoint")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
+        for role in self.roles or ():
+            layout.check_role(role)
+        if self.async_save:
+            raise UnsupportedError("async_save=True is not available yet: saves are synchronous; leave it False")
+
+
+def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str, ...]:
+    if isinstance(words, str):
+        raise ValueError(f"{field} is the string {words!r}: use a list of words, such as ['model', 'optimizer']")
+    words = tuple(words)
+    for word in words:
+        if word not in CONTENT_WORDS:
+            raise ValueError(f"{field} has {word!r}: the words are {', '.join(CONTENT_WORDS)}")
+    if not words:
+        raise ValueError(f"{field} is empty: nothing would be done")
+    if "hf_model" in words:
+        raise UnsupportedError(f"{field} has 'hf_model': the HuggingFace export is not available yet; leave it out")
+    return words

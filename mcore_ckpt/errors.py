@@ -1,0 +1,61 @@
+"""The errors this package raises, and their form between ranks.
+
+Every message says which file, tensor and rank, and what to do. An error one rank meets is raised on all
+ranks with the same type, so that a trainer can catch it anywhere.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint where one was asked for."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint has a file that is missing, cut, foreign or has wrong bytes."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is sound but does not fit this model, optimizer or parallel layout."""
+
+
+class UnsupportedError(CheckpointError):
+    """Something this package refuses by name, before anything is written or changed."""
+
+
+class CommitError(CheckpointError):
+    """A save did not become a checkpoint: a rank failed, died or was late. The previous checkpoint stays."""
+
+
+class AgreementError(CheckpointError):
+    """The ranks could not agree outside a save: one is missing, late, or the key-value store is gone."""
+
+
+_BY_NAME: dict[str, type[CheckpointError]] = {
+    cls.__name__: cls
+    for cls in (
+        CheckpointError,
+        CheckpointNotFoundError,
+        CheckpointCorruptError,
+        CheckpointMismatchError,
+        UnsupportedError,
+        CommitError,
+        AgreementError,
+    )
+}
+
+
+def to_record(error: BaseException, rank: int) -> dict[str, str]:
+    """An error as plain strings that travel to other ranks. Foreign errors (an OSError) keep their type in the text."""
+    name = type(error).__name__
+    text = str(error) if name in _BY_NAME else f"{name}: {error}"
+    return {"type": name, "message": f"rank {rank}: {text}"}
+
+
+def from_record(record: dict[str, str], default: type[CheckpointError]) -> CheckpointError:
+    """The error a record stands for; one that is not of this family becomes a `default`."""
+    return _BY_NAME.get(record["type"], default)(record["message"])

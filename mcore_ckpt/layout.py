@@ -1,0 +1,109 @@
+"""Every name on disk, formatted and parsed here and nowhere else. See docs/format.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+MANIFEST_FILE = "manifest.json"
+OWNER_FILE = ".owner.json"
+MODEL_FILE = "model_states.pt"
+COMMON_FILE = "optim/common.pt"
+HUGGINGFACE_DIR = "huggingface"
+
+_STEP_DIR = re.compile(r"global_steps?_(0|[1-9][0-9]*)")
+_ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_ROLE_WORK_DIR = re.compile(r"\.([A-Za-z0-9][A-Za-z0-9_-]*)\.(staging|replaced)-([0-9a-f]+)")
+_DELETED_DIR = re.compile(r"\.deleted-global_steps?_[0-9]+-[0-9a-f]+")
+_TRACKER = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class RoleWorkDir:
+    """A folder of a save that is under way, or of a checkpoint that a newer save has replaced."""
+
+    role: str
+    purpose: str  # "staging" or "replaced"
+    attempt: str
+
+
+def step_dir(root: Path, step: int) -> Path:
+    return root / f"global_steps_{step}"
+
+
+def step_dirs(root: Path) -> dict[int, list[Path]]:
+    """All step folders below `root` by step, `global_steps_` before `global_step_` where both are there."""
+    found: dict[int, list[Path]] = {}
+    if not root.is_dir():
+        return found
+    for path in sorted(root.iterdir(), key=lambda p: p.name, reverse=True):
+        match = _STEP_DIR.fullmatch(path.name)
+        if match and path.is_dir():
+            found.setdefault(int(match.group(1)), []).append(path)
+    return found
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a folder name, or None if it is not a step folder's."""
+    match = _STEP_DIR.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def check_role(role: str) -> str:
+    """A role is a folder's name. Raises ValueError if it could be anything else, such as a path."""
+    if not _ROLE.fullmatch(role):
+        raise ValueError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
+    return role
+
+
+def is_role(name: str) -> bool:
+    return _ROLE.fullmatch(name) is not None
+
+
+def staging_dir(role_dir: Path, attempt: str) -> Path:
+    return role_dir.with_name(f".{role_dir.name}.staging-{attempt}")
+
+
+def replaced_dir(role_dir: Path, attempt: str) -> Path:
+    return role_dir.with_name(f".{role_dir.name}.replaced-{attempt}")
+
+
+def deleted_dir(step_path: Path, attempt: str) -> Path:
+    return step_path.with_name(f".deleted-{step_path.name}-{attempt}")
+
+
+def parse_work_dir(name: str) -> RoleWorkDir | None:
+    match = _ROLE_WORK_DIR.fullmatch(name)
+    return RoleWorkDir(*match.groups()) if match else None
+
+
+def is_deleted_dir(name: str) -> bool:
+    return _DELETED_DIR.fullmatch(name) is not None
+
+
+def parse_tracker(text: str) -> int | None:
+    """The step a tracker names, or None if it is torn or holds anything else (Megatron writes `release` there)."""
+    text = text.strip()
+    return int(text) if _TRACKER.fullmatch(text) else None
+
+
+def model_file(tp: int, pp: int) -> str:
+    return f"model/mp_rank_{tp:02d}_{pp:03d}/{MODEL_FILE}"
+
+
+def expert_file(etp: int, pp: int, ep: int) -> str:
+    return f"model/mp_rank_{etp:02d}_{pp:03d}_{ep:03d}/{MODEL_FILE}"
+
+
+def optimizer_file(pp: int, tp: int, cp: int, dp: int) -> str:
+    return f"optim/distrib_optim_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+
+
+def rng_file(pp: int, tp: int, cp: int, dp: int) -> str:
+    return f"rng_states/rng_states_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+
+
+def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
+    return f"extra_state/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"

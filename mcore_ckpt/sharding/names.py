@@ -1,0 +1,116 @@
+"""Local names of a module's tensors <-> global names: layer numbers and expert numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+_LAYER = re.compile(r"((?:.*?\.)?layers)\.(\d+)(?=\.)")
+_SEQUENTIAL = re.compile(r"local_experts\.(\d+)(\..+)")
+_GROUPED = re.compile(r"(linear_fc[12]\.(?:weight|bias))(\d+)")
+
+
+@dataclass(frozen=True)
+class LayerNumber:
+    """One layer of a chunk: `list_name.local` in the module is `list_name.number` in the whole model, both from 0."""
+
+    list_name: str
+    local: int
+    number: int
+
+
+@dataclass(frozen=True)
+class ExpertNumbers:
+    """The experts below `prefix` (a local name): local expert `e` of `count` is global expert `first + e`."""
+
+    prefix: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ChunkNames:
+    """Everything that must be renumbered in one (virtual) pipeline chunk."""
+
+    layers: tuple[LayerNumber, ...] = ()
+    experts: tuple[ExpertNumbers, ...] = ()
+
+    def to_global(self, name: str) -> str:
+        """The global name of a tensor of this chunk.
+
+        Example:
+            >>> ChunkNames(layers=(LayerNumber("decoder.layers", 0, 6),)).to_global("decoder.layers.0.mlp.linear_fc2.weight")
+            'decoder.layers.6.mlp.linear_fc2.weight'
+        """
+        return self._renumber_layer(self._renumber_expert(name, 1), self._to_global)
+
+    def to_local(self, name: str) -> str:
+        """The name in this chunk of a global tensor. Raises KeyError if its layer or expert is not in this chunk."""
+        return self._renumber_expert(self._renumber_layer(name, self._to_local), -1)
+
+    @cached_property
+    def _to_global(self) -> dict[str, dict[int, int]]:
+        return _by_list((layer.list_name, layer.local, layer.number) for layer in self.layers)
+
+    @cached_property
+    def _to_local(self) -> dict[str, dict[int, int]]:
+        return _by_list((layer.list_name, layer.number, layer.local) for layer in self.layers)
+
+    @cached_property
+    def _experts_by_prefix(self) -> dict[str, ExpertNumbers]:
+        return {experts.prefix: experts for experts in self.experts}
+
+    def _renumber_expert(self, name: str, direction: int) -> str:
+        before, separator, rest = name.partition(".experts.")
+        experts = self._experts_by_prefix.get(before + ".experts") if separator else None
+        if experts is None:
+            return name
+        return f"{before}.experts.{_shift_expert(rest, direction * experts.first, experts.count)}"
+
+    def _renumber_layer(self, name: str, numbers: dict[str, dict[int, int]]) -> str:
+        match = _LAYER.match(name)
+        if match is None or match.group(1) not in numbers:
+            return name
+        number = numbers[match.group(1)].get(int(match.group(2)))
+        if number is None:
+            raise KeyError(f"{name}: layer {match.group(2)} of {match.group(1)} is not in this chunk")
+        return f"{match.group(1)}.{number}{name[match.end(2):]}"
+
+
+def _by_list(entries: Iterable[tuple[str, int, int]]) -> dict[str, dict[int, int]]:
+    result: dict[str, dict[int, int]] = {}
+    for list_name, source, target in entries:
+        result.setdefault(list_name, {})[source] = target
+    return result
+
+
+def _shift_expert(rest: str, shift: int, count: int) -> str:
+    match = _SEQUENTIAL.fullmatch(rest)
+    if match:
+        return f"local_experts.{_shifted(int(match.group(1)), shift, count, rest)}{match.group(2)}"
+    match = _GROUPED.fullmatch(rest)
+    if match:
+        return f"{match.group(1)}{_shifted(int(match.group(2)), shift, count, rest)}"
+    return rest
+
+
+def _shifted(number: int, shift: int, count: int, rest: str) -> int:
+    local = number + min(shift, 0)
+    if not 0 <= local < count:
+        raise KeyError(f"{rest}: expert {number} is not one of this rank's {count}")
+    return number + shift
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor belongs to routed experts (and not to shared experts or the router)."""
+    return ".experts." in name
+
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key under which layer 10 comes after layer 9, so that neighbouring layers are neighbours."""
+    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in _NUMBER.split(name) if part)

@@ -1,0 +1,94 @@
+"""Which layers a (virtual) pipeline stage holds, from the config alone.
+
+A live module knows its own numbers (`layer.layer_number`), and those are what is saved. This is for
+where there is no module: to say what a layout would hold, and to test the numbers against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Global numbers, from 0, of the layers of one virtual stage."""
+
+    decoder: tuple[int, ...]
+    mtp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """The fields of megatron's TransformerConfig that decide where layers go.
+
+    `layout` is `pipeline_model_parallel_layout` as lists of words (embedding, decoder, mtp, loss), one list per virtual
+    stage, virtual stage 0 of all ranks first (`PipelineParallelLayerLayout`, megatron-core 0.16.1).
+    """
+
+    num_layers: int
+    pp: int = 1
+    vpp: int = 1
+    first: int | None = None
+    last: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    layout: tuple[tuple[str, ...], ...] | None = None
+    mtp_num_layers: int = 0
+
+    def stage(self, pp_rank: int, vp_stage: int = 0) -> StageLayers:
+        """The layers of one virtual stage.
+
+        Layers run through the stages in the order (virtual stage, pipeline rank), so a stage starts where the ones before it end.
+
+        Raises:
+            ValueError: the layers do not divide as megatron asks, or the stage does not exist.
+        """
+        if not (0 <= pp_rank < self.pp and 0 <= vp_stage < self.vpp):
+            raise ValueError(f"there is no stage pp {pp_rank}, vp {vp_stage} in {self}")
+        before = [(v, p) for v in range(vp_stage + 1) for p in range(self.pp if v < vp_stage else pp_rank)]
+        return StageLayers(
+            *(
+                _run(sum(count(p, v) for v, p in before), count(pp_rank, vp_stage))
+                for count in (self._decoder_count, self._mtp_count)
+            )
+        )
+
+    def _decoder_count(self, pp_rank: int, vp_stage: int) -> int:
+        if self.layout is not None:
+            return self._layout_row(pp_rank, vp_stage).count("decoder")
+        count = _divide(self._layers_of_rank(pp_rank), self.vpp, "layers of a pipeline rank", "virtual stages")
+        if self.account_for_embedding and (pp_rank, vp_stage) == (0, 0):
+            count -= 1
+        if self.account_for_loss and (pp_rank, vp_stage) == (self.pp - 1, self.vpp - 1):
+            count -= 1
+        return count
+
+    def _layers_of_rank(self, pp_rank: int) -> int:
+        if self.first is not None and pp_rank == 0:
+            return self.first
+        if self.last is not None and pp_rank == self.pp - 1:
+            return self.last
+        ends = [n for n in (self.first, self.last) if n is not None]
+        layers = self.num_layers - sum(ends) + self.account_for_embedding + self.account_for_loss
+        return _divide(layers, self.pp - len(ends), "layers", "pipeline ranks")
+
+    def _mtp_count(self, pp_rank: int, vp_stage: int) -> int:
+        if self.layout is not None:
+            return self._layout_row(pp_rank, vp_stage).count("mtp")
+        return self.mtp_num_layers if (pp_rank, vp_stage) == (self.pp - 1, self.vpp - 1) else 0
+
+    def _layout_row(self, pp_rank: int, vp_stage: int) -> tuple[str, ...]:
+        assert self.layout is not None
+        if len(self.layout) != self.pp * self.vpp:
+            raise ValueError(f"the pipeline layout has {len(self.layout)} stages, not {self.pp} x {self.vpp}")
+        return self.layout[vp_stage * self.pp + pp_rank]
+
+
+def _divide(total: int, parts: int, what: str, among: str) -> int:
+    if parts <= 0 or total % parts:
+        raise ValueError(f"{total} {what} cannot be divided among {parts} {among}")
+    return total // parts
+
+
+def _run(start: int, count: int) -> tuple[int, ...]:
+    return tuple(range(start, start + count))

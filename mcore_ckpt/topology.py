@@ -1,0 +1,103 @@
+"""Where a rank stands in the parallel layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """One rank's own ranks. (pp, tp, cp, dp) name every rank of the world once; (pp, etp, ep, edp) do so too."""
+
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+    dp: int = 0
+    ep: int = 0
+    etp: int = 0
+    edp: int = 0
+
+    @property
+    def writes_dense(self) -> bool:
+        """Dense tensors are replicated over context and data parallelism: the first replica writes them."""
+        return self.cp == 0 and self.dp == 0
+
+    @property
+    def writes_experts(self) -> bool:
+        return self.edp == 0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the parallel layout. `vpp` is 1 without virtual stages."""
+
+    world_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    edp: int = 1
+    optimizer_instances: int = 1
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether experts have files of their own: dense and expert ranks are cut differently."""
+        return self.ep > 1 or self.etp != self.tp
+
+    def __str__(self) -> str:
+        named = ((k, v) for k, v in asdict(self).items() if k != "world_size" and v != 1 and (k != "etp" or v != self.tp))
+        return f"{self.world_size} ranks (" + (", ".join(f"{k}={v}" for k, v in named) or "no parallelism") + ")"
+
+
+def read_topology(virtual_stages: int) -> tuple[int, RankCoordinates, Topology]:
+    """This process's world rank, coordinates and the layout's sizes, from megatron's `parallel_state`.
+
+    Without initialized model parallelism (one process, no megatron groups) everything is 0 of 1.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, RankCoordinates(), Topology(vpp=virtual_stages)
+    from megatron.core import parallel_state as ps
+
+    if not ps.model_parallel_is_initialized():
+        raise RuntimeError(
+            "torch.distributed is initialized but megatron's parallel_state is not: call "
+            "parallel_state.initialize_model_parallel(...) before making a CheckpointManager"
+        )
+    coordinates = RankCoordinates(
+        tp=ps.get_tensor_model_parallel_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(),
+        cp=ps.get_context_parallel_rank(),
+        dp=ps.get_data_parallel_rank(),
+        ep=ps.get_expert_model_parallel_rank(),
+        etp=ps.get_expert_tensor_parallel_rank(),
+        edp=ps.get_expert_data_parallel_rank(),
+    )
+    full_dp = ps.get_data_parallel_group(with_context_parallel=True).size()
+    instance_dp = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True).size()
+    topology = Topology(
+        world_size=dist.get_world_size(),
+        tp=ps.get_tensor_model_parallel_world_size(),
+        pp=ps.get_pipeline_model_parallel_world_size(),
+        vpp=virtual_stages,
+        cp=ps.get_context_parallel_world_size(),
+        dp=ps.get_data_parallel_world_size(),
+        ep=ps.get_expert_model_parallel_world_size(),
+        etp=ps.get_expert_tensor_parallel_world_size(),
+        edp=ps.get_expert_data_parallel_world_size(),
+        optimizer_instances=full_dp // instance_dp,
+    )
+    return dist.get_rank(), coordinates, topology
+
+
+def is_first_optimizer_instance(topology: Topology) -> bool:
+    """Whether this rank belongs to distributed-optimizer instance 0. With one instance, all do."""
+    if topology.optimizer_instances == 1:
+        return True
+    from megatron.core import parallel_state as ps
+
+    return ps.get_inter_distributed_optimizer_instance_group().rank() == 0
