@@ -1,0 +1,1 @@
+"""Getting bytes off the training path."""

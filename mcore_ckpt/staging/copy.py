@@ -1,0 +1,36 @@
+"""Copies between the training state and host images, many tensors in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mcore_ckpt import _native
+from mcore_ckpt.knobs import HOST_THREADS
+
+
+def copy_out(tensors: Sequence[torch.Tensor], image: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Copies each tensor's elements, row-major, to its offset (bytes) in a host image (uint8). Blocks until done."""
+    host: list[tuple[int, int, int]] = []
+    device: list[tuple[int, int, int]] = []
+    contiguous = [tensor.detach().contiguous() for tensor in tensors]
+    for tensor, offset in zip(contiguous, offsets, strict=True):
+        if tensor.nbytes:
+            (device if tensor.is_cuda else host).append((image.data_ptr() + offset, tensor.data_ptr(), tensor.nbytes))
+    if host:
+        _native.copy_host(*map(list, zip(*host, strict=True)), HOST_THREADS)
+    if not device:
+        return
+    if _native.built_with_cuda:
+        # On the stream that computes: what is queued there before the save is what gets saved.
+        _native.copy_to_host(*map(list, zip(*device, strict=True)), torch.cuda.current_stream().cuda_stream)
+    else:
+        for tensor, offset in zip(contiguous, offsets, strict=True):
+            if tensor.is_cuda:
+                image[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat uint8 tensor: writing to it writes to the tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)

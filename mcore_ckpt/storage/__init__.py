@@ -1,0 +1,1 @@
+"""Bytes <-> disk: file images, readers and writers, the manifest, the commit."""

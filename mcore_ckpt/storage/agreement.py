@@ -1,0 +1,235 @@
+"""How ranks agree: over a key-value store, with a deadline on every wait, never by a collective.
+
+One *round* is: every rank submits its record or its error, rank 0 decides, all get the same outcome. What is decided is a single
+key that is set once (compare-and-set), so a rank that gives up waiting and a coordinator that goes on cannot both be right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mcore_ckpt import knobs
+from mcore_ckpt.errors import AgreementError, CheckpointError, from_record, to_record
+from mcore_ckpt.storage import json_fields as fields
+
+Record = dict[str, Any]
+
+
+class Agreement:
+    """This rank's seat among `world_size` ranks.
+
+    Args:
+        store: a `torch.distributed` store that all ranks share and nobody else on this rank waits on: a wait blocks its client.
+        rank, world_size: of the processes that save together.
+        namespace: the same on all ranks, and used by no other group of ranks on this store.
+        timeout_s: how long any wait may take, in seconds.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, namespace: str, timeout_s: float) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._rounds = 0
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def begin(self, topic: str) -> Round:
+        """The next round; all ranks must begin the same rounds in the same order."""
+        self._rounds += 1
+        # Keys of the round before last are no longer read by anyone: whoever begins this round has left the last one,
+        # and rank 0 leaves a round only when all have submitted to it, which they do after leaving the one before.
+        if self._rounds > 2 and self.is_coordinator:
+            self._forget(self._rounds - 2)
+        return Round(self._store, self.rank, self.world_size, self._prefix(self._rounds), topic, self._timeout_s)
+
+    def _prefix(self, number: int) -> str:
+        return f"{self._namespace}/{number}"
+
+    def _forget(self, number: int) -> None:
+        prefix = self._prefix(number)
+        for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
+            self._store.delete_key(key)
+
+
+def _submission_keys(prefix: str, world_size: int) -> list[str]:
+    return [f"{prefix}/rank/{rank}" for rank in range(world_size)]
+
+
+class Round:
+    """One decision. Call `submit` or `fail` once, then, on rank 0 `decide`, on the others `outcome`."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._prefix = prefix
+        self._topic = topic
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+
+    def extend(self) -> None:
+        """Starts the deadline anew: for a rank that has just finished work of its own (writing its files)."""
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def submit(self, record: Record) -> None:
+        self._put(f"{self._prefix}/rank/{self._rank}", {"record": record})
+
+    def fail(self, error: BaseException) -> None:
+        self._put(f"{self._prefix}/rank/{self._rank}", {"error": to_record(error, self._rank)})
+
+    def collect(self, default: type[CheckpointError]) -> list[Record]:
+        """Rank 0: all ranks' records. Raises the first failed rank's error, or `default` if a rank is silent until the deadline."""
+        keys = _submission_keys(self._prefix, self._world_size)
+        if not self._wait(lambda: self._store.check(keys)):
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise default(
+                f"{self._topic}: no word from rank {', '.join(map(str, silent))} within {self._timeout_s:g} s: dead or stuck. "
+                "Look at that rank's log; raise timeout_s if it was only slow"
+            )
+        messages = [fields.decode(self._store.get(key)) for key in keys]
+        failed = [message["error"] for message in messages if "error" in message]
+        if failed:
+            more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+            raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
+        return [message["record"] for message in messages]
+
+    def claim(self, default: type[CheckpointError]) -> None:
+        """Rank 0: from here on it is decided that rank 0 goes on. Raises `default` if a rank has already given up."""
+        outcome = self._settle({"going_on": True})
+        if "error" in outcome:
+            raise from_record(outcome["error"], default)
+
+    def announce(self, record: Record) -> None:
+        """Rank 0: the outcome is good, and this is it."""
+        self._put(f"{self._prefix}/done", {"record": record})
+
+    def announce_failure(self, error: BaseException) -> None:
+        """Rank 0: the outcome is this error, whatever was claimed before."""
+        message = {"error": to_record(error, self._rank)}
+        self._settle(message)
+        self._put(f"{self._prefix}/done", message)
+
+    def outcome(self, default: type[CheckpointError]) -> Record:
+        """Other ranks: what rank 0 announced.
+
+        Raises:
+            CheckpointError: the announced error; or `default`, when rank 0 is silent until the deadline. If rank 0 had claimed the
+                outcome before it fell silent, it gets one deadline more, and after that only what it did on disk is the truth.
+        """
+        done = f"{self._prefix}/done"
+        settled = f"{self._prefix}/outcome"
+        if not self._wait(lambda: self._store.check([done])):
+            text = f"{self._topic}: rank {self._rank} waited {self._timeout_s:g} s for rank 0, which is dead or stuck"
+            outcome = self._settle({"error": {"type": default.__name__, "message": text}})
+            if "error" in outcome:
+                raise from_record(outcome["error"], default)
+            self.extend()
+            if not self._wait(lambda: self._store.check([done])):
+                raise default(f"{text}, after it had begun to act")
+        message = fields.decode(self._store.get(done))
+        if "error" in message:
+            settled_message = fields.decode(self._store.get(settled))
+            raise from_record(settled_message.get("error", message["error"]), default)
+        return message["record"]
+
+    def _settle(self, message: Record) -> Record:
+        """Sets the outcome if nobody has; returns what it is."""
+        key = f"{self._prefix}/outcome"
+        return fields.decode(self._store.compare_set(key, "", fields.encode(message).decode()))
+
+    def _put(self, key: str, message: Record) -> None:
+        self._store.set(key, fields.encode(message))
+
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        # Asking again and again, not store.wait(): a timed-out wait leaves noise on stderr, and its client blocked.
+        pause = knobs.POLL_FIRST_S
+        while not ready():
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, knobs.POLL_MOST_S)
+        return True
+
+
+def store_failures(topic: str, error: type[CheckpointError]) -> _StoreFailures:
+    """Turns a lost store (the process that hosts it died) into one of our errors."""
+    return _StoreFailures(topic, error)
+
+
+class _StoreFailures:
+    def __init__(self, topic: str, error: type[CheckpointError]) -> None:
+        self._topic = topic
+        self._error = error
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # torch.distributed raises RuntimeError and its subclasses (DistStoreError, DistNetworkError) for a lost connection.
+        if isinstance(error, RuntimeError):
+            raise self._error(f"{self._topic}: the key-value store is gone ({error}): its host, mostly rank 0, has died") from error
+
+
+def decide(
+    agreement: Agreement,
+    topic: str,
+    work: Callable[[], Record],
+    combine: Callable[[Sequence[Record]], Record],
+    error: type[CheckpointError] = AgreementError,
+    act: Callable[[], None] | None = None,
+) -> Record:
+    """One whole round: every rank does `work`, rank 0 combines the results, every rank gets the same record.
+
+    Args:
+        agreement: this rank's seat.
+        topic: what is being agreed, for messages.
+        work: this rank's part; returns plain JSON values.
+        combine: on rank 0, the records of all ranks, by rank, to the one all get.
+        error: the type of everything that is not of this package's family: foreign exceptions, a silent rank, a lost store.
+        act: on rank 0, what must happen only if no rank has given up, and after which none can: a rename.
+
+    Raises:
+        CheckpointError: on all ranks the same type.
+    """
+    with store_failures(topic, error):
+        round_ = agreement.begin(topic)
+        own = _run(round_, work)
+        if not agreement.is_coordinator:
+            try:
+                return round_.outcome(error)
+            except CheckpointError as failure:
+                raise failure from own
+        try:
+            record = combine(round_.collect(error))
+            round_.claim(error)
+            if act is not None:
+                act()
+        except Exception as failure:
+            round_.announce_failure(failure)
+            raise _as_family(failure, error) from (own or failure)
+        round_.announce(record)
+        return record
+
+
+def _run(round_: Round, work: Callable[[], Record]) -> Exception | None:
+    """Does this rank's part and submits its result or its error."""
+    try:
+        record = work()
+    except Exception as failure:
+        round_.extend()
+        round_.fail(failure)
+        return failure
+    round_.extend()
+    round_.submit(record)
+    return None
+
+
+def _as_family(failure: Exception, default: type[CheckpointError]) -> CheckpointError:
+    return failure if isinstance(failure, CheckpointError) else from_record(to_record(failure, 0), default)

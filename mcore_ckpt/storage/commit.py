@@ -1,0 +1,147 @@
+"""A checkpoint is either entirely there or not there: the rename that makes it so, and what crashes leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.storage.files import sync_dir, write_file
+from mcore_ckpt.storage.owner import read_owner, write_owner
+from mcore_ckpt.storage.requests import WrittenFile
+
+logger = logging.getLogger(__name__)
+
+# renameat2(2), linux/fs.h
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def new_attempt() -> str:
+    """A name no other save has."""
+    return uuid.uuid4().hex
+
+
+def open_staging(role_dir: Path, attempt: str) -> Path:
+    """Makes the folder ranks write into. Raises OSError."""
+    role_dir.parent.mkdir(parents=True, exist_ok=True)
+    staging = layout.staging_dir(role_dir, attempt)
+    staging.mkdir()
+    write_owner(staging)
+    return staging
+
+
+def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None:
+    """Raises CommitError if a file that a rank has written cannot be seen from here, or is of another size."""
+    for rank, file in files:
+        path = staging / file.path
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CommitError(
+                f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to one "
+                "shared file system"
+            ) from None
+        if size != file.size:
+            raise CommitError(f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}")
+
+
+def seal(staging: Path, manifest: bytes) -> None:
+    """Makes the names of all files durable, then writes the manifest. Raises OSError."""
+    for folder, _, _ in os.walk(staging):
+        sync_dir(Path(folder))
+    write_file(staging / layout.MANIFEST_FILE, [manifest])
+    sync_dir(staging)
+
+
+def publish(staging: Path, role_dir: Path, attempt: str) -> None:
+    """Puts a sealed folder into place. An older checkpoint there stays whole until the new one is in its place."""
+    if not role_dir.exists():
+        os.rename(staging, role_dir)
+    elif not _exchange(staging, role_dir):
+        # Between these two renames only recovery can find the old checkpoint: see restore_replaced.
+        os.rename(role_dir, layout.replaced_dir(role_dir, attempt))
+        os.rename(staging, role_dir)
+    sync_dir(role_dir.parent)
+    sync_dir(role_dir.parent.parent)
+    # Only now: until the rename a start of another process must be able to see whether this one lives.
+    (role_dir / layout.OWNER_FILE).unlink(missing_ok=True)
+    for old in (staging, layout.replaced_dir(role_dir, attempt)):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two folders in one step. False where the file system or the C library cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def discard(staging: Path) -> None:
+    """Removes what a failed save has written. A rank that is still writing into it fails at its next file."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def sweep(root: Path, role: str, alone: bool) -> None:
+    """Removes what crashes of earlier runs have left of this role, and puts back what a crash left moved aside.
+
+    Args:
+        root: the folder of the steps.
+        role: only this role's remains; other roles may be saving.
+        alone: this process is the role's trainer, so folders of unknown or unreachable owners are remains too.
+    """
+    if not root.is_dir():
+        return
+    for entry in list(root.iterdir()):
+        if layout.is_deleted_dir(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+    for steps in layout.step_dirs(root).values():
+        for step_path in steps:
+            _sweep_step(step_path, role, alone)
+
+
+def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
+    if (step_path / role / layout.OWNER_FILE).exists() and _is_remains(step_path / role, alone):
+        (step_path / role / layout.OWNER_FILE).unlink(missing_ok=True)
+    for entry in list(step_path.iterdir()):
+        work = layout.parse_work_dir(entry.name)
+        if work is None or work.role != role:
+            continue
+        if work.purpose == "replaced" and restore_replaced(entry, step_path / role):
+            continue
+        if _is_remains(entry, alone):
+            logger.warning("removing %s: what a save that did not finish has left", entry)
+            shutil.rmtree(entry, ignore_errors=True)
+    if alone and not any(step_path.iterdir()):
+        step_path.rmdir()
+
+
+def restore_replaced(replaced: Path, role_dir: Path) -> bool:
+    """Puts a checkpoint back that was moved aside for one that never came. True if it did."""
+    if role_dir.exists() or not (replaced / layout.MANIFEST_FILE).exists():
+        return False
+    logger.warning("putting %s back: the save that was to replace it did not finish", role_dir)
+    os.rename(replaced, role_dir)
+    sync_dir(role_dir.parent)
+    return True
+
+
+def _is_remains(folder: Path, alone: bool) -> bool:
+    owner = read_owner(folder)
+    if owner is None:
+        return alone
+    return not owner.is_alive_here if owner.is_on_this_host else alone

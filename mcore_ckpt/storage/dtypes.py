@@ -1,0 +1,48 @@
+"""Element types by the names the format writes."""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype. Raises ValueError for one it has no name for."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {dtype} cannot be stored")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name. Raises ValueError for an unknown name."""
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def item_bytes(name: str) -> int:
+    """Bytes of one element. Raises ValueError for an unknown name."""
+    return torch_dtype(name).itemsize

@@ -1,0 +1,68 @@
+"""Writing whole files durably, and reading parts of them, with errors that name the path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.knobs import WRITE_BYTES
+
+def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
+    """Writes a new file and waits until its bytes are on the disk. Raises OSError, FileExistsError included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for part in parts:
+            _write_all(descriptor, memoryview(part))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        written = os.write(descriptor, data[:WRITE_BYTES])
+        data = data[written:]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a small file so that a reader, or a crash, finds either the old bytes or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    write_file(temporary, [data])
+    os.replace(temporary, path)
+    sync_dir(path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
+    """`nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before."""
+    parts = []
+    while nbytes:
+        part = os.pread(descriptor, nbytes, offset)
+        if not part:
+            raise CheckpointCorruptError(f"{path}: ends at byte {offset}, {nbytes} bytes too early: the file was cut")
+        parts.append(part)
+        nbytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def read_exact_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
+    """Fills `target` from `offset`. Raises CheckpointCorruptError if the file ends before."""
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if not count:
+            raise CheckpointCorruptError(f"{path}: ends at byte {offset}, {len(target)} bytes too early: the file was cut")
+        target = target[count:]
+        offset += count

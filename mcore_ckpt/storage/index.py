@@ -1,0 +1,143 @@
+"""The index inside each `.pt` file of tensors: what every byte range is. See docs/format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.sharding.plan import ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Piece, Region
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.dtypes import item_bytes
+
+BLOCK_BYTES = 1 << 20
+OPAQUE = "opaque"
+
+_FORMAT = "mcore_ckpt.index"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Alias:
+    """`key`'s bytes are stored once, under `(key.name, same_as)`."""
+
+    key: ShardKey
+    same_as: str
+    region: Region
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FileIndex:
+    """The shards in one file, and those whose bytes are in another place."""
+
+    shards: tuple[StoredShard, ...]
+    aliases: tuple[Alias, ...]
+
+
+def block_count(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def encode_index(index: FileIndex) -> bytes:
+    return fields.encode(
+        {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "block_bytes": BLOCK_BYTES,
+            "tensors": [_shard_record(shard) for shard in index.shards],
+            "aliases": [
+                {**_region_record(alias.region), "name": alias.key.name, "kind": alias.key.kind}
+                | {"same_as": alias.same_as, "dtype": alias.dtype}
+                for alias in index.aliases
+            ],
+        }
+    )
+
+
+def _shard_record(shard: StoredShard) -> dict[str, Any]:
+    return {
+        **_region_record(shard.region),
+        "name": shard.key.name,
+        "kind": shard.key.kind,
+        "dtype": shard.dtype,
+        "offset": shard.offset,
+        "nbytes": shard.nbytes,
+        "crc32": list(shard.crc32),
+    }
+
+
+def _region_record(region: Region) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "global_shape": list(region.global_shape),
+        "local_shape": list(region.local_shape),
+        "pieces": [[list(p.local_offset), list(p.shape), list(p.global_offset)] for p in region.pieces],
+    }
+    if not region.is_full_local:
+        record["flat"] = list(region.flat)
+    return record
+
+
+def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
+    """Reads an index and checks that every shard lies inside `[0, payload_end)` of its file and is as long as its region.
+
+    Raises:
+        FieldError: it is not an index, or its numbers contradict each other.
+    """
+    record = fields.decode(data)
+    if record.get("format") != _FORMAT or record.get("version") != _VERSION or record.get("block_bytes") != BLOCK_BYTES:
+        raise fields.FieldError(f"not an index of version {_VERSION}")
+    shards = tuple(_read_shard(fields.as_dict(item, "tensors"), file) for item in fields.get_list(record, "tensors"))
+    aliases = tuple(_read_alias(fields.as_dict(item, "aliases")) for item in fields.get_list(record, "aliases"))
+    _check_places(shards, payload_end)
+    return FileIndex(shards, aliases)
+
+
+def _read_shard(record: Mapping[str, Any], file: str) -> StoredShard:
+    key = ShardKey(fields.get_str(record, "name"), fields.get_str(record, "kind"))
+    region, dtype = _read_region(record, key), fields.get_str(record, "dtype")
+    nbytes, crcs = fields.get_int(record, "nbytes"), fields.get_ints(record, "crc32")
+    try:
+        expected = region.numel * item_bytes(dtype)
+    except ValueError as error:
+        raise fields.FieldError(f"tensor {key}: {error}") from None
+    if nbytes != expected or len(crcs) != block_count(nbytes):
+        raise fields.FieldError(f"tensor {key}: {nbytes} bytes in {len(crcs)} blocks, {expected} bytes by its region")
+    return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
+
+
+def _read_alias(record: Mapping[str, Any]) -> Alias:
+    key = ShardKey(fields.get_str(record, "name"), fields.get_str(record, "kind"))
+    return Alias(key, fields.get_str(record, "same_as"), _read_region(record, key), fields.get_str(record, "dtype"))
+
+
+def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
+    local_shape = fields.get_ints(record, "local_shape")
+    pieces = []
+    for item in fields.get_list(record, "pieces"):
+        parts = [fields.as_ints(part, "pieces") for part in fields.as_list(item, "pieces")]
+        if len(parts) != 3:
+            raise fields.FieldError(f"tensor {key}: a piece has {len(parts)} parts, not 3")
+        pieces.append(Piece(*parts))
+    whole = Region(fields.get_ints(record, "global_shape"), local_shape, tuple(pieces), Region.whole(local_shape).flat)
+    flat = fields.get_ints(record, "flat") if "flat" in record else whole.flat
+    if len(flat) != 2:
+        raise fields.FieldError(f"tensor {key}: 'flat' is {flat}, not [start, stop]")
+    region = whole.with_flat(flat[0], flat[1])
+    try:
+        region.check()
+    except ValueError as error:
+        raise fields.FieldError(f"tensor {key}: {error}") from None
+    return region
+
+
+def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:
+    position = 0
+    for shard in sorted(shards, key=lambda s: (s.offset, s.nbytes)):
+        if shard.offset < position or shard.offset + shard.nbytes > payload_end:
+            raise fields.FieldError(
+                f"tensor {shard.key}: bytes [{shard.offset}, {shard.offset + shard.nbytes}) overlap another tensor "
+                f"or leave the payload of {payload_end} bytes"
+            )
+        position = shard.offset + shard.nbytes

@@ -1,0 +1,191 @@
+"""`manifest.json`: what makes a folder a checkpoint. Pure: bytes in, dataclasses out. See docs/format.md."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mcore_ckpt import layout
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.topology import RankCoordinates, Topology
+
+FORMAT = "mcore_ckpt"
+FORMAT_VERSION = 1
+
+
+class NewerFormatError(ValueError):
+    """The manifest is of a format version this package does not know."""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """Global layer numbers of one virtual pipeline stage."""
+
+    pp: int
+    vp: int
+    decoder: tuple[int, ...]
+    mtp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IndexPlace:
+    """Where a file's index is, in bytes of the file."""
+
+    offset: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: `path` below the role's folder, the world `rank` that wrote it, and which tensors it holds.
+
+    `holds` are inclusive runs of positions in the manifest's `tensors`.
+    """
+
+    path: str
+    kind: str
+    rank: int
+    size: int
+    crc32: int
+    index: IndexPlace | None = None
+    holds: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See docs/format.md for every field."""
+
+    step: int
+    role: str
+    roles: tuple[str, ...]
+    attempt: str
+    created: str
+    versions: Mapping[str, str]
+    contents: tuple[str, ...]
+    topology: Topology
+    ranks: tuple[RankCoordinates, ...]
+    stages: tuple[StageRecord, ...]
+    tensors: tuple[str, ...]
+    files: tuple[FileRecord, ...]
+
+    def files_of(self, kind: str) -> list[FileRecord]:
+        return [file for file in self.files if file.kind == kind]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """One line of JSON, checksummed."""
+    record = asdict(manifest)
+    for file in record["files"]:
+        if file["index"] is None:
+            del file["index"], file["holds"]
+    record |= {"format": FORMAT, "format_version": FORMAT_VERSION}
+    return fields.encode(record | {"crc32": zlib.crc32(fields.encode(record))}) + b"\n"
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Reads a manifest and checks its checksum and every field.
+
+    Raises:
+        NewerFormatError: it is of a newer format version.
+        FieldError: it is cut, damaged, foreign, or names a path outside its folder.
+    """
+    record = fields.decode(data)
+    if record.get("format") != FORMAT:
+        raise fields.FieldError("not a manifest of mcore_ckpt")
+    version = fields.get_int(record, "format_version")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(f"format version {version} is newer than {FORMAT_VERSION}, the newest this mcore_ckpt reads: upgrade mcore_ckpt")
+    stored = fields.get_int(record, "crc32")
+    if zlib.crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
+        raise fields.FieldError("its checksum is wrong: it was damaged or edited")
+    manifest = _read_manifest(record)
+    _check_manifest(manifest)
+    return manifest
+
+
+def _read_manifest(record: Mapping[str, Any]) -> Manifest:
+    versions = fields.get_dict(record, "versions")
+    return Manifest(
+        step=fields.get_int(record, "step"),
+        role=fields.get_str(record, "role"),
+        roles=fields.get_strs(record, "roles"),
+        attempt=fields.get_str(record, "attempt"),
+        created=fields.get_str(record, "created"),
+        versions={key: fields.get_str(versions, key) for key in versions},
+        contents=fields.get_strs(record, "contents"),
+        topology=Topology(**_ints_of(Topology, fields.get_dict(record, "topology"))),
+        ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in fields.get_list(record, "ranks")),
+        stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
+        tensors=fields.get_strs(record, "tensors"),
+        files=tuple(_read_file(item) for item in fields.get_list(record, "files")),
+    )
+
+
+def _ints_of(cls: type, item: Any) -> dict[str, int]:
+    record = fields.as_dict(item, cls.__name__)
+    return {name: fields.get_int(record, name) for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def _read_stage(item: Any) -> StageRecord:
+    record = fields.as_dict(item, "stages")
+    return StageRecord(
+        fields.get_int(record, "pp"),
+        fields.get_int(record, "vp"),
+        fields.get_ints(record, "decoder"),
+        fields.get_ints(record, "mtp"),
+    )
+
+
+def _read_file(item: Any) -> FileRecord:
+    record = fields.as_dict(item, "files")
+    index, holds = None, ()
+    if "index" in record:
+        index = IndexPlace(**_ints_of(IndexPlace, record["index"]))
+        holds = tuple(_read_run(run) for run in fields.get_list(record, "holds"))
+    return FileRecord(
+        path=fields.get_str(record, "path"),
+        kind=fields.get_str(record, "kind"),
+        rank=fields.get_int(record, "rank"),
+        size=fields.get_int(record, "size"),
+        crc32=fields.get_int(record, "crc32"),
+        index=index,
+        holds=holds,
+    )
+
+
+def _read_run(item: Any) -> tuple[int, int]:
+    run = fields.as_ints(item, "holds")
+    if len(run) != 2:
+        raise fields.FieldError(f"'holds' has {run}, not [first, last]")
+    return run[0], run[1]
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    for role in (manifest.role, *manifest.roles):
+        if not layout.is_role(role):
+            raise fields.FieldError(f"role {role!r} is not a folder name")
+    seen: set[str] = set()
+    for file in manifest.files:
+        _check_path(file.path, seen)
+        if file.index is not None and file.index.offset + file.index.size > file.size:
+            raise fields.FieldError(f"the index of {file.path} leaves the file")
+        for first, last in file.holds:
+            if not first <= last < len(manifest.tensors):
+                raise fields.FieldError(f"{file.path} holds tensors {first} to {last} of {len(manifest.tensors)}")
+
+
+def _check_path(path: str, seen: set[str]) -> None:
+    """A path names one file below the role's folder, in one way only."""
+    parts = path.split("/")
+    if not path or "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
+    if path in seen:
+        raise fields.FieldError(f"path {path!r} is listed twice")
+    seen.add(path)

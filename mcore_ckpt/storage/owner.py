@@ -1,0 +1,54 @@
+"""Who is writing into a staging folder, so that the next start can tell remains from a save under way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mcore_ckpt import layout
+from mcore_ckpt.storage import json_fields as fields
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process: host, pid, and its start in clock ticks since boot, because pids are used again."""
+
+    host: str
+    pid: int
+    start: int
+
+    @staticmethod
+    def this_process() -> Owner:
+        return Owner(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
+
+    @property
+    def is_on_this_host(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive_here(self) -> bool:
+        return self.is_on_this_host and _start_of(self.pid) == self.start
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # proc(5): field 22 is starttime; the second field, the command in parentheses, may hold spaces and parentheses.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def write_owner(folder: Path) -> None:
+    (folder / layout.OWNER_FILE).write_bytes(fields.encode(asdict(Owner.this_process())))
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The owner of a staging folder, or None if it does not say."""
+    try:
+        record = fields.decode((folder / layout.OWNER_FILE).read_bytes())
+        return Owner(fields.get_str(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
+    except (OSError, fields.FieldError):
+        return None

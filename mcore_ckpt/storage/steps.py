@@ -1,0 +1,144 @@
+"""Which steps are on disk, which of them are complete, and which may go. The manifests are the truth, the tracker a hint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.storage.files import replace_file, sync_dir
+from mcore_ckpt.storage.reader import read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """One step folder: the roles that have committed, those any of them declares, and what is wrong with the others."""
+
+    step: int
+    path: Path
+    committed: frozenset[str]
+    declared: frozenset[str]
+    problems: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.committed) and self.declared <= self.committed
+
+    @property
+    def reason(self) -> str:
+        """Why it does not count."""
+        if self.problems:
+            return "; ".join(self.problems)
+        missing = ", ".join(sorted(self.declared - self.committed))
+        return f"{self.path}: not committed by {missing}" if missing else f"{self.path}: no manifest of mcore_ckpt in it"
+
+
+def list_steps(root: Path) -> list[StepStatus]:
+    """All step folders, the oldest first. Of two spellings of one step, the complete one."""
+    result = []
+    for _, paths in sorted(layout.step_dirs(root).items()):
+        statuses = [_status(path) for path in paths]
+        result.append(next((status for status in statuses if status.is_complete), statuses[0]))
+    return result
+
+
+def complete_steps(root: Path) -> list[StepStatus]:
+    return [status for status in list_steps(root) if status.is_complete]
+
+
+def _status(path: Path) -> StepStatus:
+    step = layout.parse_step(path.name)
+    assert step is not None
+    committed, declared, problems = set(), set(), []
+    for role_dir in sorted(path.iterdir()):
+        if not layout.is_role(role_dir.name):
+            continue
+        try:
+            stat = (role_dir / layout.MANIFEST_FILE).stat()
+        except OSError:
+            continue
+        try:
+            saved_step, role, roles = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except CheckpointCorruptError as error:
+            problems.append(str(error))
+            declared.add(role_dir.name)
+            continue
+        declared.update(roles, (role,))
+        if (saved_step, role) == (step, role_dir.name):
+            committed.add(role)
+        else:
+            problems.append(f"{role_dir}: its manifest is of {role} at step {saved_step}")
+            declared.add(role_dir.name)
+    return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems))
+
+
+@lru_cache(maxsize=4096)
+def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...]]:
+    """Of one manifest file, whose identity is in the arguments: a manifest of a large run takes long to parse."""
+    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    return manifest.step, manifest.role, manifest.roles
+
+
+def read_tracker(root: Path) -> int | None:
+    """The step the tracker names; None if there is no tracker or it is torn."""
+    try:
+        return layout.parse_tracker((root / layout.TRACKER_FILE).read_text())
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def update_tracker(root: Path) -> int | None:
+    """Makes the tracker name the newest complete step, which is returned."""
+    complete = complete_steps(root)
+    if not complete:
+        return None
+    newest = complete[-1].step
+    if read_tracker(root) != newest:
+        replace_file(root / layout.TRACKER_FILE, str(newest).encode())
+    return newest
+
+
+def warn_if_tracker_differs(root: Path, newest: int) -> None:
+    tracked = read_tracker(root)
+    if tracked is not None and tracked != newest:
+        logger.warning(
+            "%s names step %d, but the newest complete step is %d: loading that. Use load(step=%d) for the other",
+            root / layout.TRACKER_FILE,
+            tracked,
+            newest,
+            tracked,
+        )
+
+
+def delete_old_steps(root: Path, max_to_keep: int, attempt: str) -> list[int]:
+    """Deletes all steps older than the newest `max_to_keep` complete ones; returns those deleted.
+
+    Counted from what is on disk. An incomplete step that old can never be the one to come back to; a
+    folder without any manifest of ours is somebody else's and stays.
+    """
+    statuses = list_steps(root)
+    complete = [status.step for status in statuses if status.is_complete]
+    if len(complete) <= max_to_keep:
+        return []
+    oldest_kept = complete[-max_to_keep]
+    deleted = []
+    for status in statuses:
+        if status.step < oldest_kept and (status.committed or status.problems):
+            _delete_step(status.path, attempt)
+            deleted.append(status.step)
+    return deleted
+
+
+def _delete_step(path: Path, attempt: str) -> None:
+    # Renamed first: a step that is half deleted must not look like one that is there.
+    doomed = layout.deleted_dir(path, attempt)
+    os.rename(path, doomed)
+    sync_dir(path.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
