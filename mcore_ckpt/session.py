@@ -1,0 +1,38 @@
+"""What a save and a load both need of one trainer: its parts, where this rank stands, whom to ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.staging.arena import Arena
+from mcore_ckpt.staging.host_image import ImageCache
+from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.storage.manifest import StageRecord
+from mcore_ckpt.topology import RankCoordinates, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """Everything a CheckpointManager was given and has found out, fixed for its life."""
+
+    root: Path
+    role: str
+    chunks: tuple[torch.nn.Module, ...]
+    optimizer: Any
+    lr_scheduler: Any
+    hf_config: Any
+    processing_class: Any
+    config: CheckpointConfig
+    rank: int
+    coordinates: RankCoordinates
+    topology: Topology
+    stages: tuple[StageRecord, ...]
+    first_instance: bool
+    agreement: Agreement
+    arena: Arena
+    images: ImageCache

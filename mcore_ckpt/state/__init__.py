@@ -1,0 +1,1 @@
+"""What a trainer owns -> named shards, and back."""

@@ -1,0 +1,201 @@
+"""Model chunks -> named shards. Regions come from megatron's own `sharded_state_dict`, names from the modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
+from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.regions import Piece, Region
+from mcore_ckpt.state.shards import LocalShard
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class ChunkLayers:
+    """Global layer numbers, from 0, that one virtual chunk holds."""
+
+    decoder: tuple[int, ...]
+    mtp: tuple[int, ...]
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel, Float16Module and the like, which keep it as `module`."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
+    """A model or a list of virtual chunks, as a tuple. Raises TypeError for anything else."""
+    chunks = tuple(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else (model,)
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module) or not hasattr(unwrap(chunk), "sharded_state_dict"):
+            raise TypeError(f"model has a {type(chunk).__name__}: hand over a megatron-core model or a list of its virtual chunks")
+    if not chunks:
+        raise TypeError("model is an empty list")
+    return chunks
+
+
+def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Completes parameters that are only partly up to date.
+
+    With `overlap_param_gather`, `optimizer.step()` updates a rank's own shard of each bucket and the rest
+    arrives in the forward hooks after it (DistributedDataParallel, 0.16.1). Collective over data parallelism.
+    """
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Brings every rank the shards of its parameters that other ranks own. Collective over data parallelism."""
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        if config is not None and config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
+    numbers = chunk_names(unwrap(chunk)).layers
+    decoder, mtp = (
+        tuple(sorted(layer.number for layer in numbers if layer.list_name == name)) for name in ("decoder.layers", "mtp.layers")
+    )
+    return ChunkLayers(decoder, mtp)
+
+
+def chunk_names(module: torch.nn.Module) -> ChunkNames:
+    """How the names of an unwrapped chunk become global, from what its modules say of themselves.
+
+    `layer_number` (from 1, over the whole model) is right under every way megatron splits layers; the
+    position in the ModuleList counts from 0 in each chunk.
+    """
+    layers, experts = [], []
+    for path, child in module.named_modules():
+        list_name, _, position = path.rpartition(".")
+        number = getattr(child, "layer_number", None)
+        if list_name.split(".")[-1] == "layers" and position.isdigit() and isinstance(number, int):
+            layers.append(LayerNumber(list_name, int(position), number - 1))
+        count = getattr(child, "num_local_experts", None)
+        if path.endswith(".experts") and isinstance(count, int):
+            experts.append(ExpertNumbers(path, child.ep_group.rank() * count, count))  # type: ignore[union-attr, operator]
+    return ChunkNames(tuple(layers), tuple(experts))
+
+
+def read_model(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
+    """All parameters, persistent buffers and `_extra_state`s of this rank, as live tensors: no copy, no communication.
+
+    Raises:
+        UnsupportedError: a tensor whose place in the global tensor megatron does not tell.
+    """
+    shards: list[LocalShard] = []
+    seen: dict[ShardKey, str] = {}
+    for number, chunk in enumerate(chunks):
+        for shard in _read_chunk(unwrap(chunk)):
+            # A second holder of the same tensor on this rank (a tied copy in another chunk) is loaded too, but not stored.
+            if shard.key in seen and not shard.replica:
+                raise UnsupportedError(f"tensor {shard.key} is in chunk {seen[shard.key]} and again in chunk {number}")
+            seen.setdefault(shard.key, str(number))
+            shards.append(shard)
+    return shards
+
+
+def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
+    names = chunk_names(module)
+    sharded = module.sharded_state_dict(metadata=_metadata())  # type: ignore[operator]
+    owners = dict(module.named_modules(remove_duplicate=False))
+    for local_name, value in module.state_dict(keep_vars=True).items():
+        if value is None:
+            continue
+        if local_name.endswith(_EXTRA_STATE):
+            owner = owners[local_name.removesuffix(_EXTRA_STATE).rstrip(".")]
+            yield _opaque_shard(names.to_global(local_name), value, owner)
+        else:
+            yield _tensor_shard(names.to_global(local_name), value, sharded.get(local_name))
+
+
+def _metadata() -> dict[str, Any]:
+    # Without non_homogeneous_layers, TransformerBlock.sharded_state_dict (0.16.1) hides the layer number in an axis.
+    return {"non_homogeneous_layers": True}
+
+
+def _opaque_shard(name: str, value: Any, owner: torch.nn.Module) -> LocalShard:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+        raise UnsupportedError(f"{name} is a {type(value).__name__}: only the uint8 tensors of transformer-engine 2 are supported")
+    data = value.detach().reshape(-1)
+    return LocalShard(ShardKey(name, "opaque"), Region.whole((data.numel(),)), data, is_expert(name), restore=owner.set_extra_state)
+
+
+def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
+    if sharded is None or sharded.data is not tensor:
+        reason = "no entry for it" if sharded is None else "a copy of it"
+        raise UnsupportedError(f"tensor {name}: the model's sharded_state_dict has {reason}, so its place in the global tensor is unknown")
+    replica_id = sharded.replica_id
+    replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
+    # A copy kept by a later pipeline stage goes by the name of the original, which is its sharded key.
+    key = ShardKey(sharded.key if replica else name, "model")
+    return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica)
+
+
+def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
+    build = getattr(sharded, "build_fn", None)
+    if build is not None:
+        return _factory_region(name, tuple(tensor.shape), sharded)
+    axes = sharded.prepend_axis_num
+    shape = tuple(sharded.local_shape)
+    piece = Piece((0,) * len(shape), shape, tuple(sharded.global_offset[axes:]))
+    return Region(tuple(sharded.global_shape[axes:]), shape, (piece,), Region.whole(shape).flat)
+
+
+def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
+    """Where a ShardedTensorFactory puts the parts of a tensor, found by giving it tensors of positions.
+
+    One tensor per axis, expanded from a vector, so that a weight of any size costs nothing. Parts under keys of their own
+    (Mamba's in_proj) are laid end to end along the axis they are cut on.
+    """
+    parts_by_axis = [
+        _flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None)) for axis in range(len(shape))
+    ]
+    pieces: list[Piece] = []
+    starts: dict[str, int] = {}
+    total = 0
+    for parts in zip(*parts_by_axis, strict=True):
+        first = parts[0]
+        axes = first.prepend_axis_num
+        local_offset = tuple(int(part.data[(0,) * len(shape)]) for part in parts)
+        last = tuple(int(part.data[(-1,) * len(shape)]) for part in parts)
+        part_shape = tuple(first.data.shape)
+        if tuple(b - a + 1 for a, b in zip(local_offset, last, strict=True)) != part_shape:
+            raise UnsupportedError(f"tensor {name}: its ShardedTensorFactory cuts it into parts that are not boxes")
+        if first.key not in starts:
+            starts[first.key] = total
+            total += first.global_shape[axes]
+        offset = list(first.global_offset[axes:])
+        offset[0] += starts[first.key]
+        pieces.append(Piece(local_offset, part_shape, tuple(offset)))
+    region = Region((total, *first.global_shape[axes + 1 :]), shape, tuple(pieces), Region.whole(shape).flat)
+    try:
+        region.check()
+    except ValueError as error:
+        raise UnsupportedError(f"tensor {name}: its ShardedTensorFactory is not understood: {error}") from None
+    return region
+
+
+def _positions(shape: tuple[int, ...], axis: int) -> torch.Tensor:
+    vector = torch.arange(shape[axis], device="cpu")
+    return vector.view([-1 if i == axis else 1 for i in range(len(shape))]).expand(shape)
+
+
+def _flatten(parts: Any) -> list[Any]:
+    if isinstance(parts, dict):
+        parts = list(parts.values())
+    if isinstance(parts, (list, tuple)):
+        return [leaf for part in parts for leaf in _flatten(part)]
+    return [parts]

@@ -1,0 +1,250 @@
+"""Optimizers -> named shards, and back.
+
+The names and regions are the model's; the optimizer adds which flat range of each parameter this rank owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.state.plain import to_plain
+from mcore_ckpt.state.shards import LocalShard, ParameterState
+
+_STEP = "step"
+# What the user's new configuration decides if megatron's scheduler is told to override the saved one.
+_RATES = ("lr", "max_lr", "min_lr", "weight_decay")
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """One of the chained optimizers: megatron's object and the torch-like optimizer inside (None if it has no parameters)."""
+
+    megatron: Any
+    inner: Any
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.inner is None else self.inner.param_groups
+
+    @property
+    def is_sharded(self) -> bool:
+        """DistributedOptimizer: each data-parallel rank owns a range of its own; the others are replicated."""
+        return hasattr(self.megatron, "gbuf_ranges")
+
+    @property
+    def steps_in_groups(self) -> bool:
+        """transformer-engine's FusedAdam counts steps per group, torch's Adam per parameter."""
+        return any(cls.__name__ == "FusedAdam" for cls in type(self.inner).__mro__)
+
+
+def optimizer_parts(optimizer: Any) -> list[OptimizerPart]:
+    """The parts in megatron's order: dense, then expert parameters."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [OptimizerPart(part, getattr(part, "optimizer", None)) for part in chained]
+
+
+def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: bool) -> list[list[ParameterState]]:
+    """This rank's parameter states, one list per part, as live tensors: no copy, no communication.
+
+    Args:
+        optimizer: megatron's optimizer.
+        model: the model's shards, for names and regions.
+        first_instance: whether this rank belongs to distributed-optimizer instance 0, the one that writes.
+    """
+    by_parameter = {id(shard.tensor): shard for shard in model}
+    result = []
+    for part in optimizer_parts(optimizer):
+        states = []
+        for parameter, main, flat, is_view in _main_params(part):
+            shard = by_parameter.get(id(parameter))
+            if shard is None:
+                raise UnsupportedError(f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model")
+            states.append(_parameter_state(part, shard, main, flat, is_view, first_instance))
+        result.append(states)
+    return result
+
+
+def _main_params(part: OptimizerPart) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool]]:
+    """(model parameter, main parameter, flat range, main is a view of the model's memory).
+
+    From the groups that pair them, not from `_get_main_param_and_optimizer_states` (0.16.1): that finds the main
+    parameter by its position in buffer order, while the groups list fp32 parameters first, so it mixes them up where
+    one group has parameters of two dtypes.
+    """
+    owner = part.megatron
+    if part.inner is None:
+        return
+    if part.is_sharded:
+        pairs = [
+            (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False),
+            (owner.model_fp32_groups, owner.shard_fp32_groups, True),
+        ]
+        for model_groups, main_groups, is_view in pairs:
+            for parameter, main in _zip_groups(model_groups, main_groups):
+                owned = owner._get_model_param_range_map(parameter)["param"]
+                yield parameter, main, (owned.start, owned.end), is_view
+    elif hasattr(owner, "float16_groups"):
+        for parameter, main in _zip_groups(owner.float16_groups, owner.fp32_from_float16_groups):
+            yield parameter, main, (0, parameter.numel()), False
+        for parameter in (p for group in owner.fp32_from_fp32_groups for p in group):
+            yield parameter, parameter, (0, parameter.numel()), True
+    else:
+        for parameter in (p for group in part.param_groups for p in group["params"]):
+            yield parameter, parameter, (0, parameter.numel()), True
+
+
+def _zip_groups(first: Any, second: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for a, b in zip(first, second, strict=True):
+        yield from zip(a, b, strict=True)
+
+
+def _parameter_state(
+    part: OptimizerPart, shard: LocalShard, main: torch.Tensor, flat: tuple[int, int], is_view: bool, first_instance: bool
+) -> ParameterState:
+    return ParameterState(
+        name=shard.key.name,
+        region=shard.region.with_flat(*flat),
+        main=main,
+        is_model_view=is_view,
+        expert=shard.expert,
+        replica=shard.replica or not first_instance,
+        moments=_moments(part, shard, main),
+    )
+
+
+def _moments(part: OptimizerPart, shard: LocalShard, main: torch.Tensor) -> dict[str, torch.Tensor]:
+    # `state` is a defaultdict: indexing it for a parameter without state would create one.
+    state = part.inner.state[main] if main in part.inner.state else {}
+    moments = {}
+    for kind, value in state.items():
+        if kind == _STEP or value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or value.numel() != main.numel():
+            raise UnsupportedError(
+                f"optimizer state {kind!r} of {shard.key.name} is {_describe(value)}, not a tensor of the parameter's {main.numel()} elements"
+            )
+        moments[kind] = value
+    return moments
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def read_step(part: OptimizerPart) -> float | int | None:
+    """How many steps this part has done on this rank; None if nothing on this rank has stepped.
+
+    Raises:
+        UnsupportedError: parameters have done different numbers of steps; one number could not bring them back.
+    """
+    if part.inner is None:
+        return None
+    if part.steps_in_groups:
+        steps = {group[_STEP] for group in part.param_groups if group["params"] and _STEP in group}
+    else:
+        steps = {_number(state[_STEP]) for state in part.inner.state.values() if _STEP in state}
+    if len(steps) > 1:
+        raise UnsupportedError(f"parameters of {type(part.inner).__name__} have done different numbers of steps: {sorted(steps)}")
+    return steps.pop() if steps else None
+
+
+def _number(step: Any) -> float | int:
+    return step.item() if isinstance(step, torch.Tensor) else step
+
+
+def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
+    """Every field of every group but the parameters and the step, which has a place of its own."""
+    return [
+        {key: to_plain(value, f"param_groups[{i}][{key!r}]") for key, value in group.items() if key not in ("params", _STEP)}
+        for i, group in enumerate(part.param_groups)
+    ]
+
+
+def read_grad_scaler(part: OptimizerPart) -> dict[str, Any] | None:
+    scaler = getattr(part.megatron, "grad_scaler", None)
+    return None if scaler is None else to_plain(scaler.state_dict(), "grad_scaler")
+
+
+def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The saved group of each group of `part`.
+
+    By position where the groups there have the same identity, else by identity alone, as
+    `_filter_and_reorder_param_groups` (0.16.1) does.
+
+    Raises:
+        CheckpointMismatchError: a group has no saved counterpart, or several.
+    """
+    groups = part.param_groups
+    if len(groups) == len(saved) and all(_identity(a) == _identity(b) for a, b in zip(groups, saved, strict=True)):
+        return list(saved)
+    matched = []
+    for number, group in enumerate(groups):
+        same = [candidate for candidate in saved if _identity(candidate) == _identity(group)]
+        if len(same) != 1:
+            raise CheckpointMismatchError(
+                f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} counterparts among the "
+                f"{len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same weight-decay and learning-rate groups"
+            )
+        matched.append(same[0])
+    return matched
+
+
+def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
+    """megatron's `param_group_identifier_keys`; NeMo writes some with `pre_` before them."""
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return {key: group.get(key, group.get(f"pre_{key}")) for key in keys}
+
+
+def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], keep_rates: bool) -> None:
+    for group, values in zip(part.param_groups, match_groups(part, saved), strict=True):
+        group.update({key: value for key, value in values.items() if not (keep_rates and key in _RATES)})
+
+
+def write_step(part: OptimizerPart, step: float | int | None) -> None:
+    """Sets the step of everything on this rank that has state.
+
+    A tensor for each parameter: `DistributedOptimizer.load_state_dict` (0.16.1) shares one among all, and Adam then counts
+    it once per parameter.
+    """
+    if part.inner is None or step is None:
+        return
+    if part.steps_in_groups:
+        for group in part.param_groups:
+            group[_STEP] = int(step)
+        return
+    on_device = {id(p) for g in part.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    for parameter, state in part.inner.state.items():
+        device = parameter.device if id(parameter) in on_device else torch.device("cpu")
+        state[_STEP] = torch.tensor(float(step), dtype=torch.float32, device=device)
+
+
+def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> None:
+    scaler = getattr(part.megatron, "grad_scaler", None)
+    if scaler is not None and saved is not None:
+        scaler.load_state_dict(dict(saved))
+
+
+def moment_tensor(part: OptimizerPart, state: ParameterState, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor to load one moment into: the one that is there, or a new one of the main parameter's shape."""
+    there = part.inner.state[state.main].get(kind)
+    if there is None:
+        there = torch.empty_like(state.main, dtype=dtype, requires_grad=False)
+        part.inner.state[state.main][kind] = there
+    return there
+
+
+def forget_state(part: OptimizerPart, state: ParameterState) -> None:
+    """The parameter had not been stepped when it was saved: the optimizer starts it anew."""
+    part.inner.state.pop(state.main, None)
+
+
+def copy_main_to_model(optimizer: Any) -> None:
+    """Casts main parameters into the model's, as `step()` does after the update. This rank's own ranges only."""
+    for part in optimizer_parts(optimizer):
+        if part.inner is not None and hasattr(part.megatron, "_copy_main_params_to_model_params"):
+            part.megatron._copy_main_params_to_model_params()

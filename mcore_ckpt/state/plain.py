@@ -1,0 +1,62 @@
+"""Small state as values that open under `torch.load(weights_only=True)`: no pickled classes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import UnsupportedError
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+
+
+def to_plain(value: Any, field: str) -> Any:
+    """A copy of `value` made of dicts, lists, tuples, numbers, strings, bytes and CPU tensors.
+
+    Tensors are cloned, so later changes do not reach the copy. NumPy scalars become Python's, NumPy arrays become tensors (torch
+    has no safe pickle for them), generators their state, subclasses of dict plain dicts.
+
+    Raises:
+        UnsupportedError: something else is in it; the message names the field.
+
+    Example:
+        >>> to_plain({"betas": (0.9, 0.95)}, "param_groups")
+        {'betas': (0.9, 0.95)}
+    """
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, torch.Generator):
+        return value.get_state().clone()
+    if isinstance(value, Mapping):
+        return {_key(key, field): to_plain(item, f"{field}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(to_plain(item, f"{field}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, slice):
+        return (value.start, value.stop, value.step)
+    return _from_numpy(value, field)
+
+
+def _key(key: Any, field: str) -> Any:
+    if type(key) in _ATOMS or (type(key) is tuple and all(type(part) in _ATOMS for part in key)):
+        return key
+    return to_plain(key, f"a key of {field}")
+
+
+def _from_numpy(value: Any, field: str) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
+        return value.item()
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
+    cls = type(value)
+    raise UnsupportedError(
+        f"{field} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without pickling a class: "
+        "hand over numbers, strings, bytes, tensors, and dicts, lists or tuples of them"
+    )

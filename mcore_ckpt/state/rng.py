@@ -1,0 +1,72 @@
+"""Random number generators: Python's, NumPy's, torch's, the device's, and megatron's tracker."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from mcore_ckpt.state.plain import to_plain
+
+
+def read_rng() -> dict[str, Any]:
+    """The state of all generators of this process, as plain values and uint8 tensors."""
+    return {
+        "python": random.getstate(),
+        "numpy": _read_numpy(),
+        "torch": torch.get_rng_state().clone(),
+        "device": torch.cuda.get_rng_state().cpu().clone() if torch.cuda.is_available() else None,
+        "megatron": to_plain(dict(_tracker().get_states()), "megatron's RNG tracker"),
+    }
+
+
+def write_rng(state: dict[str, Any]) -> None:
+    """Puts all generators back. A generator that was not there when the state was read stays as it is."""
+    python = state["python"]
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    if state["numpy"] is not None:
+        _write_numpy(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])
+    _write_tracker(state["megatron"])
+
+
+def _read_numpy() -> dict[str, Any] | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    # int64 because torch's operators on uint32 are few; the values fit.
+    words = torch.from_numpy(keys.astype("int64"))
+    return {"name": name, "keys": words, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
+
+
+def _write_numpy(state: dict[str, Any]) -> None:
+    import numpy
+
+    keys = state["keys"].numpy().astype("uint32")
+    numpy.random.set_state((state["name"], keys, state["position"], state["has_gauss"], state["cached"]))
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
+
+
+def _write_tracker(states: dict[str, torch.Tensor]) -> None:
+    tracker = _tracker()
+    current = tracker.get_states()
+    restored: dict[str, Any] = {}
+    for name, state in states.items():
+        generator = current.get(name)
+        if isinstance(generator, torch.Generator):
+            # CUDA graphs hold on to the generator objects of a graph-safe tracker: replacing them would detach the graphs.
+            generator.set_state(state)
+            restored[name] = generator
+        else:
+            restored[name] = state.clone()
+    tracker.set_states(restored)

@@ -1,0 +1,50 @@
+"""LR schedulers: megatron's OptimizerParamScheduler, or any object with state_dict and load_state_dict."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.state.plain import to_plain
+
+
+def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
+    return None if scheduler is None else to_plain(scheduler.state_dict(), "lr_scheduler.state_dict()")
+
+
+def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
+    """Raises CheckpointMismatchError if `write_scheduler` would fail, before anything changes."""
+    if scheduler is None or state is None:
+        return
+    if not _is_megatrons(scheduler):
+        return
+    # OptimizerParamScheduler.load_state_dict (0.16.1) asserts field by field while it assigns: let it do so to a copy.
+    trial = copy.copy(scheduler)
+    trial.optimizer = SimpleNamespace(param_groups=[])
+    try:
+        trial.load_state_dict(copy.deepcopy(state))
+    except (AssertionError, KeyError) as error:
+        raise CheckpointMismatchError(
+            f"the LR scheduler does not accept the saved state: {error}. Use the same schedule, or set "
+            "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+        ) from None
+
+
+def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
+    if scheduler is None or state is None:
+        return
+    if _is_megatrons(scheduler):
+        # OptimizerParamScheduler.load_state_dict (0.16.1) adds the saved num_steps to what is there.
+        scheduler.num_steps = 0
+    scheduler.load_state_dict(state)
+
+
+def keeps_own_rates(scheduler: Any) -> bool:
+    """Whether the user told megatron's scheduler to ignore the saved learning rates and weight decay."""
+    return bool(getattr(scheduler, "override_opt_param_scheduler", False))
+
+
+def _is_megatrons(scheduler: Any) -> bool:
+    return any(cls.__name__ == "OptimizerParamScheduler" for cls in type(scheduler).__mro__)

@@ -1,0 +1,74 @@
+"""What is refused by name, before anything is written or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import UnsupportedError
+
+# By class name: importing them would need packages (transformer-engine, emerging-optimizers) that may be absent.
+_MODULES = {
+    "GroupedMLP": "legacy GroupedMLP (weights packed and transposed): use TEGroupedMLP or SequentialMLP",
+    "FullyShardedDataParallel": "Megatron-FSDP: use DistributedDataParallel",
+    "MegatronFSDP": "Megatron-FSDP: use DistributedDataParallel",
+    "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
+}
+_OPTIMIZERS = {
+    "HybridDeviceOptimizer": "HybridDeviceOptimizer (optimizer_cpu_offload): turn the offload off",
+    "LayerWiseDistributedOptimizer": "LayerWiseDistributedOptimizer: use DistributedOptimizer",
+    "TensorParallelMuon": "Muon: use Adam",
+    "Muon": "Muon: use Adam",
+}
+_FP8_PARAMETERS = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor", "QuantizedTensor")
+
+
+def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
+    """Raises UnsupportedError if a chunk, bare or wrapped, holds anything that could only be half-saved."""
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
+            raise UnsupportedError(f"not supported: {_MODULES['MegatronFSDP']}")
+        for path, module in chunk.named_modules():
+            _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
+        for name, parameter in chunk.named_parameters():
+            # TE's quantized parameters are subclasses of Tensor; a Parameter made of one keeps the class.
+            kinds = {cls.__name__ for tensor in (parameter, parameter.data) for cls in type(tensor).__mro__}
+            if kinds & set(_FP8_PARAMETERS):
+                raise UnsupportedError(f"parameter {name} is not supported: FP8 parameters; keep the parameters in bf16")
+            if hasattr(parameter, "_local_tensor"):
+                raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
+
+
+def refuse_unsupported_optimizer(optimizer: Any) -> None:
+    """Raises UnsupportedError unless every part of the optimizer is one whose whole state is known."""
+    _refuse(type(optimizer), _OPTIMIZERS, "optimizer")
+    for part in _parts(optimizer):
+        _refuse_part(part)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _refuse_part(part: Any) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    inner = getattr(part, "optimizer", None)
+    _refuse(type(part), _OPTIMIZERS, "optimizer")
+    _refuse(type(inner), _OPTIMIZERS, "optimizer")
+    if not isinstance(part, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
+        raise UnsupportedError(
+            f"optimizer {type(part).__name__} is not supported: use DistributedOptimizer, "
+            "Float16OptimizerWithFloat16Params or FP32Optimizer"
+        )
+    if getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
+        raise UnsupportedError("optimizer is not supported: use_precision_aware_optimizer keeps main parameters inside FusedAdam; turn it off")
+
+
+def _refuse(cls: type, names: dict[str, str], what: str) -> None:
+    for base in cls.__mro__:
+        if base.__name__ in names:
+            raise UnsupportedError(f"{what} is not supported: {names[base.__name__]}")
