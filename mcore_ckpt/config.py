@@ -15,7 +15,8 @@ class CheckpointConfig:
     """Choices of one CheckpointManager.
 
     Attributes:
-        save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state), `hf_model`.
+        save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state),
+            `hf_model`.
         load_contents: the same words; what is asked for must be in the checkpoint.
         async_save: save in the background.
         max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all.

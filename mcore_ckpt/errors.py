@@ -8,7 +8,12 @@ from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package.
+
+    `names_rank` is set on errors that came from a rank by way of rank 0: the message begins with it.
+    """
+
+    names_rank = False
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -53,9 +58,13 @@ def to_record(error: BaseException, rank: int) -> dict[str, str]:
     """An error as plain strings that travel to other ranks. Foreign errors (an OSError) keep their type in the text."""
     name = type(error).__name__
     text = str(error) if name in _BY_NAME else f"{name}: {error}"
-    return {"type": name, "message": f"rank {rank}: {text}"}
+    if not getattr(error, "names_rank", False):
+        text = f"rank {rank}: {text}"
+    return {"type": name, "message": text}
 
 
 def from_record(record: dict[str, str], default: type[CheckpointError]) -> CheckpointError:
     """The error a record stands for; one that is not of this family becomes a `default`."""
-    return _BY_NAME.get(record["type"], default)(record["message"])
+    error = _BY_NAME.get(record["type"], default)(record["message"])
+    error.names_rank = True
+    return error

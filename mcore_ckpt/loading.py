@@ -37,7 +37,7 @@ from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide
 from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.storage.index import OPAQUE, FileIndex
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
 from mcore_ckpt.storage.reader import RangeReader, open_file, read_index, read_manifest, read_plain
 
 logger = logging.getLogger(__name__)
@@ -97,13 +97,14 @@ class _Prepared:
 def load_checkpoint(session: Session, step: int | None, path: Path | None) -> LoadResult:
     """Loads the newest complete checkpoint, or the one asked for.
 
-    A checkpoint that turns out bad is passed over for the next older one, by all ranks together, unless one was asked for
-    or `strict` is set.
+    A checkpoint that turns out bad is passed over for the next older one, by all ranks together, unless one was asked
+    for or `strict` is set.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CheckpointMismatchError: it does not fit; nothing has changed.
-        CheckpointCorruptError: it is damaged, and there is no other to take. The message says whether anything has changed.
+        CheckpointCorruptError: it is damaged, and there is no other to take. The message says whether anything has
+            changed.
     """
     started = time.monotonic()
     found = decide(session.agreement, "finding a checkpoint", dict, lambda _: _candidates(session, step, path))
@@ -165,14 +166,19 @@ def _prepare_together(session: Session, role_dir: Path) -> _Prepared:
     prepared: list[_Prepared] = []
 
     def work() -> Record:
-        prepared.append(_prepare(session, role_dir))
+        try:
+            prepared.append(_prepare(session, role_dir))
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(f"{role_dir}: {error}") from error
         return {"attempt": prepared[0].manifest.attempt}
 
     def combine(records: Sequence[Record]) -> Record:
         attempts = [record["attempt"] for record in records]
         others = [rank for rank, attempt in enumerate(attempts) if attempt != attempts[0]]
         if others:
-            raise AgreementError(f"{role_dir}: ranks {others} see another checkpoint there than rank 0: not one shared file system")
+            raise AgreementError(
+                f"{role_dir}: ranks {others} see another checkpoint there than rank 0: not one shared file system"
+            )
         return {}
 
     decide(session.agreement, f"checking {role_dir}", work, combine)
@@ -181,8 +187,8 @@ def _prepare_together(session: Session, role_dir: Path) -> _Prepared:
 
 def _prepare(session: Session, role_dir: Path) -> _Prepared:
     manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
-    _check_contents(session, role_dir, manifest)
-    _check_layout(session, role_dir, manifest)
+    _check_contents(session, manifest)
+    _check_layout(session, manifest)
     wanted = session.config.load_contents
     model = read_model(session.chunks)
     fills: list[_Fill] = []
@@ -191,8 +197,8 @@ def _prepare(session: Session, role_dir: Path) -> _Prepared:
     indexes = _read_indexes(session, role_dir, manifest, model)
     stored, aliases = _by_key(indexes)
     if "model" in wanted:
-        fills += [_model_fill(session, shard, stored, aliases, indexes, manifest) for shard in model]
-        _check_leftovers(session, manifest, role_dir, model, indexes)
+        fills += [_model_fill(session, shard, stored, aliases) for shard in model]
+        _check_leftovers(session, manifest, model, indexes)
     if "optimizer" in wanted:
         common = _read_common(session, role_dir, manifest)
         optimizer_fills, unstepped = _optimizer_fills(session, model, stored, aliases)
@@ -202,36 +208,45 @@ def _prepare(session: Session, role_dir: Path) -> _Prepared:
     return _Prepared(manifest, role_dir, tuple(fills), tuple(unstepped), common, rng, extra)
 
 
-def _check_contents(session: Session, role_dir: Path, manifest: Manifest) -> None:
+def _check_contents(session: Session, manifest: Manifest) -> None:
     missing = [word for word in session.config.load_contents if word not in manifest.contents]
     if missing:
         raise CheckpointMismatchError(
-            f"{role_dir}: load_contents asks for {', '.join(missing)}, the checkpoint has {', '.join(manifest.contents)}"
+            f"load_contents asks for {', '.join(missing)}, the checkpoint has {', '.join(manifest.contents)}"
         )
 
 
-def _check_layout(session: Session, role_dir: Path, manifest: Manifest) -> None:
-    ours = {(stage.pp, stage.vp): stage for stage in session.stages}
-    theirs = {(stage.pp, stage.vp): stage for stage in manifest.stages}
+def _check_layout(session: Session, manifest: Manifest) -> None:
     if manifest.topology != session.topology or session.coordinates not in manifest.ranks:
         raise CheckpointMismatchError(
-            f"{role_dir}: was saved on {manifest.topology}, this is {session.topology}. Loading under another parallel "
+            f"was saved on {manifest.topology}, this is {session.topology}. Loading under another parallel "
             "layout is not supported yet: use the layout it was saved with"
         )
+    ours, theirs = ({(stage.pp, stage.vp): stage for stage in stages} for stages in (session.stages, manifest.stages))
+    if len({layer for stage in manifest.stages for layer in stage.decoder}) != session.num_layers:
+        return  # another model, not another split: the tensors will say which
     for place, stage in ours.items():
-        if theirs.get(place) != stage:
-            found = theirs[place] if place in theirs else None
+        found = theirs.get(place)
+        if found != stage:
             raise CheckpointMismatchError(
-                f"{role_dir}: pipeline stage pp={place[0]}, vp={place[1]}: wanted decoder layers {list(stage.decoder)} and MTP "
-                f"layers {list(stage.mtp)}, found {list(found.decoder) if found else None} and {list(found.mtp) if found else None}"
+                f"pipeline stage pp={place[0]}, vp={place[1]}: wanted layers {_layers(stage)}, found "
+                f"{_layers(found) if found else 'no such stage'}. Loading under another pipeline split is not "
+                "supported yet: use the one it was saved with"
             )
 
 
-def _read_indexes(session: Session, role_dir: Path, manifest: Manifest, model: Iterable[LocalShard]) -> dict[str, FileIndex]:
+def _layers(stage: StageRecord) -> str:
+    return f"{list(stage.decoder)}" + (f" and MTP {list(stage.mtp)}" if stage.mtp else "")
+
+
+def _read_indexes(
+    session: Session, role_dir: Path, manifest: Manifest, model: Iterable[LocalShard]
+) -> dict[str, FileIndex]:
     """The indexes of the files that hold anything this rank wants, and of no others."""
     position = {name: number for number, name in enumerate(manifest.tensors)}
     dense, experts = (
-        sorted({position[s.key.name] for s in model if s.expert == is_expert and s.key.name in position}) for is_expert in (False, True)
+        sorted({position[s.key.name] for s in model if s.expert == is_expert and s.key.name in position})
+        for is_expert in (False, True)
     )
     indexes = {}
     for file in manifest.files:
@@ -274,16 +289,17 @@ def _model_fill(
     shard: LocalShard,
     stored: Mapping[ShardKey, Sequence[StoredShard]],
     aliases: Mapping[ShardKey, ShardKey],
-    indexes: Mapping[str, FileIndex],
-    manifest: Manifest,
 ) -> _Fill:
+    at, apart = session.coordinates, session.topology.experts_apart and shard.expert
+    file = layout.expert_file(at.etp, at.pp, at.ep) if apart else layout.model_file(at.tp, at.pp)
     if shard.key.kind != OPAQUE:
-        wanted = WantedShard(shard.key, shard.region, dtype_name(shard.tensor.dtype))
+        wanted = WantedShard(shard.key, shard.region, dtype_name(shard.tensor.dtype), file)
         return _Fill(tuple(plan_reads(wanted, stored, aliases)), lambda: shard.tensor)
-    own = {file.path for file in _own_model_files(session, manifest)}
-    found = next((s for path, index in indexes.items() if path in own for s in index.shards if s.key == shard.key), None)
+    found = next((s for s in stored.get(shard.key, ()) if s.file == file), None)
     if found is None:
-        raise CheckpointMismatchError(f"tensor {shard.key} is wanted but is not in the checkpoint")
+        raise CheckpointMismatchError(
+            f"{file}: tensor {shard.key}: wanted {shard.tensor.nbytes} bytes, found no such tensor"
+        )
     read = ReadRange(found, 0, found.region.numel, 0)
     return _Fill((read,), lambda: torch.empty(found.nbytes, dtype=torch.uint8), shard.restore)
 
@@ -297,20 +313,21 @@ def _own_model_files(session: Session, manifest: Manifest) -> list[FileRecord]:
         if (file.kind == "model" and (manifest.ranks[file.rank].tp, manifest.ranks[file.rank].pp) == (at.tp, at.pp))
         or (
             file.kind == "experts"
-            and (manifest.ranks[file.rank].etp, manifest.ranks[file.rank].pp, manifest.ranks[file.rank].ep) == (at.etp, at.pp, at.ep)
+            and (manifest.ranks[file.rank].etp, manifest.ranks[file.rank].pp, manifest.ranks[file.rank].ep)
+            == (at.etp, at.pp, at.ep)
         )
     ]
 
 
 def _check_leftovers(
-    session: Session, manifest: Manifest, role_dir: Path, model: Iterable[LocalShard], indexes: Mapping[str, FileIndex]
+    session: Session, manifest: Manifest, model: Iterable[LocalShard], indexes: Mapping[str, FileIndex]
 ) -> None:
     wanted = {shard.key for shard in model}
     for file in _own_model_files(session, manifest):
         for shard in indexes[file.path].shards if file.path in indexes else ():
             if shard.key not in wanted:
                 raise CheckpointMismatchError(
-                    f"{role_dir / file.path}: has tensor {shard.key} ({shard.region.describe()}), which the model does not have"
+                    f"{file.path}: tensor {shard.key}: wanted no such tensor, found {shard.region.describe()}"
                 )
 
 
@@ -326,13 +343,17 @@ def _optimizer_fills(
             kinds.setdefault(key.name, set()).add(key.kind)
     fills: list[_Fill] = []
     unstepped = []
+    at = session.coordinates
+    file = layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
     parts = optimizer_state.optimizer_parts(session.optimizer)
     for part, states in zip(parts, optimizer_state.read_optimizer(session.optimizer, model, True), strict=True):
         for state in states:
             if not (state.is_model_view and "model" in session.config.load_contents):
-                fills.append(_state_fill(state, _PARAM, dtype_name(state.main.dtype), stored, aliases, _main_of(state)))
+                wanted = WantedShard(ShardKey(state.name, _PARAM), state.region, dtype_name(state.main.dtype), file)
+                fills.append(_Fill(tuple(plan_reads(wanted, stored, aliases)), _main_of(state)))
             for kind in sorted(kinds.get(state.name, ())):
-                fills.append(_moment_fill(part, state, kind, stored, aliases))
+                wanted = WantedShard(ShardKey(state.name, kind), state.region, _moment_dtype(state, kind, stored), file)
+                fills.append(_Fill(tuple(plan_reads(wanted, stored, aliases)), _moment_of(part, state, wanted)))
             if state.name not in kinds:
                 unstepped.append((part, state))
     return fills, unstepped
@@ -342,29 +363,13 @@ def _main_of(state: ParameterState) -> Callable[[], torch.Tensor]:
     return lambda: state.main
 
 
-def _moment_fill(
-    part: OptimizerPart,
-    state: ParameterState,
-    kind: str,
-    stored: Mapping[ShardKey, Sequence[StoredShard]],
-    aliases: Mapping[ShardKey, ShardKey],
-) -> _Fill:
+def _moment_dtype(state: ParameterState, kind: str, stored: Mapping[ShardKey, Sequence[StoredShard]]) -> str:
     there = state.moments.get(kind)
-    name = stored[ShardKey(state.name, kind)][0].dtype if there is None else dtype_name(there.dtype)
-    dtype = torch_dtype(name)
-    return _state_fill(state, kind, name, stored, aliases, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
+    return stored[ShardKey(state.name, kind)][0].dtype if there is None else dtype_name(there.dtype)
 
 
-def _state_fill(
-    state: ParameterState,
-    kind: str,
-    dtype: str,
-    stored: Mapping[ShardKey, Sequence[StoredShard]],
-    aliases: Mapping[ShardKey, ShardKey],
-    target: Callable[[], torch.Tensor],
-) -> _Fill:
-    wanted = WantedShard(ShardKey(state.name, kind), state.region, dtype)
-    return _Fill(tuple(plan_reads(wanted, stored, aliases)), target)
+def _moment_of(part: OptimizerPart, state: ParameterState, wanted: WantedShard) -> Callable[[], torch.Tensor]:
+    return lambda: optimizer_state.moment_tensor(part, state, wanted.key.kind, torch_dtype(wanted.dtype))
 
 
 def _check_sizes(role_dir: Path, manifest: Manifest, fills: Iterable[_Fill]) -> None:
@@ -381,7 +386,7 @@ def _read_common(session: Session, role_dir: Path, manifest: Manifest) -> dict[s
     saved = common["optimizers"]
     if len(saved) != len(parts):
         raise CheckpointMismatchError(
-            f"{role_dir / layout.COMMON_FILE}: has the state of {len(saved)} chained optimizers, wanted {len(parts)}"
+            f"{layout.COMMON_FILE}: has the state of {len(saved)} chained optimizers, wanted {len(parts)}"
         )
     for part, state in zip(parts, saved, strict=True):
         optimizer_state.match_groups(part, state["param_groups"])
@@ -451,7 +456,9 @@ def _apply_common(session: Session, prepared: _Prepared) -> None:
     # The scheduler first: loading it sets the groups' rates, from fields it has not all read yet.
     write_scheduler(session.lr_scheduler, prepared.common["lr_scheduler"])
     keep_rates = keeps_own_rates(session.lr_scheduler)
-    for part, saved in zip(optimizer_state.optimizer_parts(session.optimizer), prepared.common["optimizers"], strict=True):
+    for part, saved in zip(
+        optimizer_state.optimizer_parts(session.optimizer), prepared.common["optimizers"], strict=True
+    ):
         optimizer_state.write_param_groups(part, saved["param_groups"], keep_rates)
         optimizer_state.write_step(part, saved["step"])
         optimizer_state.write_grad_scaler(part, saved["grad_scaler"])
@@ -466,4 +473,3 @@ def _make_consistent(session: Session) -> None:
     if "optimizer" in contents and "model" not in contents:
         optimizer_state.copy_main_to_model(session.optimizer)
         gather_parameters(session.chunks)
-

@@ -16,7 +16,7 @@ from mcore_ckpt.saving import SaveReport, save_checkpoint
 from mcore_ckpt.session import Session
 from mcore_ckpt.staging.arena import Arena
 from mcore_ckpt.staging.host_image import ImageCache
-from mcore_ckpt.state.model import as_chunks, chunk_layers
+from mcore_ckpt.state.model import as_chunks, chunk_layers, unwrap
 from mcore_ckpt.state.unsupported import refuse_unsupported_model, refuse_unsupported_optimizer
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement
@@ -58,7 +58,8 @@ class CheckpointManager:
         config: choices; see CheckpointConfig.
 
     Raises:
-        UnsupportedError: the model or optimizer holds something that could only be half-saved; nothing has been touched.
+        UnsupportedError: the model or optimizer holds something that could only be half-saved; nothing has been
+            touched.
         TypeError, ValueError: arguments that make no sense.
 
     Example:
@@ -100,6 +101,7 @@ class CheckpointManager:
             coordinates=coordinates,
             topology=topology,
             stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
+            num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
             first_instance=is_first_optimizer_instance(topology),
             agreement=_agreement(root, role, rank, topology.world_size, config.timeout_s),
             arena=Arena(),
@@ -117,7 +119,8 @@ class CheckpointManager:
 
         Args:
             step: at least 0. An older checkpoint of the same step stays until the new one is committed.
-            extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks may differ.
+            extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks
+                may differ.
             roles: the roles this step is made of, if not `config.roles`.
 
         Raises:
@@ -129,14 +132,17 @@ class CheckpointManager:
             raise ValueError(f"step is {step!r}: use an integer of at least 0")
         if extra_state is not None and not isinstance(extra_state, Mapping):
             raise TypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
-        declared = tuple(dict.fromkeys(map(layout.check_role, [*(roles or self._session.config.roles or ()), self._session.role])))
+        declared = tuple(
+            dict.fromkeys(map(layout.check_role, [*(roles or self._session.config.roles or ()), self._session.role]))
+        )
         if not self._has_saved and self._session.agreement.is_coordinator:
             commit.sweep(self._session.root, self._session.role, alone=True)
         self._has_saved = True
         return SaveHandle(save_checkpoint(self._session, step, extra_state, declared))
 
     def load(self, *, step: int | None = None, path: str | Path | None = None) -> LoadResult:
-        """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank calls it.
+        """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank
+        calls it.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -171,7 +177,9 @@ def _check_arguments(config: CheckpointConfig, optimizer: Any, role: str) -> Non
     if optimizer is None:
         for field in ("save_contents", "load_contents"):
             if "optimizer" in getattr(config, field):
-                raise ValueError(f"{field} has 'optimizer', but there is no optimizer: hand one over or leave the word out")
+                raise ValueError(
+                    f"{field} has 'optimizer', but there is no optimizer: hand one over or leave the word out"
+                )
     if config.roles is not None and role not in config.roles:
         raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
 
@@ -189,8 +197,9 @@ def _agreement(root: Path, role: str, rank: int, world_size: int, timeout_s: flo
 
 def _store() -> Any:
     """A client of the job's key-value store that nobody else waits on; a store of its own for a single process."""
-    import torch.distributed as dist
+    from torch.distributed import distributed_c10d, is_available, is_initialized
 
-    if not (dist.is_available() and dist.is_initialized()):
-        return dist.HashStore()
-    return dist.distributed_c10d._get_default_store().clone()
+    if not (is_available() and is_initialized()):
+        return distributed_c10d.HashStore()
+    store: Any = distributed_c10d._get_default_store()
+    return store.clone()

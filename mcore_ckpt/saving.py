@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointCorruptError, CommitError
+from mcore_ckpt.errors import CommitError
 from mcore_ckpt.hf.assets import save_assets
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.names import natural_order
@@ -29,13 +29,13 @@ from mcore_ckpt.state.rng import read_rng
 from mcore_ckpt.state.scheduler import read_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Record, decide
+from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.dtypes import dtype_name
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, StageRecord, encode_manifest
-from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, StageRecord
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
+from mcore_ckpt.storage.transaction import commit_together
 from mcore_ckpt.storage.writer import write_image, write_plain
 from mcore_ckpt.topology import RankCoordinates
 
@@ -59,7 +59,9 @@ class SaveReport:
     seconds: float
 
 
-def save_checkpoint(session: Session, step: int, extra_state: Mapping[str, Any] | None, roles: tuple[str, ...]) -> SaveReport:
+def save_checkpoint(
+    session: Session, step: int, extra_state: Mapping[str, Any] | None, roles: tuple[str, ...]
+) -> SaveReport:
     """Writes and commits one checkpoint. Every rank calls it with the same step.
 
     Raises:
@@ -67,50 +69,24 @@ def save_checkpoint(session: Session, step: int, extra_state: Mapping[str, Any] 
         UnsupportedError: something that cannot be saved whole.
     """
     started = time.monotonic()
-    topic = f"saving step {step} of {session.role}"
     role_dir = layout.step_dir(session.root, step) / session.role
     # A collective, so before anything that may fail on one rank alone.
     sync_parameters(session.chunks)
-    opening = decide(session.agreement, topic, dict, lambda _: _open(role_dir), CommitError)
-    attempt = opening["attempt"]
-    staging = layout.staging_dir(role_dir, attempt)
     written: list[WrittenFile] = []
 
-    def work() -> Record:
-        if not staging.is_dir():
-            raise CommitError(f"{staging}, made by rank 0, cannot be seen: all ranks must save to one shared file system")
+    def write(staging: Path) -> Record:
         written.extend(_write_all(session, staging, extra_state))
         return _report(session, written)
 
-    def combine(records: Sequence[Record]) -> Record:
-        manifest = _finish(session, staging, step, roles, attempt, records)
-        commit.seal(staging, encode_manifest(manifest))
-        return {}
-
-    try:
-        decide(session.agreement, topic, work, combine, CommitError, act=lambda: commit.publish(staging, role_dir, attempt))
-    except Exception:
-        # Rank 0 may have died, or this rank given up, between the rename and the word of it: the disk decides.
-        if not _is_committed(role_dir, attempt):
-            if session.agreement.is_coordinator:
-                commit.discard(staging)
-            raise
-    if session.agreement.is_coordinator:
-        _after_commit(session, attempt)
+    commit_together(
+        session.agreement,
+        f"saving step {step} of {session.role}",
+        role_dir,
+        write,
+        lambda staging, attempt, records: _describe(session, staging, step, roles, attempt, records),
+        lambda attempt: _after_commit(session, attempt),
+    )
     return SaveReport(step, role_dir, sum(file.size for file in written), time.monotonic() - started)
-
-
-def _open(role_dir: Path) -> Record:
-    attempt = commit.new_attempt()
-    commit.open_staging(role_dir, attempt)
-    return {"attempt": attempt}
-
-
-def _is_committed(role_dir: Path, attempt: str) -> bool:
-    try:
-        return read_manifest(role_dir, layout.MANIFEST_FILE).attempt == attempt
-    except CheckpointCorruptError:
-        return False
 
 
 def _after_commit(session: Session, attempt: str) -> None:
@@ -234,7 +210,7 @@ def _report(session: Session, written: Iterable[WrittenFile]) -> Record:
     return record
 
 
-def _finish(
+def _describe(
     session: Session, staging: Path, step: int, roles: tuple[str, ...], attempt: str, records: Sequence[Record]
 ) -> Manifest:
     """Rank 0's part before the commit: the file all ranks share, and the manifest."""
@@ -245,7 +221,11 @@ def _finish(
         files.append((session.rank, write_plain(staging, layout.COMMON_FILE, "common", common)))
     names = sorted({name for _, file in files for name in file.names}, key=natural_order)
     position = {name: number for number, name in enumerate(names)}
-    stages = {(s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"])) for r in records for s in r["stages"]}
+    stages = {
+        (s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"]))
+        for r in records
+        for s in r["stages"]
+    }
     return Manifest(
         step=step,
         role=session.role,
@@ -292,7 +272,9 @@ def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | in
     known = {step for step in by_rank if step is not None}
     if len(known) > 1:
         told = {step: by_rank.index(step) for step in sorted(known)}
-        raise CommitError(f"optimizer {part} has done different numbers of steps on different ranks: {told} (step: first rank)")
+        raise CommitError(
+            f"optimizer {part} has done different numbers of steps on different ranks: {told} (step: first rank)"
+        )
     return known.pop() if known else None
 
 

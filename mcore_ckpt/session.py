@@ -33,6 +33,7 @@ class Session:
     topology: Topology
     stages: tuple[StageRecord, ...]
     first_instance: bool
+    num_layers: int
     agreement: Agreement
     arena: Arena
     images: ImageCache

@@ -48,8 +48,10 @@ class Topology:
         return self.ep > 1 or self.etp != self.tp
 
     def __str__(self) -> str:
-        named = ((k, v) for k, v in asdict(self).items() if k != "world_size" and v != 1 and (k != "etp" or v != self.tp))
-        return f"{self.world_size} ranks (" + (", ".join(f"{k}={v}" for k, v in named) or "no parallelism") + ")"
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
+        usual = {"vpp": 1, "ep": 1, "etp": self.tp, "optimizer_instances": 1}
+        sizes |= {name: size for name, size in asdict(self).items() if name in usual and size != usual[name]}
+        return f"{self.world_size} ranks ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
 
 def read_topology(virtual_stages: int) -> tuple[int, RankCoordinates, Topology]:

@@ -41,7 +41,8 @@ class ChunkNames:
         """The global name of a tensor of this chunk.
 
         Example:
-            >>> ChunkNames(layers=(LayerNumber("decoder.layers", 0, 6),)).to_global("decoder.layers.0.mlp.linear_fc2.weight")
+            >>> names = ChunkNames(layers=(LayerNumber("decoder.layers", 0, 6),))
+            >>> names.to_global("decoder.layers.0.mlp.linear_fc2.weight")
             'decoder.layers.6.mlp.linear_fc2.weight'
         """
         return self._renumber_layer(self._renumber_expert(name, 1), self._to_global)
@@ -76,7 +77,7 @@ class ChunkNames:
         number = numbers[match.group(1)].get(int(match.group(2)))
         if number is None:
             raise KeyError(f"{name}: layer {match.group(2)} of {match.group(1)} is not in this chunk")
-        return f"{match.group(1)}.{number}{name[match.end(2):]}"
+        return f"{match.group(1)}.{number}{name[match.end(2) :]}"
 
 
 def _by_list(entries: Iterable[tuple[str, int, int]]) -> dict[str, dict[int, int]]:

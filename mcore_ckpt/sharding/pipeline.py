@@ -38,7 +38,8 @@ class PipelineSplit:
     def stage(self, pp_rank: int, vp_stage: int = 0) -> StageLayers:
         """The layers of one virtual stage.
 
-        Layers run through the stages in the order (virtual stage, pipeline rank), so a stage starts where the ones before it end.
+        Layers run through the stages in the order (virtual stage, pipeline rank), so a stage starts where the ones
+        before it end.
 
         Raises:
             ValueError: the layers do not divide as megatron asks, or the stage does not exist.

@@ -15,7 +15,7 @@ from mcore_ckpt.sharding.regions import Region
 
 @dataclass(frozen=True)
 class ShardKey:
-    """What a shard is: the tensor's global name and which part of the training state (`model`, `param`, `exp_avg`, ...)."""
+    """What a shard is: the tensor's global name and the part of the state (`model`, `param`, `exp_avg`, ...)."""
 
     name: str
     kind: str
@@ -26,7 +26,10 @@ class ShardKey:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard in a file. `offset` and the CRCs of its blocks are in bytes of that file; `dtype` is torch's name of it."""
+    """A shard in a file.
+
+    `offset` and the CRCs of its blocks are in bytes of that file; `dtype` is torch's name of it.
+    """
 
     key: ShardKey
     region: Region
@@ -39,11 +42,15 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class WantedShard:
-    """A shard the trainer wants back into a tensor of `dtype`."""
+    """A shard the trainer wants back into a tensor of `dtype`.
+
+    `file` is where this layout would have it, for messages.
+    """
 
     key: ShardKey
     region: Region
     dtype: str
+    file: str
 
 
 @dataclass(frozen=True)
@@ -73,14 +80,18 @@ def plan_reads(
     key = aliases.get(wanted.key, wanted.key)
     candidates = stored.get(key, ())
     if not candidates:
-        raise CheckpointMismatchError(f"tensor {wanted.key} is wanted ({wanted.region.describe()}) but is not in the checkpoint")
+        raise CheckpointMismatchError(
+            f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the "
+            "checkpoint"
+        )
     for shard in candidates:
         _check_same_tensor(wanted, shard)
     fitting = [shard for shard in candidates if shard.region.same_local(wanted.region)]
     if not fitting:
         raise CheckpointMismatchError(
-            f"tensor {wanted.key}: wanted {wanted.region.describe()}, found {candidates[0].region.describe()} in "
-            f"{candidates[0].file}. Loading under another parallel layout is not supported yet: use the layout it was saved with"
+            f"{candidates[0].file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found "
+            f"{candidates[0].region.describe()}. Loading under another parallel layout is not supported yet: use the "
+            "one it was saved with"
         )
     return _cover(wanted, fitting)
 
@@ -88,10 +99,12 @@ def plan_reads(
 def _check_same_tensor(wanted: WantedShard, shard: StoredShard) -> None:
     if shard.region.global_shape != wanted.region.global_shape:
         raise CheckpointMismatchError(
-            f"tensor {wanted.key}: wanted {wanted.region.describe()}, found {shard.region.describe()} in {shard.file}"
+            f"{shard.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found {shard.region.describe()}"
         )
     if shard.dtype != wanted.dtype:
-        raise CheckpointMismatchError(f"tensor {wanted.key}: wanted dtype {wanted.dtype}, found {shard.dtype} in {shard.file}")
+        raise CheckpointMismatchError(
+            f"{shard.file}: tensor {wanted.key}: wanted dtype {wanted.dtype}, found {shard.dtype}"
+        )
 
 
 def _cover(wanted: WantedShard, shards: Iterable[StoredShard]) -> list[ReadRange]:
@@ -110,7 +123,8 @@ def _cover(wanted: WantedShard, shards: Iterable[StoredShard]) -> list[ReadRange
     if position < stop:
         files = sorted({shard.file for shard in shards})
         raise CheckpointCorruptError(
-            f"tensor {wanted.key}: elements [{position}, {stop}) of {wanted.region.describe()} are in none of {', '.join(files)}"
+            f"{', '.join(files)}: tensor {wanted.key}: elements [{position}, {stop}) of {wanted.region.describe()} "
+            "are in none of these files"
         )
     return reads
 

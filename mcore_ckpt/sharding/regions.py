@@ -23,7 +23,9 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common box, or None if there is none. Both must have the same number of axes."""
         starts = tuple(map(max, self.offset, other.offset))
-        stops = tuple(min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        stops = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
             return None
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
@@ -135,8 +137,8 @@ class Region:
                 common = cut.intersect(Box(piece.local_offset, piece.shape))
                 if common is not None:
                     moved = (
-                        c - l + g
-                        for c, l, g in zip(common.offset, piece.local_offset, piece.global_offset, strict=True)
+                        at - low + start
+                        for at, low, start in zip(common.offset, piece.local_offset, piece.global_offset, strict=True)
                     )
                     boxes.append(Box(tuple(moved), common.shape))
         return boxes

@@ -14,7 +14,10 @@ class Arena:
         self._buffer: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A uint8 buffer of `nbytes` that starts on a page. Its content is whatever was there; the next `take` reuses it."""
+        """A uint8 buffer of `nbytes` that starts on a page.
+
+        Its content is whatever was there; the next `take` reuses it.
+        """
         if self._buffer is None or self._buffer.numel() < nbytes + PAGE_BYTES:
             self._buffer = None  # the old one goes before the new one comes: both at once might not fit
             self._buffer = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -19,16 +19,20 @@ def copy_out(tensors: Sequence[torch.Tensor], image: torch.Tensor, offsets: Sequ
         if tensor.nbytes:
             (device if tensor.is_cuda else host).append((image.data_ptr() + offset, tensor.data_ptr(), tensor.nbytes))
     if host:
-        _native.copy_host(*map(list, zip(*host, strict=True)), HOST_THREADS)
+        _native.copy_host(*_columns(host), HOST_THREADS)
     if not device:
         return
     if _native.built_with_cuda:
         # On the stream that computes: what is queued there before the save is what gets saved.
-        _native.copy_to_host(*map(list, zip(*device, strict=True)), torch.cuda.current_stream().cuda_stream)
+        _native.copy_to_host(*_columns(device), torch.cuda.current_stream().cuda_stream)
     else:
         for tensor, offset in zip(contiguous, offsets, strict=True):
             if tensor.is_cuda:
                 image[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))
+
+
+def _columns(rows: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int], list[int]]:
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,8 @@ class ImageCache:
 
 
 def _new_image(request: WriteRequest) -> PtImage:
-    # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store that.
+    # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store
+    # that.
     copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
     tree: dict[str, Any] = {}
     for name in request.tree:
@@ -52,7 +53,10 @@ def _new_image(request: WriteRequest) -> PtImage:
 
 
 def fill_image(request: WriteRequest, images: ImageCache, arena: Arena) -> HostImage:
-    """Copies a request's tensors out. When this returns, the training state may change; the arena must not be taken again."""
+    """Copies a request's tensors out.
+
+    When this returns, the training state may change; the arena must not be taken again.
+    """
     image = images.get(request)
     buffer = arena.take(image.records_end)
     data = memoryview(buffer.numpy())

@@ -37,7 +37,9 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
     chunks = tuple(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else (model,)
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module) or not hasattr(unwrap(chunk), "sharded_state_dict"):
-            raise TypeError(f"model has a {type(chunk).__name__}: hand over a megatron-core model or a list of its virtual chunks")
+            raise TypeError(
+                f"model has a {type(chunk).__name__}: hand over a megatron-core model or a list of its virtual chunks"
+            )
     if not chunks:
         raise TypeError("model is an empty list")
     return chunks
@@ -66,7 +68,8 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
     numbers = chunk_names(unwrap(chunk)).layers
     decoder, mtp = (
-        tuple(sorted(layer.number for layer in numbers if layer.list_name == name)) for name in ("decoder.layers", "mtp.layers")
+        tuple(sorted(layer.number for layer in numbers if layer.list_name == name))
+        for name in ("decoder.layers", "mtp.layers")
     )
     return ChunkLayers(decoder, mtp)
 
@@ -85,7 +88,7 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
             layers.append(LayerNumber(list_name, int(position), number - 1))
         count = getattr(child, "num_local_experts", None)
         if path.endswith(".experts") and isinstance(count, int):
-            experts.append(ExpertNumbers(path, child.ep_group.rank() * count, count))  # type: ignore[union-attr, operator]
+            experts.append(ExpertNumbers(path, child.ep_group.rank() * count, count))
     return ChunkNames(tuple(layers), tuple(experts))
 
 
@@ -99,7 +102,8 @@ def read_model(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
     seen: dict[ShardKey, str] = {}
     for number, chunk in enumerate(chunks):
         for shard in _read_chunk(unwrap(chunk)):
-            # A second holder of the same tensor on this rank (a tied copy in another chunk) is loaded too, but not stored.
+            # A second holder of the same tensor on this rank (a tied copy in another chunk) is loaded too, but not
+            # stored.
             if shard.key in seen and not shard.replica:
                 raise UnsupportedError(f"tensor {shard.key} is in chunk {seen[shard.key]} and again in chunk {number}")
             seen.setdefault(shard.key, str(number))
@@ -128,15 +132,21 @@ def _metadata() -> dict[str, Any]:
 
 def _opaque_shard(name: str, value: Any, owner: torch.nn.Module) -> LocalShard:
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
-        raise UnsupportedError(f"{name} is a {type(value).__name__}: only the uint8 tensors of transformer-engine 2 are supported")
+        raise UnsupportedError(
+            f"{name} is a {type(value).__name__}: only the uint8 tensors of transformer-engine 2 are supported"
+        )
     data = value.detach().reshape(-1)
-    return LocalShard(ShardKey(name, "opaque"), Region.whole((data.numel(),)), data, is_expert(name), restore=owner.set_extra_state)
+    return LocalShard(
+        ShardKey(name, "opaque"), Region.whole((data.numel(),)), data, is_expert(name), restore=owner.set_extra_state
+    )
 
 
 def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
     if sharded is None or sharded.data is not tensor:
         reason = "no entry for it" if sharded is None else "a copy of it"
-        raise UnsupportedError(f"tensor {name}: the model's sharded_state_dict has {reason}, so its place in the global tensor is unknown")
+        raise UnsupportedError(
+            f"tensor {name}: the model's sharded_state_dict has {reason}, so its place in the global tensor is unknown"
+        )
     replica_id = sharded.replica_id
     replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
     # A copy kept by a later pipeline stage goes by the name of the original, which is its sharded key.
@@ -157,11 +167,12 @@ def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
 def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
     """Where a ShardedTensorFactory puts the parts of a tensor, found by giving it tensors of positions.
 
-    One tensor per axis, expanded from a vector, so that a weight of any size costs nothing. Parts under keys of their own
-    (Mamba's in_proj) are laid end to end along the axis they are cut on.
+    One tensor per axis, expanded from a vector, so that a weight of any size costs nothing. Parts under keys of their
+    own (Mamba's in_proj) are laid end to end along the axis they are cut on.
     """
     parts_by_axis = [
-        _flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None)) for axis in range(len(shape))
+        _flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None))
+        for axis in range(len(shape))
     ]
     pieces: list[Piece] = []
     starts: dict[str, int] = {}

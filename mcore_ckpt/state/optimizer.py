@@ -22,7 +22,7 @@ _RATES = ("lr", "max_lr", "min_lr", "weight_decay")
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """One of the chained optimizers: megatron's object and the torch-like optimizer inside (None if it has no parameters)."""
+    """One of the chained optimizers: megatron's object and the torch-like one inside (None if it has no parameters)."""
 
     megatron: Any
     inner: Any
@@ -63,7 +63,9 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
         for parameter, main, flat, is_view in _main_params(part):
             shard = by_parameter.get(id(parameter))
             if shard is None:
-                raise UnsupportedError(f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model")
+                raise UnsupportedError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model"
+                )
             states.append(_parameter_state(part, shard, main, flat, is_view, first_instance))
         result.append(states)
     return result
@@ -104,7 +106,12 @@ def _zip_groups(first: Any, second: Any) -> Iterator[tuple[torch.Tensor, torch.T
 
 
 def _parameter_state(
-    part: OptimizerPart, shard: LocalShard, main: torch.Tensor, flat: tuple[int, int], is_view: bool, first_instance: bool
+    part: OptimizerPart,
+    shard: LocalShard,
+    main: torch.Tensor,
+    flat: tuple[int, int],
+    is_view: bool,
+    first_instance: bool,
 ) -> ParameterState:
     return ParameterState(
         name=shard.key.name,
@@ -119,14 +126,15 @@ def _parameter_state(
 
 def _moments(part: OptimizerPart, shard: LocalShard, main: torch.Tensor) -> dict[str, torch.Tensor]:
     # `state` is a defaultdict: indexing it for a parameter without state would create one.
-    state = part.inner.state[main] if main in part.inner.state else {}
+    state = part.inner.state.get(main, {})
     moments = {}
     for kind, value in state.items():
         if kind == _STEP or value is None:
             continue
         if not isinstance(value, torch.Tensor) or value.numel() != main.numel():
             raise UnsupportedError(
-                f"optimizer state {kind!r} of {shard.key.name} is {_describe(value)}, not a tensor of the parameter's {main.numel()} elements"
+                f"optimizer state {kind!r} of {shard.key.name} is {_describe(value)}, not a tensor "
+                f"of the parameter's {main.numel()} elements"
             )
         moments[kind] = value
     return moments
@@ -149,7 +157,9 @@ def read_step(part: OptimizerPart) -> float | int | None:
     else:
         steps = {_number(state[_STEP]) for state in part.inner.state.values() if _STEP in state}
     if len(steps) > 1:
-        raise UnsupportedError(f"parameters of {type(part.inner).__name__} have done different numbers of steps: {sorted(steps)}")
+        raise UnsupportedError(
+            f"parameters of {type(part.inner).__name__} have done different numbers of steps: {sorted(steps)}"
+        )
     return steps.pop() if steps else None
 
 
@@ -160,7 +170,11 @@ def _number(step: Any) -> float | int:
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
     """Every field of every group but the parameters and the step, which has a place of its own."""
     return [
-        {key: to_plain(value, f"param_groups[{i}][{key!r}]") for key, value in group.items() if key not in ("params", _STEP)}
+        {
+            key: to_plain(value, f"param_groups[{i}][{key!r}]")
+            for key, value in group.items()
+            if key not in ("params", _STEP)
+        }
         for i, group in enumerate(part.param_groups)
     ]
 
@@ -187,8 +201,9 @@ def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> lis
         same = [candidate for candidate in saved if _identity(candidate) == _identity(group)]
         if len(same) != 1:
             raise CheckpointMismatchError(
-                f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} counterparts among the "
-                f"{len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same weight-decay and learning-rate groups"
+                f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} "
+                f"counterparts among the {len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same weight-decay "
+                "and learning-rate groups"
             )
         matched.append(same[0])
     return matched
@@ -208,7 +223,8 @@ def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], 
 def write_step(part: OptimizerPart, step: float | int | None) -> None:
     """Sets the step of everything on this rank that has state.
 
-    A tensor for each parameter: `DistributedOptimizer.load_state_dict` (0.16.1) shares one among all, and Adam then counts
+    A tensor for each parameter: `DistributedOptimizer.load_state_dict` (0.16.1) shares one among all, and Adam then
+        counts
     it once per parameter.
     """
     if part.inner is None or step is None:

@@ -16,8 +16,8 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 def to_plain(value: Any, field: str) -> Any:
     """A copy of `value` made of dicts, lists, tuples, numbers, strings, bytes and CPU tensors.
 
-    Tensors are cloned, so later changes do not reach the copy. NumPy scalars become Python's, NumPy arrays become tensors (torch
-    has no safe pickle for them), generators their state, subclasses of dict plain dicts.
+    Tensors are cloned, so later changes do not reach the copy. NumPy scalars become Python's, NumPy arrays become
+    tensors (torch has no safe pickle for them), generators their state, subclasses of dict plain dicts.
 
     Raises:
         UnsupportedError: something else is in it; the message names the field.

@@ -41,7 +41,13 @@ def _read_numpy() -> dict[str, Any] | None:
     name, keys, position, has_gauss, cached = numpy.random.get_state()
     # int64 because torch's operators on uint32 are few; the values fit.
     words = torch.from_numpy(keys.astype("int64"))
-    return {"name": name, "keys": words, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
+    return {
+        "name": name,
+        "keys": words,
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "cached": float(cached),
+    }
 
 
 def _write_numpy(state: dict[str, Any]) -> None:
@@ -64,7 +70,8 @@ def _write_tracker(states: dict[str, torch.Tensor]) -> None:
     for name, state in states.items():
         generator = current.get(name)
         if isinstance(generator, torch.Generator):
-            # CUDA graphs hold on to the generator objects of a graph-safe tracker: replacing them would detach the graphs.
+            # CUDA graphs hold on to the generator objects of a graph-safe tracker: replacing them would detach the
+            # graphs.
             generator.set_state(state)
             restored[name] = generator
         else:

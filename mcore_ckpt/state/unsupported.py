@@ -36,7 +36,9 @@ def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
             # TE's quantized parameters are subclasses of Tensor; a Parameter made of one keeps the class.
             kinds = {cls.__name__ for tensor in (parameter, parameter.data) for cls in type(tensor).__mro__}
             if kinds & set(_FP8_PARAMETERS):
-                raise UnsupportedError(f"parameter {name} is not supported: FP8 parameters; keep the parameters in bf16")
+                raise UnsupportedError(
+                    f"parameter {name} is not supported: FP8 parameters; keep the parameters in bf16"
+                )
             if hasattr(parameter, "_local_tensor"):
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
 
@@ -65,7 +67,10 @@ def _refuse_part(part: Any) -> None:
             "Float16OptimizerWithFloat16Params or FP32Optimizer"
         )
     if getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
-        raise UnsupportedError("optimizer is not supported: use_precision_aware_optimizer keeps main parameters inside FusedAdam; turn it off")
+        raise UnsupportedError(
+            "optimizer is not supported: use_precision_aware_optimizer keeps main parameters inside FusedAdam; "
+            "turn it off"
+        )
 
 
 def _refuse(cls: type, names: dict[str, str], what: str) -> None:

@@ -1,7 +1,8 @@
 """How ranks agree: over a key-value store, with a deadline on every wait, never by a collective.
 
-One *round* is: every rank submits its record or its error, rank 0 decides, all get the same outcome. What is decided is a single
-key that is set once (compare-and-set), so a rank that gives up waiting and a coordinator that goes on cannot both be right.
+One *round* is: every rank submits its record or its error, rank 0 decides, all get the same outcome. What is decided
+is a single key that is set once (compare-and-set), so a rank that gives up waiting and a coordinator that goes on
+cannot both be right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Agreement:
     """This rank's seat among `world_size` ranks.
 
     Args:
-        store: a `torch.distributed` store that all ranks share and nobody else on this rank waits on: a wait blocks its client.
+        store: a `torch.distributed` store that all ranks share and nobody else on this rank waits on: a wait blocks
+            its client.
         rank, world_size: of the processes that save together.
         namespace: the same on all ranks, and used by no other group of ranks on this store.
         timeout_s: how long any wait may take, in seconds.
@@ -84,20 +86,26 @@ class Round:
         self._put(f"{self._prefix}/rank/{self._rank}", {"error": to_record(error, self._rank)})
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
-        """Rank 0: all ranks' records. Raises the first failed rank's error, or `default` if a rank is silent until the deadline."""
+        """Rank 0: all ranks' records.
+
+        Raises the first failed rank's error, or `default` if a rank is silent until the deadline.
+        """
         keys = _submission_keys(self._prefix, self._world_size)
         if not self._wait(lambda: self._store.check(keys)):
-            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise default(
-                f"{self._topic}: no word from rank {', '.join(map(str, silent))} within {self._timeout_s:g} s: dead or stuck. "
-                "Look at that rank's log; raise timeout_s if it was only slow"
-            )
+            raise default(self._silence(keys))
         messages = [fields.decode(self._store.get(key)) for key in keys]
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
-            more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+            more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
             raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
         return [message["record"] for message in messages]
+
+    def _silence(self, keys: Sequence[str]) -> str:
+        silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+        return (
+            f"{self._topic}: no word from rank {', '.join(silent)} within {self._timeout_s:g} s: dead or stuck. "
+            "Look at its log; raise timeout_s if it was only slow"
+        )
 
     def claim(self, default: type[CheckpointError]) -> None:
         """Rank 0: from here on it is decided that rank 0 goes on. Raises `default` if a rank has already given up."""
@@ -119,8 +127,9 @@ class Round:
         """Other ranks: what rank 0 announced.
 
         Raises:
-            CheckpointError: the announced error; or `default`, when rank 0 is silent until the deadline. If rank 0 had claimed the
-                outcome before it fell silent, it gets one deadline more, and after that only what it did on disk is the truth.
+            CheckpointError: the announced error; or `default`, when rank 0 is silent until the deadline. If rank 0
+                had claimed the outcome before it fell silent, it gets one deadline more, and after that only what
+                it did on disk is the truth.
         """
         done = f"{self._prefix}/done"
         settled = f"{self._prefix}/outcome"
@@ -172,9 +181,12 @@ class _StoreFailures:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # torch.distributed raises RuntimeError and its subclasses (DistStoreError, DistNetworkError) for a lost connection.
+        # torch.distributed raises RuntimeError and its subclasses (DistStoreError, DistNetworkError) for a lost
+        # connection.
         if isinstance(error, RuntimeError):
-            raise self._error(f"{self._topic}: the key-value store is gone ({error}): its host, mostly rank 0, has died") from error
+            raise self._error(
+                f"{self._topic}: the key-value store is gone ({error}): its host, mostly rank 0, has died"
+            ) from error
 
 
 def decide(
@@ -192,7 +204,8 @@ def decide(
         topic: what is being agreed, for messages.
         work: this rank's part; returns plain JSON values.
         combine: on rank 0, the records of all ranks, by rank, to the one all get.
-        error: the type of everything that is not of this package's family: foreign exceptions, a silent rank, a lost store.
+        error: the type of everything that is not of this package's family: foreign exceptions, a silent rank, a lost
+            store.
         act: on rank 0, what must happen only if no rank has given up, and after which none can: a rename.
 
     Raises:

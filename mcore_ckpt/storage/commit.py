@@ -47,8 +47,8 @@ def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None
             size = path.stat().st_size
         except OSError as error:
             raise CommitError(
-                f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to one "
-                "shared file system"
+                f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to "
+                "one shared file system"
             ) from None
         if size != file.size:
             raise CommitError(f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}")

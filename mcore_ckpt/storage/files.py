@@ -9,6 +9,7 @@ from pathlib import Path
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.knobs import WRITE_BYTES
 
+
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Writes a new file and waits until its bytes are on the disk. Raises OSError, FileExistsError included."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,8 @@ def read_exact_into(descriptor: int, target: memoryview, offset: int, path: Path
     while target:
         count = os.preadv(descriptor, [target], offset)
         if not count:
-            raise CheckpointCorruptError(f"{path}: ends at byte {offset}, {len(target)} bytes too early: the file was cut")
+            raise CheckpointCorruptError(
+                f"{path}: ends at byte {offset}, {len(target)} bytes too early: the file was cut"
+            )
         target = target[count:]
         offset += count

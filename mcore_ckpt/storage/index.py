@@ -80,7 +80,8 @@ def _region_record(region: Region) -> dict[str, Any]:
 
 
 def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
-    """Reads an index and checks that every shard lies inside `[0, payload_end)` of its file and is as long as its region.
+    """Reads an index and checks that every shard lies inside `[0, payload_end)` of its file and is as long as its
+    region.
 
     Raises:
         FieldError: it is not an index, or its numbers contradict each other.

@@ -101,7 +101,10 @@ def decode_manifest(data: bytes) -> Manifest:
         raise fields.FieldError("not a manifest of mcore_ckpt")
     version = fields.get_int(record, "format_version")
     if version > FORMAT_VERSION:
-        raise NewerFormatError(f"format version {version} is newer than {FORMAT_VERSION}, the newest this mcore_ckpt reads: upgrade mcore_ckpt")
+        raise NewerFormatError(
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest this version of mcore_ckpt "
+            "reads: upgrade it"
+        )
     stored = fields.get_int(record, "crc32")
     if zlib.crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
         raise fields.FieldError("its checksum is wrong: it was damaged or edited")
@@ -145,7 +148,7 @@ def _read_stage(item: Any) -> StageRecord:
 
 def _read_file(item: Any) -> FileRecord:
     record = fields.as_dict(item, "files")
-    index, holds = None, ()
+    index, holds = None, tuple[tuple[int, int], ...]()
     if "index" in record:
         index = IndexPlace(**_ints_of(IndexPlace, record["index"]))
         holds = tuple(_read_run(run) for run in fields.get_list(record, "holds"))

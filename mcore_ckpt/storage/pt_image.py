@@ -1,8 +1,8 @@
 """The bytes of a `.pt` file without its payload.
 
 `torch.save` under `torch.serialization.skip_data` writes everything but the tensors' bytes and reserves
-their place; the zip directory says where. What is kept of it is small: the bytes between the payloads. A save is then copies
-into known offsets, and CRCs patched where zip wants them, with no pickling.
+their place; the zip directory says where. What is kept of it is small: the bytes between the payloads. A save is then
+copies into known offsets, and CRCs patched where zip wants them, with no pickling.
 """
 
 from __future__ import annotations
@@ -84,12 +84,32 @@ def _directory_entry(name: bytes, crc: int, size: int, header_at: int) -> bytes:
     if header_at >= _MAX_32:
         extra = struct.pack("<HHQ", 1, 8, header_at)
         header_at = _MAX_32
-    fields = (0x02014B50, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header_at)
+    fields = (
+        0x02014B50,
+        _ZIP64_VERSION,
+        _ZIP64_VERSION,
+        0,
+        0,
+        0,
+        0,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        header_at,
+    )
     return _DIRECTORY_ENTRY.pack(*fields) + name + extra
 
 
 def _end_records(entries: int, size: int, offset: int) -> bytes:
-    end_64 = _END_64.pack(0x06064B50, _END_64.size - 12, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0, entries, entries, size, offset)
+    end_64 = _END_64.pack(
+        0x06064B50, _END_64.size - 12, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0, entries, entries, size, offset
+    )
     locator = _LOCATOR_64.pack(0x07064B50, 0, offset + size, 1)
     few = min(entries, _MAX_16)
     end = _END.pack(0x06054B50, 0, 0, few, few, min(size, _MAX_32), min(offset, _MAX_32), 0)
@@ -124,7 +144,9 @@ def build_image(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PtI
         os.close(memory)
 
 
-def _read_image(memory: int, records: list[zipfile.ZipInfo], directory_at: int, tensors: Sequence[torch.Tensor]) -> PtImage:
+def _read_image(
+    memory: int, records: list[zipfile.ZipInfo], directory_at: int, tensors: Sequence[torch.Tensor]
+) -> PtImage:
     crc_places = _directory_crc_places(records)
     by_name = {record.filename: record for record in records}
     slots = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt import _native
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.knobs import HOST_THREADS, READ_CHUNK_BYTES
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 from mcore_ckpt.storage.dtypes import item_bytes
@@ -24,12 +24,19 @@ from mcore_ckpt.storage.manifest import FileRecord, Manifest, NewerFormatError, 
 
 
 def read_manifest(role_dir: Path, manifest_file: str) -> Manifest:
-    """A role's manifest. Raises CheckpointCorruptError if it is missing, damaged, or of a newer format."""
+    """A role's manifest.
+
+    Raises:
+        CheckpointNotFoundError: it is missing, so the folder is not a checkpoint.
+        CheckpointCorruptError: it is damaged, or of a newer format.
+    """
     path = role_dir / manifest_file
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointCorruptError(f"{path}: missing, so {role_dir} is not a checkpoint (a save that did not finish?)") from None
+        raise CheckpointNotFoundError(
+            f"{path}: missing, so this folder is not a checkpoint (a save that did not finish?)"
+        ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
     try:
@@ -40,18 +47,25 @@ def read_manifest(role_dir: Path, manifest_file: str) -> Manifest:
 
 @contextmanager
 def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
-    """A descriptor of a file whose size is the manifest's. Raises CheckpointCorruptError if it is missing or of another size."""
+    """A descriptor of a file whose size is the manifest's.
+
+    Raises CheckpointCorruptError if it is missing or of another size.
+    """
     path = role_dir / record.path
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise CheckpointCorruptError(f"{path}: missing; the manifest says it has {record.size} bytes, written by rank {record.rank}") from None
+        raise CheckpointCorruptError(
+            f"{path}: missing; the manifest says it has {record.size} bytes, written by rank {record.rank}"
+        ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be opened: {error}") from error
     try:
         size = os.fstat(descriptor).st_size
         if size != record.size:
-            raise CheckpointCorruptError(f"{path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced")
+            raise CheckpointCorruptError(
+                f"{path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced"
+            )
         yield descriptor
     finally:
         os.close(descriptor)
@@ -64,7 +78,9 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.index.size, record.index.offset, path)
     if zlib.crc32(data) != record.index.crc32:
-        raise CheckpointCorruptError(f"{path}: its index (byte {record.index.offset}) has a wrong CRC: damaged, or another file of that name")
+        raise CheckpointCorruptError(
+            f"{path}: its index (byte {record.index.offset}) has a wrong CRC: damaged, or another file of that name"
+        )
     try:
         return decode_index(data, record.path, record.index.offset)
     except FieldError as error:
@@ -72,7 +88,10 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
 
 
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """A small `.pt` file, whole, its checksum checked, without running anything in it. Raises CheckpointCorruptError."""
+    """A small `.pt` file, whole, its checksum checked, without running anything in it.
+
+    Raises CheckpointCorruptError.
+    """
     path = role_dir / record.path
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.size, 0, path)
@@ -112,7 +131,8 @@ class RangeReader:
         """Fills bytes of `target` (uint8, flat: the wanted shard's memory) from one range.
 
         Raises:
-            CheckpointCorruptError: a block's CRC is wrong. Nothing of that block has been applied, blocks before it have.
+            CheckpointCorruptError: a block's CRC is wrong. Nothing of that block has been applied, blocks before it
+                have.
         """
         stored = read.stored
         item = item_bytes(stored.dtype)
@@ -121,7 +141,9 @@ class RangeReader:
         for chunk_start in range(start - start % BLOCK_BYTES, stop, READ_CHUNK_BYTES):
             chunk = self._checked_chunk(stored, chunk_start, stop)
             low, high = max(start, chunk_start), min(stop, chunk_start + chunk.numel())
-            target[destination + low - start : destination + high - start].copy_(chunk[low - chunk_start : high - chunk_start])
+            target[destination + low - start : destination + high - start].copy_(
+                chunk[low - chunk_start : high - chunk_start]
+            )
 
     def _checked_chunk(self, stored: StoredShard, start: int, stop: int) -> torch.Tensor:
         """Whole blocks from byte `start` (a block's first) of the shard, at least up to `stop` if they fit a chunk."""
@@ -131,11 +153,14 @@ class RangeReader:
         read_exact_into(self._descriptor(stored.file), memoryview(chunk.numpy()), stored.offset + start, path)
         self.nbytes += end - start
         first = start // BLOCK_BYTES
-        for number, crc in enumerate(_native.crc32_blocks(chunk.data_ptr(), end - start, BLOCK_BYTES, HOST_THREADS), first):
+        for number, crc in enumerate(
+            _native.crc32_blocks(chunk.data_ptr(), end - start, BLOCK_BYTES, HOST_THREADS), first
+        ):
             if crc != stored.crc32[number]:
                 at = stored.offset + number * BLOCK_BYTES
+                end = min(at + BLOCK_BYTES, stored.offset + stored.nbytes)
                 raise CheckpointCorruptError(
-                    f"{path}: tensor {stored.key}: bytes [{at}, {min(at + BLOCK_BYTES, stored.offset + stored.nbytes)}) have a wrong CRC: damaged"
+                    f"{path}: tensor {stored.key}: bytes [{at}, {end}) have a wrong CRC: damaged"
                 )
         return chunk
 

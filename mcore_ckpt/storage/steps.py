@@ -1,4 +1,7 @@
-"""Which steps are on disk, which of them are complete, and which may go. The manifests are the truth, the tracker a hint."""
+"""Which steps are on disk, which of them are complete, and which may go.
+
+The manifests are the truth, the tracker a hint.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.storage.files import replace_file, sync_dir
 from mcore_ckpt.storage.reader import read_manifest
 
@@ -37,7 +40,9 @@ class StepStatus:
         if self.problems:
             return "; ".join(self.problems)
         missing = ", ".join(sorted(self.declared - self.committed))
-        return f"{self.path}: not committed by {missing}" if missing else f"{self.path}: no manifest of mcore_ckpt in it"
+        return (
+            f"{self.path}: not committed by {missing}" if missing else f"{self.path}: no manifest of mcore_ckpt in it"
+        )
 
 
 def list_steps(root: Path) -> list[StepStatus]:
@@ -66,6 +71,8 @@ def _status(path: Path) -> StepStatus:
             continue
         try:
             saved_step, role, roles = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        except CheckpointNotFoundError:
+            continue
         except CheckpointCorruptError as error:
             problems.append(str(error))
             declared.add(role_dir.name)

@@ -29,7 +29,8 @@ def write_image(role_dir: Path, request: WriteRequest, image: PtImage, buffer: t
         role_dir: the folder the request's path is below.
         request: what the tensors are.
         image: the file's structure.
-        buffer: host memory (uint8) of `image.records_end` bytes: gaps and payload; the payloads' CRCs are filled in here.
+        buffer: host memory (uint8) of `image.records_end` bytes: gaps and payload; the payloads' CRCs are filled in
+            here.
 
     Raises:
         OSError: the disk is full, a folder is not writable, ...
@@ -50,7 +51,9 @@ def write_image(role_dir: Path, request: WriteRequest, image: PtImage, buffer: t
         size=image.records_end + len(tail),
         crc32=zlib.crc32(tail, _file_crc(image, data, crcs)),
         index=IndexPlace(image.index_offset, len(index), index_crc),
-        names=tuple(dict.fromkeys(key.name for key in [*(t.key for t in request.tensors), *(a.key for a in request.aliases)])),
+        names=tuple(
+            dict.fromkeys(key.name for key in [*(t.key for t in request.tensors), *(a.key for a in request.aliases)])
+        ),
     )
 
 
