@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Makes .venv hold what requirements.txt says and builds mcore_ckpt in place. Quick when nothing has changed since.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stop() {
+    echo "$1" >&2
+    exit 1
+}
+
+if [ ! -x .venv/bin/pip ]; then
+    command -v python3 >/dev/null || stop "Python is missing: install Python 3.11 or newer (apt install python3 python3-venv python3-dev)."
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        stop "The versions pinned in requirements.txt need Python 3.11 or newer, and python3 here is $(python3 -V)."
+    python3 -c 'import ensurepip, venv' 2>/dev/null || stop "Python's venv module is missing: install it (apt install python3-venv)."
+    python3 -m venv .venv
+fi
+
+# The stamp of what was installed: a build takes half a minute, and scripts/test.sh is run often.
+stamp=.venv/mcore_ckpt.installed
+wanted=$({ pwd; echo "cuda=${MCORE_CKPT_CUDA-} $(command -v nvcc)"; cat requirements.txt pyproject.toml setup.py csrc/*; } | sha256sum)
+if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && compgen -G "mcore_ckpt/_native.*.so" >/dev/null; then
+    exit 0
+fi
+
+compiler=${CXX:-g++}
+command -v "${compiler%% *}" >/dev/null || stop "The C++ compiler ${compiler} is missing: install g++ (apt install g++)."
+.venv/bin/python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    stop "Python's headers are missing: install them (apt install python3-dev)."
+
+.venv/bin/pip install -qq --disable-pip-version-check -r requirements.txt
+.venv/bin/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+echo "$wanted" >"$stamp"
