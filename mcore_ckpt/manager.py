@@ -85,7 +85,8 @@ class CheckpointManager:
         refuse_unsupported_model(chunks)
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
-        _check_arguments(config, optimizer, layout.check_role(role))
+        if layout.check_role(role) not in (config.roles or (role,)):
+            raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
         rank, coordinates, topology = read_topology(len(chunks))
         root = Path(root).absolute()
         self._session = Session(
@@ -97,7 +98,6 @@ class CheckpointManager:
             hf_config=hf_config,
             processing_class=processing_class,
             config=config,
-            rank=rank,
             coordinates=coordinates,
             topology=topology,
             stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
@@ -130,8 +130,11 @@ class CheckpointManager:
         self._check_open()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step is {step!r}: use an integer of at least 0")
+        self._check_contents("save_contents")
         if extra_state is not None and not isinstance(extra_state, Mapping):
             raise TypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
+        if extra_state is not None and "extra" not in self._session.config.save_contents:
+            raise ValueError("extra_state is given, but save_contents has no 'extra': it would be lost")
         declared = tuple(
             dict.fromkeys(map(layout.check_role, [*(roles or self._session.config.roles or ()), self._session.role]))
         )
@@ -150,6 +153,7 @@ class CheckpointManager:
             CheckpointCorruptError: it is damaged, and there is no other to take; the message says what state is left.
         """
         self._check_open()
+        self._check_contents("load_contents")
         if step is not None and path is not None:
             raise ValueError("step and path are both given: use one")
         return load_checkpoint(self._session, step, None if path is None else Path(path))
@@ -168,20 +172,13 @@ class CheckpointManager:
         self._session.arena.release()
         self._closed = True
 
+    def _check_contents(self, field: str) -> None:
+        if self._session.optimizer is None and "optimizer" in getattr(self._session.config, field):
+            raise ValueError(f"{field} has 'optimizer', but there is none: hand one over or leave the word out")
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this CheckpointManager is closed: make a new one")
-
-
-def _check_arguments(config: CheckpointConfig, optimizer: Any, role: str) -> None:
-    if optimizer is None:
-        for field in ("save_contents", "load_contents"):
-            if "optimizer" in getattr(config, field):
-                raise ValueError(
-                    f"{field} has 'optimizer', but there is no optimizer: hand one over or leave the word out"
-                )
-    if config.roles is not None and role not in config.roles:
-        raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
 
 
 def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
@@ -197,9 +194,9 @@ def _agreement(root: Path, role: str, rank: int, world_size: int, timeout_s: flo
 
 def _store() -> Any:
     """A client of the job's key-value store that nobody else waits on; a store of its own for a single process."""
-    from torch.distributed import distributed_c10d, is_available, is_initialized
+    import torch.distributed as dist
 
-    if not (is_available() and is_initialized()):
-        return distributed_c10d.HashStore()
-    store: Any = distributed_c10d._get_default_store()
+    if not (dist.is_available() and dist.is_initialized()):
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store()
     return store.clone()

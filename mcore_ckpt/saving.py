@@ -104,6 +104,8 @@ def _after_commit(session: Session, attempt: str) -> None:
 
 def _write_all(session: Session, staging: Path, extra_state: Mapping[str, Any] | None) -> list[WrittenFile]:
     contents = session.config.save_contents
+    # Before gigabytes are written: it is what a user may get wrong.
+    plain = None if extra_state is None else to_plain(extra_state, "extra_state")
     model = read_model(session.chunks)
     requests: list[WriteRequest] = []
     if "model" in contents:
@@ -115,7 +117,7 @@ def _write_all(session: Session, staging: Path, extra_state: Mapping[str, Any] |
         host = fill_image(request, session.images, session.arena)
         written.append(write_image(staging, request, host.image, host.buffer))
     if "extra" in contents:
-        written += _write_extra(session.coordinates, staging, extra_state)
+        written += _write_extra(session.coordinates, staging, plain)
     if session.agreement.is_coordinator:
         written += _write_assets(session, staging)
     for folder in {(staging / file.path).parent for file in written}:
@@ -175,12 +177,11 @@ def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorW
         writes.append(TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,)))
 
 
-def _write_extra(at: RankCoordinates, staging: Path, extra_state: Mapping[str, Any] | None) -> list[WrittenFile]:
+def _write_extra(at: RankCoordinates, staging: Path, extra_state: dict[str, Any] | None) -> list[WrittenFile]:
     place = (at.pp, at.tp, at.cp, at.dp)
     written = [write_plain(staging, layout.rng_file(*place), "rng", read_rng())]
     if extra_state is not None:
-        plain = to_plain(extra_state, "extra_state")
-        written.append(write_plain(staging, layout.extra_file(*place), "extra", plain))
+        written.append(write_plain(staging, layout.extra_file(*place), "extra", extra_state))
     return written
 
 
@@ -218,7 +219,7 @@ def _describe(
     commit.check_files(staging, files)
     if "optimizer" in session.config.save_contents:
         common = _common_state(session, [record["steps"] for record in records])
-        files.append((session.rank, write_plain(staging, layout.COMMON_FILE, "common", common)))
+        files.append((session.agreement.rank, write_plain(staging, layout.COMMON_FILE, "common", common)))
     names = sorted({name for _, file in files for name in file.names}, key=natural_order)
     position = {name: number for number, name in enumerate(names)}
     stages = {

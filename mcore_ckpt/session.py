@@ -28,7 +28,6 @@ class Session:
     hf_config: Any
     processing_class: Any
     config: CheckpointConfig
-    rank: int
     coordinates: RankCoordinates
     topology: Topology
     stages: tuple[StageRecord, ...]

@@ -111,7 +111,8 @@ def _cover(wanted: WantedShard, shards: Iterable[StoredShard]) -> list[ReadRange
     start, stop = wanted.region.flat
     reads = []
     position = start
-    for shard in sorted(shards, key=lambda s: s.region.flat):
+    # Replicas may have drifted apart: of equal ranges, this rank's own.
+    for shard in sorted(shards, key=lambda s: (s.region.flat, s.file != wanted.file)):
         low, high = shard.region.flat
         if high <= position or low >= stop:
             continue

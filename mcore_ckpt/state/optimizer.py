@@ -202,8 +202,8 @@ def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> lis
         if len(same) != 1:
             raise CheckpointMismatchError(
                 f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} "
-                f"counterparts among the {len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same weight-decay "
-                "and learning-rate groups"
+                f"counterparts among the {len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same "
+                "weight-decay and learning-rate groups"
             )
         matched.append(same[0])
     return matched
