@@ -16,12 +16,16 @@ from mcore_ckpt.saving import SaveReport, save_checkpoint
 from mcore_ckpt.session import Session
 from mcore_ckpt.staging.arena import Arena
 from mcore_ckpt.staging.host_image import ImageCache
-from mcore_ckpt.state.model import as_chunks, chunk_layers, unwrap
-from mcore_ckpt.state.unsupported import refuse_unsupported_model, refuse_unsupported_optimizer
+from mcore_ckpt.state.model import as_chunks, chunk_layers, read_model, unwrap
+from mcore_ckpt.state.unsupported import (
+    refuse_unsupported_experts,
+    refuse_unsupported_model,
+    refuse_unsupported_optimizer,
+)
 from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.storage.agreement import Agreement, Record, decide
 from mcore_ckpt.storage.manifest import StageRecord
-from mcore_ckpt.topology import is_first_optimizer_instance, read_topology
+from mcore_ckpt.topology import Topology, is_first_optimizer_instance, read_topology
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,9 @@ class SaveHandle:
 
 
 class CheckpointManager:
-    """Saves and loads one role's training state. Made on every rank, with the same arguments, after megatron's setup.
+    """Saves and loads one role's training state.
+
+    Made on every rank, with the same arguments, after megatron's setup: making it waits for the other ranks.
 
     Args:
         root: folder of all steps; the same shared folder on every rank.
@@ -82,13 +88,12 @@ class CheckpointManager:
     ) -> None:
         config = config or CheckpointConfig()
         chunks = as_chunks(model)
-        refuse_unsupported_model(chunks)
-        if optimizer is not None:
-            refuse_unsupported_optimizer(optimizer)
         if layout.check_role(role) not in (config.roles or (role,)):
             raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
         rank, coordinates, topology = read_topology(len(chunks))
         root = Path(root).absolute()
+        agreement = _agreement(root, role, rank, topology.world_size, config.timeout_s)
+        _refuse_together(agreement, chunks, optimizer, topology)
         self._session = Session(
             root=root,
             role=role,
@@ -103,7 +108,7 @@ class CheckpointManager:
             stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
             num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
             first_instance=is_first_optimizer_instance(topology),
-            agreement=_agreement(root, role, rank, topology.world_size, config.timeout_s),
+            agreement=agreement,
             arena=Arena(),
             images=ImageCache(),
         )
@@ -179,6 +184,19 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this CheckpointManager is closed: make a new one")
+
+
+def _refuse_together(agreement: Agreement, chunks: Sequence[Any], optimizer: Any, topology: Topology) -> None:
+    """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
+
+    def work() -> Record:
+        refuse_unsupported_model(chunks)
+        refuse_unsupported_experts(topology, read_model(chunks))
+        if optimizer is not None:
+            refuse_unsupported_optimizer(optimizer)
+        return {}
+
+    decide(agreement, "setting up a CheckpointManager", work, lambda _: {})
 
 
 def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:

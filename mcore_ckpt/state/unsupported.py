@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.state.shards import LocalShard
+from mcore_ckpt.topology import Topology
 
 # By class name: importing them would need packages (transformer-engine, emerging-optimizers) that may be absent.
 _MODULES = {
@@ -41,6 +43,20 @@ def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
                 )
             if hasattr(parameter, "_local_tensor"):
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
+
+
+def refuse_unsupported_experts(topology: Topology, model: Iterable[LocalShard]) -> None:
+    """Raises UnsupportedError for experts that are cut unlike dense layers without expert parallelism.
+
+    megatron-core 0.16.1 marks experts as expert-parallel only if EP > 1 (`ColumnParallelLinear.__init__`); with EP = 1
+    and ETP ≠ TP their gradients are not reduced over the tensor-parallel ranks that replicate them, the replicas
+    drift apart, and one file for all of them would not bring back what was trained.
+    """
+    if topology.ep == 1 and topology.etp != topology.tp and any(shard.expert for shard in model):
+        raise UnsupportedError(
+            f"experts with EP=1 and ETP={topology.etp} ≠ TP={topology.tp} are not supported: megatron-core 0.16.1 lets "
+            "their replicas drift apart; use ETP = TP, or EP > 1"
+        )
 
 
 def refuse_unsupported_optimizer(optimizer: Any) -> None:
