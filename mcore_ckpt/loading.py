@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import (
-    AgreementError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
@@ -31,7 +30,7 @@ from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
 from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.agreement import Record, decide
+from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
 from mcore_ckpt.storage.reader import RangeReader
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,13 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None) -> Lo
             changed.
     """
     started = time.monotonic()
-    found = decide(session.agreement, "finding a checkpoint", dict, lambda _: _candidates(session, step, path))
+    request = {"root": str(session.root), "step": step, "path": path and str(path)}
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere(records, "the checkpoint to load")
+        return _candidates(session, step, path)
+
+    found = decide(session.agreement, "finding a checkpoint", lambda: request, combine)
     candidates = [(int(number), Path(folder)) for number, folder in found["candidates"]]
     skipped: list[str] = []
     changed = False
@@ -139,13 +144,7 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
         return {"attempt": plans[0].manifest.attempt}
 
     def combine(records: Sequence[Record]) -> Record:
-        attempts = [record["attempt"] for record in records]
-        others = [rank for rank, attempt in enumerate(attempts) if attempt != attempts[0]]
-        if others:
-            raise AgreementError(
-                f"{role_dir}: ranks {others} see another checkpoint there than rank 0: not one shared file system"
-            )
-        return {}
+        return same_everywhere(records, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
 
     decide(session.agreement, f"checking {role_dir}", work, combine)
     return plans[0]

@@ -23,14 +23,14 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_optimizer,
 )
 from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement, Record, decide
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.manifest import StageRecord
 from mcore_ckpt.topology import Topology, is_first_optimizer_instance, read_topology
 
 logger = logging.getLogger(__name__)
 
-# Managers of one role and root, made one after the other in one process, must not read each other's keys.
-_managers_made: dict[tuple[str, str], itertools.count[int]] = defaultdict(itertools.count)
+# Managers of one role, made one after the other in one process, must not read each other's keys.
+_managers_made: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class SaveHandle:
@@ -92,8 +92,8 @@ class CheckpointManager:
             raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
         rank, coordinates, topology = read_topology(len(chunks))
         root = Path(root).absolute()
-        agreement = _agreement(root, role, rank, topology.world_size, config.timeout_s)
-        _refuse_together(agreement, chunks, optimizer, topology)
+        agreement = _agreement(role, rank, topology.world_size, config.timeout_s)
+        _refuse_together(agreement, root, chunks, optimizer, topology)
         self._session = Session(
             root=root,
             role=role,
@@ -186,7 +186,9 @@ class CheckpointManager:
             raise ValueError("this CheckpointManager is closed: make a new one")
 
 
-def _refuse_together(agreement: Agreement, chunks: Sequence[Any], optimizer: Any, topology: Topology) -> None:
+def _refuse_together(
+    agreement: Agreement, root: Path, chunks: Sequence[Any], optimizer: Any, topology: Topology
+) -> None:
     """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
 
     def work() -> Record:
@@ -194,9 +196,11 @@ def _refuse_together(agreement: Agreement, chunks: Sequence[Any], optimizer: Any
         refuse_unsupported_experts(topology, read_model(chunks))
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
-        return {}
+        return {"root": str(root)}
 
-    decide(agreement, "setting up a CheckpointManager", work, lambda _: {})
+    decide(
+        agreement, "setting up a CheckpointManager", work, lambda records: same_everywhere(records, "the root folder")
+    )
 
 
 def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
@@ -204,9 +208,8 @@ def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
     return StageRecord(pp, vp, layers.decoder, layers.mtp)
 
 
-def _agreement(root: Path, role: str, rank: int, world_size: int, timeout_s: float) -> Agreement:
-    number = next(_managers_made[str(root), role])
-    namespace = f"mcore_ckpt/{root}/{role}/{number}"
+def _agreement(role: str, rank: int, world_size: int, timeout_s: float) -> Agreement:
+    namespace = f"mcore_ckpt/{role}/{next(_managers_made[role])}"
     return Agreement(_store(), rank, world_size, namespace, timeout_s)
 
 

@@ -231,6 +231,14 @@ def decide(
         return record
 
 
+def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
+    """For `combine`: the record all ranks have submitted. Raises `error` naming the first rank whose is another."""
+    for rank, record in enumerate(records):
+        if record != records[0]:
+            raise error(f"{what}: rank 0 has {records[0]}, rank {rank} has {record}: they must be the same")
+    return records[0]
+
+
 def _run(round_: Round, work: Callable[[], Record]) -> Exception | None:
     """Does this rank's part and submits its result or its error."""
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.agreement import Agreement, Record, decide
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.manifest import Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_manifest
 
@@ -36,7 +36,9 @@ def commit_together(
         CheckpointError: on all ranks the same type, a CommitError if nothing says otherwise. No checkpoint has come,
             and the one before is untouched.
     """
-    opening = decide(agreement, topic, dict, lambda _: _open(role_dir), CommitError)
+    opening = decide(
+        agreement, topic, lambda: {"folder": str(role_dir)}, lambda records: _open(role_dir, records), CommitError
+    )
     attempt = opening["attempt"]
     staging = layout.staging_dir(role_dir, attempt)
 
@@ -65,7 +67,8 @@ def commit_together(
             raise
 
 
-def _open(role_dir: Path) -> Record:
+def _open(role_dir: Path, records: Sequence[Record]) -> Record:
+    same_everywhere(records, "the folder to save to", CommitError)
     attempt = commit.new_attempt()
     commit.open_staging(role_dir, attempt)
     return {"attempt": attempt}
