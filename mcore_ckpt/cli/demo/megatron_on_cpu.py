@@ -1,0 +1,116 @@
+"""Let megatron-core train on a machine without CUDA.
+
+Megatron-core (seen with 0.16.1) says "cuda" in many places and never asks whether there is one. What it
+needs to run under gloo is mapped here and nowhere else, so that the demo and the tests train the real
+GPTModel, DDP, schedules and optimizers, not stand-ins.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_enabled = False
+
+
+class CudaOnCpu(TorchFunctionMode):
+    """Answer `device="cuda"`, `.cuda()` and `.type()` with CPU tensors."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        # Pinning needs a CUDA context; without one it is only a hint.
+        kwargs.pop("pin_memory", None)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        # Both mixed-precision optimizers sort parameters by the strings "torch.cuda.BFloat16Tensor" etc.
+        # (Float16OptimizerWithFloat16Params.__init__, DistributedOptimizer._build_model_and_main_param_groups)
+        # and refuse what they do not know.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _is_not_fork_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _map_torch_cuda() -> None:
+    replacements: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        # DistributedDataParallel makes a stream for num_distributed_optimizer_instances > 1,
+        # MoE token dispatchers and shared experts make one in their constructors.
+        "Stream": _Stream,
+        "stream": _on_stream,
+        "current_stream": lambda *args: _Stream(),
+        "default_stream": lambda *args: _Stream(),
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+
+
+def _map_megatron() -> None:
+    import megatron.core.tensor_parallel.random as tp_random
+    from megatron.core.transformer.moe import moe_utils
+
+    tp_random._get_cuda_rng_state = _get_rng_state
+    tp_random._set_cuda_rng_state = _set_rng_state
+    # There is one generator here, so CudaRNGStatesTracker.fork() sees "the CPU's" change each time and says so.
+    logging.getLogger(tp_random.__name__).addFilter(_is_not_fork_warning)
+    # RouterGatingLinearFunction asks whether the name is None, but it is a kernel for GPUs, or not defined at all.
+    moe_utils.te_general_gemm = None
+
+
+def enable_cpu() -> None:
+    """Map megatron's CUDA calls to the CPU, for the rest of the process. Does nothing where CUDA is available.
+
+    Call it before building a model, on the thread that trains (a TorchFunctionMode belongs to its thread).
+
+    >>> enable_cpu()
+    """
+    global _enabled
+    if _enabled or torch.cuda.is_available():
+        return
+    _enabled = True
+    # megatron decorates with torch.compile (core/jit.py). Compiling for the CPU takes half a minute and a C++ compiler.
+    torch.compiler.set_stance("force_eager")
+    _map_torch_cuda()
+    _map_megatron()
+    CudaOnCpu().__enter__()

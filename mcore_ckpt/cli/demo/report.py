@@ -1,0 +1,180 @@
+"""What the demo shows: bars while it trains, then the checkpoint, the losses and the verdict."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from mcore_ckpt.cli.demo.runner import RANKS, SAVE_EVERY, Outcome, Plan, Training, folder_bytes
+
+TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed": "resumed"}
+
+
+class NoReport:
+    """For `--json`: nothing is shown until the result is there."""
+
+    def update(self, training: Training) -> None:
+        """Say nothing."""
+
+    def ended(self, training: Training) -> None:
+        """Say nothing."""
+
+
+class LiveReport:
+    """One bar per training, with its newest loss."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self.plan = plan
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.tasks = {
+            name: self.progress.add_task(title, total=plan.steps, start=False, loss="")
+            for name, title in TITLES.items()
+        }
+
+    def __enter__(self) -> LiveReport:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def update(self, training: Training) -> None:
+        task = self.tasks[training.name]
+        self.progress.start_task(task)
+        done = max(training.losses, default=training.resumed_from or 0)
+        loss = f"loss {training.losses[done]:.4f}" if training.losses else "starting"
+        self.progress.update(task, completed=done, loss=loss)
+
+    def ended(self, training: Training) -> None:
+        task = self.tasks[training.name]
+        self.progress.stop_task(task)
+        if training.name == "killed":
+            self.progress.update(task, description=f"[red]killed after step {max(training.losses)}[/]")
+        elif training.resumed_from is not None:
+            self.progress.update(task, description=f"[green]resumed from step {training.resumed_from}[/]")
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """What is about to happen, for whoever started the demo without reading on."""
+    console.print(
+        f"[bold]mcore-ckpt demo[/]: a 6-million-parameter decoder learns Python's own sources on {RANKS} ranks "
+        f"(tensor parallel 2 x pipeline parallel 2) and saves every {SAVE_EVERY} steps. It trains {plan.steps} steps "
+        f"undisturbed; then again, but all ranks get SIGKILL after step {plan.kill_after}; then it resumes."
+    )
+    console.print()
+
+
+def show_outcome(console: Console, outcome: Outcome) -> None:
+    """The checkpoint on disk, the losses side by side, the verdict."""
+    for part in (checkpoint_tree(outcome), loss_table(outcome), verdict(outcome)):
+        console.print()
+        console.print(part)
+
+
+def checkpoint_tree(outcome: Outcome) -> Tree:
+    """The newest checkpoint in full, the older ones as one line each."""
+    root = outcome.plan.checkpoints
+    tree = Tree(f"[bold]{escape(str(root))}/[/]")
+    for path in sorted(root.iterdir(), key=by_number):
+        if path.is_file():
+            tree.add(file_line(path))
+        elif path == outcome.checkpoint:
+            add_folder(tree, path)
+        elif not path.name.startswith("."):
+            tree.add(folder_line(path))
+    return tree
+
+
+def by_number(path: Path) -> list[tuple[str, int]]:
+    """Sorts step 8 before step 12."""
+    return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)(\d*)", path.name)]
+
+
+def add_folder(tree: Tree, folder: Path) -> None:
+    """A folder and all below it, with sizes."""
+    branch = tree.add(folder_line(folder))
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            add_folder(branch, path)
+        else:
+            branch.add(file_line(path))
+
+
+def folder_line(folder: Path) -> Text:
+    """A folder's name, and the size of all in it."""
+    return Text.assemble((f"{folder.name}/", "bold"), (f"  {readable(folder_bytes(folder))}", "dim"))
+
+
+def file_line(path: Path) -> Text:
+    """A file's name and size."""
+    return Text.assemble(path.name, (f"  {readable(path.stat().st_size)}", "dim"))
+
+
+def readable(size: float) -> str:
+    """A size as people say it, in powers of 1000 as disks do.
+
+    >>> readable(999), readable(68_400_000)
+    ('999 B', '68.4 MB')
+    """
+    if size < 1000:
+        return f"{size:.0f} B"
+    exponent = min(int(math.log10(size)) // 3, 3)
+    return f"{size / 1000**exponent:.1f} {('kB', 'MB', 'GB')[exponent - 1]}"
+
+
+def loss_table(outcome: Outcome) -> Table:
+    """The losses in the order they happened: up to the kill, again from the checkpoint, and the end."""
+    table = Table("step", "uninterrupted", "killed and resumed", "same?")
+    killed, resumed, steps = outcome.killed.losses, outcome.resumed.losses, outcome.plan.steps
+    start = outcome.resumed.resumed_from or 0
+    for step in sorted(killed)[max(0, start - 2) :]:
+        add_loss(table, outcome, step, killed[step])
+    table.add_section()
+    table.add_row("", "", f"[red]killed[/], back to step {start}", "")
+    table.add_section()
+    shown = [step for step in sorted(resumed) if step <= max(killed) + 1 or step > steps - 2]
+    for before, step in zip([start, *shown], shown, strict=False):
+        if step != before + 1:
+            table.add_row("...", "...", "...", "")
+        add_loss(table, outcome, step, resumed[step])
+    return table
+
+
+def add_loss(table: Table, outcome: Outcome, step: int, loss: float) -> None:
+    """One row: a loss of an interrupted run beside the one expected, with all its digits."""
+    expected = outcome.uninterrupted.losses[step]
+    same = "[green]yes[/]" if loss.hex() == expected.hex() else "[red]NO[/]"
+    table.add_row(str(step), repr(expected), repr(loss), same)
+
+
+def verdict(outcome: Outcome) -> str:
+    """One sentence: did the training come back as if nothing had happened?"""
+    lost = max(outcome.killed.losses) - (outcome.resumed.resumed_from or 0)
+    steps = "step" if lost == 1 else "steps"
+    if outcome.identical:
+        return (
+            f"[bold green]Identical to the last bit[/]: killed with {lost} unsaved {steps}, resumed from step "
+            f"{outcome.resumed.resumed_from}, and all {outcome.plan.steps} losses are those of the uninterrupted run."
+        )
+    return (
+        "[bold red]Not identical[/]: the resumed run's losses differ from the uninterrupted run's, "
+        f"so something did not come back; logs and checkpoints are in {escape(str(outcome.plan.directory))}."
+    )

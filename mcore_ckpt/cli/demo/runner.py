@@ -1,0 +1,266 @@
+"""Starts the demo's three trainings, kills one of them, and compares what they report.
+
+The ranks write one JSON line per event (`training.Progress`): their process ids, each finished step with its loss,
+each save. The parent follows these lines, so it kills at a step and not at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mcore_ckpt.cli import UsageError
+from mcore_ckpt.errors import CheckpointError
+
+RANKS = 4  # training.RANKS; importing that module would load Megatron into the parent
+SAVE_EVERY = 4
+POLL_SECONDS = 0.005
+# Starting four ranks on a loaded machine takes a minute at worst; a rank that hangs never reports again.
+STALLED_SECONDS = 300.0
+LOG_LINES_SHOWN = 25
+
+MARKER = "demo.json"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+
+
+class DemoError(CheckpointError):
+    """One of the trainings did not do what the demo needs of it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train, when to kill, and where everything lies."""
+
+    directory: Path
+    steps: int
+    kill_after: int
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / CHECKPOINTS
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / LOGS
+
+
+@dataclass
+class Training:
+    """What one training reported."""
+
+    name: str
+    losses: dict[int, float] = field(default_factory=dict)
+    resumed_from: int | None = None
+    processes: dict[int, int] = field(default_factory=dict)
+
+    def record(self, event: dict[str, Any]) -> None:
+        """Take in one line of `training.Progress`."""
+        if "pid" in event:
+            self.processes[event["rank"]] = event["pid"]
+        elif "loss" in event:
+            self.losses[event["step"]] = event["loss"]
+        elif "resumed_from" in event:
+            self.resumed_from = event["resumed_from"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The three trainings, and the newest checkpoint they left."""
+
+    plan: Plan
+    uninterrupted: Training
+    killed: Training
+    resumed: Training
+
+    @property
+    def identical(self) -> bool:
+        """Whether every loss, of the steps done twice too, has exactly the bits of the uninterrupted run's."""
+        expected = self.uninterrupted.losses
+        interrupted = [*self.killed.losses.items(), *self.resumed.losses.items()]
+        complete = {step for step, _ in interrupted} == set(expected) == set(range(1, self.plan.steps + 1))
+        return complete and all(loss.hex() == expected[step].hex() for step, loss in interrupted)
+
+    @property
+    def checkpoint(self) -> Path:
+        tracker = self.plan.checkpoints / "latest_checkpointed_iteration.txt"
+        return self.plan.checkpoints / f"global_steps_{tracker.read_text().strip()}"
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return folder_bytes(self.checkpoint)
+
+
+class Report(Protocol):
+    """Who wants to be told while the trainings run."""
+
+    def update(self, training: Training) -> None: ...
+
+    def ended(self, training: Training) -> None: ...
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make room for a new demo: an earlier demo's files go, anybody else's stay and are an error."""
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is not a folder: name another one with --dir")
+    if directory.exists() and any(directory.iterdir()):
+        if not is_demo(directory):
+            raise UsageError(
+                f"{directory} is not empty and was not made by the demo, so it is left as it is: "
+                "name another folder with --dir"
+            )
+        for folder in (directory / CHECKPOINTS, directory / LOGS):
+            if folder.exists():
+                shutil.rmtree(folder)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # The marker first: a demo that dies right here must not lock the next one out.
+        (directory / MARKER).write_text(json.dumps({"made_by": "mcore-ckpt demo"}) + "\n")
+        (directory / LOGS).mkdir()
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory}: {error}") from error
+
+
+def is_demo(directory: Path) -> bool:
+    """Whether an earlier demo made this folder."""
+    try:
+        marker = json.loads((directory / MARKER).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(marker, dict) and marker.get("made_by") == "mcore-ckpt demo"
+
+
+def perform(plan: Plan, report: Report) -> Outcome:
+    """All three trainings, one after the other, so that none of them slows another down."""
+    uninterrupted = train(plan, "uninterrupted", report)
+    killed = train(plan, "killed", report, checkpoints=plan.checkpoints, kill_after=plan.kill_after)
+    resumed = train(plan, "resumed", report, checkpoints=plan.checkpoints)
+    if resumed.resumed_from is None:
+        raise DemoError(f"the resumed training found no checkpoint in {plan.checkpoints}; its log is in {plan.logs}")
+    return Outcome(plan, uninterrupted, killed, resumed)
+
+
+def train(
+    plan: Plan, name: str, report: Report, *, checkpoints: Path | None = None, kill_after: int | None = None
+) -> Training:
+    """One training under torchrun, followed to its end, or to the kill once `kill_after` was reported."""
+    training = Training(name)
+    events, log = plan.logs / f"{name}.jsonl", plan.logs / f"{name}.log"
+    events.touch()
+    with open(log, "wb") as output:
+        launcher = subprocess.Popen(
+            torchrun_command(plan.steps, events, checkpoints),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            # Ctrl-C must reach the demo alone, which then ends the ranks itself.
+            start_new_session=True,
+        )
+    try:
+        report.update(training)
+        for event in follow(events, launcher, log):
+            training.record(event)
+            report.update(training)
+            if "loss" in event and event["step"] == kill_after:
+                kill(training)
+                report.ended(training)
+                return training
+    finally:
+        stop(launcher, training)
+    if launcher.returncode != 0:
+        raise DemoError(f"the {name} training failed with status {launcher.returncode}:\n{excerpt(log)}")
+    if kill_after is not None:
+        raise DemoError(f"the {name} training ended before step {kill_after}, after which it was to be killed")
+    report.ended(training)
+    return training
+
+
+def torchrun_command(steps: int, events: Path, checkpoints: Path | None) -> list[str]:
+    """How the ranks are started: as anybody would start them by hand."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += ["-m", "mcore_ckpt.cli.demo.training", "--steps", str(steps), "--save-every", str(SAVE_EVERY)]
+    command += ["--progress", str(events)]
+    return command + (["--checkpoints", str(checkpoints)] if checkpoints else [])
+
+
+def environment() -> dict[str, str]:
+    """One thread per rank, and the settings under which a GPU repeats its sums in the same order."""
+    settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    if torch.cuda.device_count() < RANKS:
+        # Megatron would put half of its state on the few GPUs there are.
+        settings["CUDA_VISIBLE_DEVICES"] = ""
+    return {**os.environ, **settings}
+
+
+def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterator[dict[str, Any]]:
+    """The events as they are written, until the launcher has ended."""
+    heard = time.monotonic()
+    rest = ""
+    with open(events) as stream:
+        while True:
+            # Asked before reading: what was written before the end is then read after it.
+            ended = launcher.poll() is not None
+            *lines, rest = (rest + stream.read()).split("\n")
+            for line in lines:
+                heard = time.monotonic()
+                yield json.loads(line)
+            if ended:
+                return
+            if time.monotonic() - heard > STALLED_SECONDS:
+                raise DemoError(f"no rank reported anything for {STALLED_SECONDS:.0f} seconds:\n{excerpt(log)}")
+            time.sleep(POLL_SECONDS)
+
+
+def kill(training: Training) -> None:
+    """SIGKILL all ranks: nothing of them gets a chance to clean up, as when a machine is lost."""
+    for process in training.processes.values():
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def stop(launcher: subprocess.Popen[bytes], training: Training) -> None:
+    """Leave no process behind, however the training ended."""
+    if launcher.poll() is not None:
+        return
+    launcher.terminate()
+    try:
+        launcher.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        kill(training)
+        launcher.kill()
+        launcher.wait()
+
+
+def excerpt(log: Path) -> str:
+    """The part of a log that tells what went wrong: one rank's traceback, without the launcher's own words."""
+    lines = log.read_text(errors="replace").splitlines()
+    prefixes = [match[1] for line in lines if (match := re.match(r"(\[rank\d+\]: )Traceback", line))]
+    if prefixes:
+        # Where one rank fails the others complain next, of a peer that is gone.
+        lines = [line.removeprefix(prefixes[0]) for line in lines if line.startswith(prefixes[0])]
+    else:
+        launcher = [number for number, line in enumerate(lines) if "torch/distributed/elastic/" in line]
+        lines = lines[: launcher[0]] if launcher and launcher[0] > 0 else lines
+        # Before torch.distributed is set up nothing says which rank speaks, and all say the same.
+        tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+        lines = lines[tracebacks[-1] :] if tracebacks else lines
+    return "\n".join([*lines[-LOG_LINES_SHOWN:], f"(all of it: {log})"])
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,257 @@
+"""What the demo trains, and an example of how a trainer uses the package.
+
+A small Qwen-like decoder learns the sources of Python's standard library, byte by byte, on four ranks:
+tensor parallel 2 x pipeline parallel 2. Everything that has to do with checkpoints is in `main`.
+
+    torchrun --standalone --nproc-per-node 4 -m mcore_ckpt.cli.demo.training \
+        --steps 20 --checkpoints checkpoints --progress progress.jsonl
+"""
+
+import argparse
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+
+TENSOR_PARALLEL = 2
+PIPELINE_PARALLEL = 2
+RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
+
+SEED = 1234
+SEQUENCE_LENGTH = 128
+MICRO_BATCH_SIZE = 2
+NUM_MICROBATCHES = 4
+VOCAB_SIZE = 256  # one token per byte
+PEAK_LEARNING_RATE = 2e-3
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def main() -> None:
+    """Train from the newest checkpoint, if there is one, to the last step."""
+    args = parse_arguments()
+    device = start_distributed()
+    model, optimizer, lr_scheduler = build_training_state(device, args.steps)
+    text = StandardLibraryText(device)
+    progress = Progress(args.progress)
+    step = 0
+
+    manager = None
+    if args.checkpoints:
+        manager = CheckpointManager(
+            args.checkpoints, model, optimizer, lr_scheduler, role="actor", config=CheckpointConfig(max_to_keep=2)
+        )
+        if manager.latest_step() is not None:
+            result = manager.load()
+            assert result.extra_state is not None, "every save below hands one over"
+            step, text.position = result.step, result.extra_state["data_position"]
+            progress.report(resumed_from=step)
+
+    while step < args.steps:
+        loss = train_step(model, optimizer, lr_scheduler, text)
+        step += 1
+        progress.report(step=step, loss=loss)
+        if manager and (step % args.save_every == 0 or step == args.steps):
+            manager.save(step, extra_state={"data_position": text.position}).wait()
+            progress.report(saved=step)
+
+    if manager:
+        manager.close()
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """What `runner.py`, or a person, may choose."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=4)
+    parser.add_argument("--checkpoints", type=Path, help="where to save and to resume from; left out: no checkpoints")
+    parser.add_argument("--progress", type=Path, required=True, help="JSON lines for whoever started the ranks")
+    return parser.parse_args()
+
+
+def start_distributed() -> torch.device:
+    """NCCL if every rank can have a GPU of its own, gloo on the CPU if not."""
+    on_gpu = torch.cuda.device_count() >= RANKS
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+
+        enable_cpu()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    parallel_state.initialize_model_parallel(TENSOR_PARALLEL, PIPELINE_PARALLEL, create_gloo_process_groups=True)
+    torch.manual_seed(SEED)
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def build_training_state(
+    device: torch.device, steps: int
+) -> tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler]:
+    """Model, optimizer and schedule of a 6-million-parameter decoder built like Qwen3: GQA, RMSNorm, SwiGLU, RoPE."""
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=256,
+        num_attention_heads=8,
+        num_query_groups=2,
+        ffn_hidden_size=768,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        # Dropout is what makes the random state matter: if it did not come back, the losses would differ.
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        tensor_model_parallel_size=TENSOR_PARALLEL,
+        pipeline_model_parallel_size=PIPELINE_PARALLEL,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=device.type == "cpu",
+        # The fused kernels need a GPU and transformer-engine or Apex, which the demo does not ask for.
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+    decoder = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQUENCE_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    ).to(device)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(config, ddp_config, decoder)]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=PEAK_LEARNING_RATE,
+        min_lr=PEAK_LEARNING_RATE / 10,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        use_distributed_optimizer=True,
+        params_dtype=torch.float32,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, model)
+    lr_scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=PEAK_LEARNING_RATE,
+        min_lr=PEAK_LEARNING_RATE / 10,
+        lr_warmup_steps=max(1, steps // 5),
+        lr_decay_steps=max(2, steps),
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return model, optimizer, lr_scheduler
+
+
+class StandardLibraryText(Iterator[Batch]):
+    """The standard library's sources as one long byte string; `position` alone says what comes next."""
+
+    def __init__(self, device: torch.device) -> None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        # Two megabytes are more than a demo reads, and are loaded at once by each of the ranks.
+        source, limit = bytearray(), 2 << 20
+        for path in sorted(folder.glob("*.py")):
+            source += path.read_bytes()
+            if len(source) > limit:
+                break
+        self.tokens = torch.frombuffer(source, dtype=torch.uint8)
+        self.device = device
+        self.position = 0
+
+    def __next__(self) -> Batch:
+        size = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
+        if self.position + size + 1 > len(self.tokens):
+            self.position = 0
+        window = self.tokens[self.position : self.position + size + 1].to(self.device, torch.int64)
+        self.position += size
+        shape = (MICRO_BATCH_SIZE, SEQUENCE_LENGTH)
+        return window[:-1].view(shape), window[1:].view(shape)
+
+
+def train_step(
+    model: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    lr_scheduler: OptimizerParamScheduler,
+    text: StandardLibraryText,
+) -> float | None:
+    """One step of the optimizer; the loss is known to the last pipeline stage only."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=text,
+        model=list(model),
+        num_microbatches=NUM_MICROBATCHES,
+        seq_length=SEQUENCE_LENGTH,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        forward_only=False,
+    )
+    optimizer.step()
+    lr_scheduler.step(increment=1)
+    losses = [float(output["loss"]) for output in outputs]
+    return sum(losses) / len(losses) if losses else None
+
+
+def forward_step(text: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+    """What Megatron's schedule calls for each micro-batch: the output, and how to make a loss of it."""
+    tokens, labels = next(text)
+    positions = torch.arange(SEQUENCE_LENGTH, device=tokens.device).expand_as(tokens)
+    # The local attention takes the mask as given, and True means "must not look".
+    mask = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+
+    def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return losses.mean(), {"loss": losses.detach().mean()}
+
+    return chunk(tokens, positions, mask, labels=labels), mean_loss
+
+
+class Progress:
+    """Tells the parent process, line by line, who runs here and how far the training has come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.append(rank=dist.get_rank(), pid=os.getpid())
+
+    def report(self, **fields: Any) -> None:
+        """Append one line, from the one rank of the last stage that knows the loss and speaks for all."""
+        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+            self.append(**fields)
+
+    def append(self, **fields: Any) -> None:
+        # One write in append mode, so that the lines of several ranks never mix.
+        with open(self.path, "ab", buffering=0) as stream:
+            stream.write((json.dumps(fields) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

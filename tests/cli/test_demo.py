@@ -1,0 +1,130 @@
+"""The demo as a stranger runs it: a real training is killed and resumed, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def demo(cwd: Path, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_ckpt.cli.main", "demo", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_killed_training_comes_back_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    # An earlier demo's folder, with a checkpoint that must not be resumed from: it is replaced.
+    directory = tmp_path / "demo_checkpoints"
+    old = directory / "checkpoints" / "global_steps_99"
+    old.mkdir(parents=True)
+    (directory / "demo.json").write_text('{"made_by": "mcore-ckpt demo"}')
+
+    done = demo(tmp_path, "--json", "--steps", "7", "--kill-after", "5")
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] is True
+    assert result["resumed_from"] == 4
+    assert result["killed_after"] == 5
+    losses = result["losses"]
+    assert list(losses["uninterrupted"]) == ["1", "2", "3", "4", "5", "6", "7"]
+    assert list(losses["killed"]) == ["1", "2", "3", "4", "5"]
+    assert list(losses["resumed"]) == ["5", "6", "7"]
+    # A training that learns nothing would compare equal too.
+    assert losses["uninterrupted"]["7"] < losses["uninterrupted"]["1"] - 0.5
+
+    assert not old.exists()
+    checkpoint = tmp_path / result["checkpoint"]
+    assert checkpoint.name == "global_steps_7"
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    assert result["bytes"] == sum(path.stat().st_size for path in files) > 5_000_000 * 3 * 4
+    names = {path.relative_to(checkpoint / "actor").as_posix() for path in files}
+    assert "manifest.json" in names
+    assert {f"model/mp_rank_0{tp}_00{pp}/model_states.pt" for tp in (0, 1) for pp in (0, 1)} <= names
+    assert {f"optim/distrib_optim_pp{pp}_tp{tp}_cp0_dp0.pt" for tp in (0, 1) for pp in (0, 1)} <= names
+    assert (checkpoint.parent / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--steps", "5"),
+        ("--steps", "many"),
+        ("--kill-after", "8"),
+        ("--kill-after", "3"),
+        ("--kill-after", "20"),
+        ("--nonsense",),
+    ],
+    ids=" ".join,
+)
+def test_unusable_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    from mcore_ckpt.cli.main import main
+
+    directory = tmp_path / "demo"
+    try:
+        status = main(["demo", "--dir", str(directory), *arguments])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert arguments[0] in capsys.readouterr().err
+    assert not directory.exists()
+
+
+def test_foreign_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "mine"
+    (directory / "checkpoints").mkdir(parents=True)
+    precious = directory / "checkpoints" / "precious.pt"
+    precious.write_bytes(b"months of work")
+
+    done = demo(tmp_path, "--dir", "mine")
+
+    assert done.returncode == 2
+    assert "mine is not empty and was not made by the demo" in done.stderr
+    assert done.stdout == ""
+    assert precious.read_bytes() == b"months of work"
+    assert [path.name for path in directory.rglob("*")] == ["checkpoints", "precious.pt"]
+
+
+def test_failed_launch_is_one_error_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcore_ckpt.cli.demo import runner
+    from mcore_ckpt.cli.main import main
+
+    script = (
+        "import sys; sys.stderr.write('[rank1]: Traceback (most recent call last):\\n[rank1]: OSError: disk\\nnoise')"
+    )
+    monkeypatch.setattr(runner, "torchrun_command", lambda *_: [sys.executable, "-c", f"{script}; sys.exit(3)"])
+
+    assert main(["demo", "--json", "--dir", str(tmp_path / "demo")]) == 1
+    captured = capsys.readouterr()
+    assert "the uninterrupted training failed with status 3" in captured.err
+    assert "OSError: disk" in captured.err
+    assert "noise" not in captured.err
+    assert captured.out == ""
+
+
+def test_one_wrong_bit_is_seen(tmp_path: Path) -> None:
+    from mcore_ckpt.cli.demo.runner import Outcome, Plan, Training
+
+    def outcome(redone: float) -> Outcome:
+        losses = {step: 1.0 / step for step in range(1, 9)}
+        killed = {step: losses[step] for step in range(1, 7)}
+        resumed = {5: losses[5], 6: redone, 7: losses[7], 8: losses[8]}
+        return Outcome(
+            Plan(tmp_path, steps=8, kill_after=6),
+            Training("uninterrupted", losses),
+            Training("killed", killed),
+            Training("resumed", resumed, resumed_from=4),
+        )
+
+    assert outcome(1.0 / 6).identical
+    assert not outcome(1.0 / 6 + 2.0**-55).identical
