@@ -8,6 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+
 def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)]
     command += ["--build-temp", str(folder / "temp")]

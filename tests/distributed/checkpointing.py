@@ -1,0 +1,39 @@
+"""Saving and loading a training of the tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from agreement import everywhere
+from training import Training
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+
+# No wait of the tests is for a rank that has died; a deadline that passes is a defect to see soon.
+TIMEOUT_S = 40.0
+
+
+def manager_of(training: Training, root: Path, role: str = "actor", **config: Any) -> CheckpointManager:
+    return CheckpointManager(
+        root,
+        training.model,
+        training.optimizer,
+        training.scheduler,
+        role=role,
+        config=CheckpointConfig(timeout_s=TIMEOUT_S, **config),
+    )
+
+
+def save(training: Training, root: Path, step: int, role: str = "actor", **config: Any) -> None:
+    manager = manager_of(training, root, role, **config)
+    handle = manager.save(step, extra_state=position(step))
+    handle.wait()
+    manager.close()
+    with everywhere():
+        assert handle.committed is True
+
+
+def position(step: int) -> dict[str, Any]:
+    """As a trainer keeps its place in the data, with something of this rank's own in it."""
+    return {"step": step, "rank": dist.get_rank(), "seen": torch.arange(step), "epoch": {"number": 1, "done": 0.25}}

@@ -1,0 +1,106 @@
+"""Run by torchrun, one pytest per rank: `torchrun --nproc_per_node N -m pytest tests/distributed`.
+
+Each launch runs the tests that are marked with its world size. A test passes on all ranks or fails on all.
+"""
+
+import os
+import traceback
+from collections.abc import Generator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Under a plain pytest there is no process group; tests/test_distributed.py launches torchrun for each world size.
+collect_ignore_glob = [] if "WORLD_SIZE" in os.environ else ["test_*.py"]
+
+# A rank that raises leaves the others in a collective until this has passed.
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+
+# Of its own, which no test uses: it is in step whatever a failed test leaves behind in the others.
+AGREEMENT_GROUP = pytest.StashKey[dist.ProcessGroup]()
+
+if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+    # NCCL wants a device for each rank; with fewer the CPU has to do, and nothing may find those that are there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+# Of megatron and torch about each other, by the thousand; none is about a checkpoint.
+QUIET = (
+    "ignore::Warning:megatron",
+    "ignore::Warning:torch",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal reporter has been registered
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "world(size): the number of ranks that this test runs on")
+    for warning in QUIET:
+        config.addinivalue_line("filterwarnings", warning)
+    if "WORLD_SIZE" not in os.environ:
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    config.stash[AGREEMENT_GROUP] = dist.new_group(backend="gloo", timeout=4 * COLLECTIVE_TIMEOUT)
+    if dist.get_rank() > 0:
+        # Rank 0 reports for all (pytest_runtest_call below).
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    group = config.stash.get(AGREEMENT_GROUP, None)
+    if group is not None:
+        # torchrun ends all ranks when one has failed: let rank 0 report first.
+        dist.barrier(group=group)
+        dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "WORLD_SIZE" not in os.environ:
+        return
+    others = [
+        item for item in items if [mark.args[0] for mark in item.iter_markers("world")] != [dist.get_world_size()]
+    ]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    report = None if error is None else (type(error).__name__, "".join(traceback.format_exception(error)))
+    reports = _exchange(report, item.config.stash[AGREEMENT_GROUP])
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if not failed:
+        return
+    if len({name for name, _ in failed.values()}) > 1 or len(failed) < len(reports):
+        # Some are still owed a collective that the others will never enter.
+        item.session.shouldstop = f"ranks {sorted(failed)} of {len(reports)} failed, and not alike"
+    if error is not None and dist.get_rank() == 0:
+        raise error
+    rank, (_, text) = next(iter(failed.items()))
+    pytest.fail(f"on rank {rank}:\n{text}", pytrace=False)
+
+
+def _exchange(report: tuple[str, str] | None, group: dist.ProcessGroup) -> list[tuple[str, str] | None]:
+    reports: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, report, group=group)
+    return reports
+
+
+@pytest.fixture
+def shared_path(tmp_path: Path) -> Path:
+    """One folder for all ranks: rank 0's."""
+    paths: list[Path] = [tmp_path]
+    dist.broadcast_object_list(paths, src=0)
+    return paths[0]

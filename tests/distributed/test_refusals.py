@@ -1,0 +1,218 @@
+"""A checkpoint that does not fit, or is not whole, is refused on all ranks alike, before anything changes."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agreement import everywhere, raised_everywhere
+from checkpointing import manager_of, save
+from layouts import LAYOUTS
+from snapshot import assert_same, snapshot
+from training import Layout, Training, build, parallel, train
+
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CommitError,
+    UnsupportedError,
+)
+
+DP2 = LAYOUTS["dp2-bf16"]
+MODEL = "model/mp_rank_00_000/model_states.pt"
+OPTIMIZER = "optim/distrib_optim_pp0_tp0_cp0_dp1.pt"
+COMMON = "optim/common.pt"
+RNG = "rng_states/rng_states_pp0_tp0_cp0_dp1.pt"
+
+
+def refused(training: Training, root: Path, expected: type[CheckpointError], **choice: Any) -> list[str]:
+    """Each rank's message of a load that must fail, and must not have touched the training."""
+    before = snapshot(training)
+    manager = manager_of(training, root)
+    error = None
+    try:
+        manager.load(**choice)
+    except CheckpointError as raised:
+        error = raised
+    manager.close()
+    messages = raised_everywhere(expected, error)
+    after = snapshot(training)
+    with everywhere():
+        assert_same(after, before)
+    return messages
+
+
+def assert_names(messages: list[str], *patterns: str) -> None:
+    missing = [(pattern, text) for text in messages for pattern in patterns if not re.search(pattern, text)]
+    assert not missing, f"the message does not say {missing[0][0]!r}: {missing[0][1]}"
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("loading", "patterns"),
+    [
+        pytest.param(replace(DP2, hidden_size=48), (MODEL, r"\.weight.* wanted .*48.* found .*40"), id="hidden-size"),
+        pytest.param(
+            replace(DP2, num_layers=5), (MODEL, r"decoder\.layers\.4\..* wanted .* found no such"), id="more-layers"
+        ),
+        pytest.param(
+            replace(DP2, num_layers=3), (MODEL, r"decoder\.layers\.3\..* wanted no such .* found"), id="fewer-layers"
+        ),
+        pytest.param(
+            replace(DP2, precision="fp32"), (MODEL, r"\.weight.* wanted .*float32.* found .*bfloat16"), id="dtype"
+        ),
+        pytest.param(LAYOUTS["ep2"], ("float32|experts",), id="experts"),
+    ],
+)
+def test_another_model(loading: Layout, patterns: tuple[str, ...], shared_path: Path) -> None:
+    with parallel(DP2):
+        saved = build(DP2, seed=1)
+        train(saved, 0, 1)
+        save(saved, shared_path, 1)
+    with parallel(loading):
+        training = build(loading, seed=2)
+        train(training, 0, 1)
+        assert_names(refused(training, shared_path, CheckpointMismatchError), *patterns)
+        # Refused alike, so the ranks are still in step.
+        train(training, 1, 2)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("saving", "loading", "patterns"),
+    [
+        ("tp2", "dp2-fp32-replicated", ("saved .*tp=2", "this is .*dp=2")),
+        ("tp2", "cp2", ("saved .*tp=2", "this is .*cp=2")),
+        ("dp2-fp32-replicated", "tp2", ("saved .*dp=2", "this is .*tp=2")),
+        ("pp2-vpp2", "dp2-fp32-replicated", ("saved .*pp=2.*vpp=2", "this is .*dp=2")),
+        ("ep2", "cp2", ("saved .*ep=2", "this is .*cp=2")),
+    ],
+)
+def test_another_layout(saving: str, loading: str, patterns: tuple[str, ...], shared_path: Path) -> None:
+    with parallel(LAYOUTS[saving]):
+        saved = build(LAYOUTS[saving], seed=1)
+        train(saved, 0, 1)
+        save(saved, shared_path, 1)
+    same_model = replace(LAYOUTS[loading], num_layers=LAYOUTS[saving].num_layers, experts=LAYOUTS[saving].experts)
+    with parallel(same_model):
+        training = build(same_model, seed=2)
+        assert_names(refused(training, shared_path, CheckpointMismatchError), *patterns)
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def foreign(path: Path) -> None:
+    torch.save({"state": torch.zeros(7)}, path)
+
+
+def foreign_of_the_same_size(path: Path) -> None:
+    size = path.stat().st_size
+    foreign(path)
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, COMMON, RNG])
+@pytest.mark.parametrize("damage", [missing, cut, foreign, foreign_of_the_same_size])
+def test_damaged_file(damage: Callable[[Path], None], file: str, shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        save(training, shared_path, 1)
+        train(training, 1, 2)
+        with everywhere():
+            if dist.get_rank() == 0:
+                damage(shared_path / "global_steps_1" / "actor" / file)
+        assert_names(refused(training, shared_path, CheckpointCorruptError), re.escape(file))
+
+
+@pytest.mark.world(2)
+def test_folder_without_manifest_is_not_a_checkpoint(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        save(training, shared_path, 1)
+        role = shared_path / "global_steps_1" / "actor"
+        with everywhere():
+            if dist.get_rank() == 0:
+                (role / "manifest.json").unlink()
+        choices: list[dict[str, Any]] = [{}, {"step": 1}, {"step": 9}, {"path": role}]
+        for choice in choices:
+            refused(training, shared_path, CheckpointNotFoundError, **choice)
+
+
+@pytest.mark.world(2)
+def test_empty_root(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        messages = refused(training, shared_path, CheckpointNotFoundError)
+        assert_names(messages, re.escape(str(shared_path)))
+
+
+@pytest.mark.world(2)
+def test_what_was_not_saved_cannot_be_loaded(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        save(training, shared_path, 1, save_contents=("model", "extra"))
+        messages = refused(training, shared_path, CheckpointMismatchError)
+        assert_names(messages, "optimizer")
+
+
+@pytest.mark.world(2)
+def test_older_checkpoint_is_found_when_the_newest_has_lost_its_folder(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        for step in (1, 2):
+            train(training, step - 1, step)
+            save(training, shared_path, step)
+        with everywhere():
+            if dist.get_rank() == 0:
+                shutil.rmtree(shared_path / "global_steps_2")
+        manager = manager_of(training, shared_path)
+        result = manager.load()
+        manager.close()
+        with everywhere():
+            assert result.step == 1
+
+
+@pytest.mark.world(2)
+def test_experts_whose_replicas_drift_apart(shared_path: Path) -> None:
+    layout = Layout(2, tp=2, experts=4, etp=1)
+    with parallel(layout):
+        training = build(layout, seed=1)
+        error = None
+        try:
+            manager_of(training, shared_path)
+        except CheckpointError as raised:
+            error = raised
+        assert_names(raised_everywhere(UnsupportedError, error), "EP=1", "ETP=1", "TP=2")
+
+
+@pytest.mark.world(2)
+def test_ranks_that_disagree(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = manager_of(training, shared_path)
+        error = None
+        try:
+            manager.save(dist.get_rank())
+        except CheckpointError as raised:
+            error = raised
+        assert_names(raised_everywhere(CommitError, error), "rank 1", "global_steps_0", "global_steps_1")
+        manager.save(5).wait()
+        assert manager.load().step == 5
+        manager.close()

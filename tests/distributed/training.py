@@ -1,0 +1,386 @@
+"""Real megatron-core trainings, small enough for a CPU, in every layout that checkpoints have to survive."""
+
+import contextlib
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+
+enable_cpu()
+
+# Odd on purpose: with the hidden size below, neither parameters nor buckets end on the 64 and 128 elements
+# that _ParamAndGradBuffer pads to.
+VOCAB_SIZE = 131
+HIDDEN_SIZE = 40
+SEQUENCE_LENGTH = 16
+MICRO_BATCH_SIZE = 2
+NUM_MICROBATCHES = 4
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one training differs from another in. The data-parallel size is what the world leaves over."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """None: as tp."""
+
+    hidden_size: int = HIDDEN_SIZE
+    num_layers: int = 4
+    first_stage_layers: int | None = None
+    stages: str | None = None
+    """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
+    tied_embeddings: bool = False
+    mtp_layers: int | None = None
+    experts: int | None = None
+    expert_bias: bool = False
+    frozen: str | None = None
+    """Parameters whose local name this pattern finds do not train."""
+    dropout: float = 0.1
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    fp32_norms: bool = False
+    """In 16-bit training: parameters of two dtypes, in two buffers, in one parameter group."""
+    distributed_optimizer: bool = True
+    optimizer_instances: int = 1
+    bucket_size: int | None = None
+    overlap_grad_reduce: bool = False
+    """DistributedDataParallel makes more than one bucket only with this."""
+    overlap_param_gather: bool = False
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """As megatron's trainer pads it: to a multiple that each tensor-parallel rank can cut."""
+        multiple = 1 if self.tp == 1 else 4 * self.tp
+        return -(-VOCAB_SIZE // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Training:
+    layout: Layout
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step shows of itself: the losses (last pipeline stage only), the gradient norm, the rate."""
+
+    losses: tuple[float, ...]
+    grad_norm: float | None
+    learning_rate: tuple[float, ...]
+
+
+@contextlib.contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    """The process groups of a layout, for as long as the block lasts."""
+    assert dist.get_world_size() == layout.world
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=1,
+    )
+    try:
+        yield
+    finally:
+        _forget_parallel_state()
+
+
+def _forget_parallel_state() -> None:
+    # destroy_model_parallel drops the groups without destroying them; dozens of cases run in one process,
+    # and each gloo group holds threads and sockets.
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
+    # Sized by the first model that logs, and kept (save_to_aux_losses_tracker, save_loss_to_tracker).
+    get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+
+
+def build(layout: Layout, seed: int) -> Training:
+    """A new model, optimizer and scheduler. Call it within `parallel(layout)`."""
+    seed_everything(seed)
+    config = _transformer_config(layout)
+    chunks = [_build_chunk(layout, config, stage) for stage in range(layout.vpp or 1)]
+    # Attention with context parallelism needs transformer-engine, which the model asks for when it is built.
+    # Only the rotary embedding and the schedule read the size later.
+    config.context_parallel_size = layout.cp
+    model = [_wrap(layout, config, chunk, index) for index, chunk in enumerate(chunks)]
+    optimizer = get_megatron_optimizer(_optimizer_config(layout), model, use_gloo_process_groups=False)
+    _connect(layout, config, model, optimizer)
+    # Replicas must begin with equal weights; from here on each rank draws its own numbers.
+    seed_everything(seed + 10 * parallel_state.get_data_parallel_rank(with_context_parallel=True))
+    return Training(layout, model, optimizer, _scheduler(optimizer))
+
+
+def seed_everything(seed: int) -> None:
+    """As megatron's trainer does (_set_random_seed): one seed per pipeline stage."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _transformer_config(layout: Layout) -> TransformerConfig:
+    dtype = DTYPES[layout.precision]
+    mixture: dict[str, Any] = {}
+    if layout.experts:
+        mixture = {
+            "num_moe_experts": layout.experts,
+            "moe_ffn_hidden_size": layout.hidden_size // 2,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "allgather",
+            "moe_layer_freq": [index % 2 for index in range(layout.num_layers)],
+            # MoELayer.forward refuses to train with TP > 1 otherwise.
+            "sequence_parallel": layout.tp > 1,
+            "moe_router_load_balancing_type": "none" if layout.expert_bias else "aux_loss",
+            "moe_aux_loss_coeff": 0.0 if layout.expert_bias else 1e-2,
+        }
+    if layout.expert_bias:
+        mixture |= {
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_bias_update_rate": 0.05,
+        }
+    return TransformerConfig(
+        num_layers=layout.num_layers,
+        hidden_size=layout.hidden_size,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=layout.hidden_size * 2,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        pipeline_model_parallel_layout=layout.stages,
+        mtp_num_layers=layout.mtp_layers,
+        bf16=layout.precision == "bf16",
+        fp16=layout.precision == "fp16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=layout.dropout,
+        attention_dropout=layout.dropout,
+        use_cpu_initialization=True,
+        # The fused kernels come with apex and transformer-engine.
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **mixture,
+    )
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """megatron's WrappedTorchNorm refuses sequence parallelism; the mark is all that finalize_model_grads needs."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.to(self.weight.dtype)).to(hidden.dtype)
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+    return block
+
+
+def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> GPTModel:
+    where = {"vp_stage": stage if layout.vpp else None}
+    block = _block_spec(config, **where)
+    mtp_block = None
+    if layout.mtp_layers:
+        mtp_block = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)
+    return GPTModel(
+        config,
+        block,
+        vocab_size=layout.padded_vocab_size,
+        max_sequence_length=SEQUENCE_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=layout.tied_embeddings,
+        mtp_block_spec=mtp_block,
+        **where,
+    )
+
+
+def _wrap(layout: Layout, config: TransformerConfig, chunk: GPTModel, index: int) -> DistributedDataParallel:
+    """In the order of megatron's trainer (get_model): freeze, move, 16-bit, DDP."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(not (layout.frozen and re.search(layout.frozen, name)))
+    module: torch.nn.Module = chunk.cuda()
+    if layout.precision != "fp32":
+        module = Float16Module(config, chunk)
+        # Float16Module makes bfloat16 of the buffer too, and the router goes back to float32 when it first
+        # runs; get_model does it at once.
+        for submodule in chunk.modules():
+            if hasattr(submodule, "_maintain_float32_expert_bias"):
+                submodule._maintain_float32_expert_bias()
+            if layout.fp32_norms and isinstance(submodule, RMSNorm):
+                submodule.float()
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed_optimizer,
+        num_distributed_optimizer_instances=layout.optimizer_instances,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        bucket_size=layout.bucket_size,
+    )
+    return DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+
+
+def _optimizer_config(layout: Layout) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-4,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=layout.precision == "bf16",
+        fp16=layout.precision == "fp16",
+        params_dtype=DTYPES[layout.precision],
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
+        # High enough to overflow, with a window short enough to grow again: the scaler's state moves.
+        initial_loss_scale=2.0**18,
+        loss_scale_window=2,
+        hysteresis=1,
+    )
+
+
+def _scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    # Rate and weight decay differ at every step, so that a step miscounted is seen.
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-4,
+        lr_warmup_steps=2,
+        lr_decay_steps=40,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.1,
+        wd_incr_steps=40,
+        wd_incr_style="linear",
+    )
+
+
+def _connect(
+    layout: Layout, config: TransformerConfig, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    """What megatron's trainer hands to the schedules (train() in training.py)."""
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if layout.overlap_grad_reduce:
+        no_sync: list[Callable[[], Any]] = [chunk.no_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+
+
+def train(training: Training, first_step: int, last_step: int) -> list[Step]:
+    """Train the steps first_step, ..., last_step - 1."""
+    return [_train_step(training, step) for step in range(first_step, last_step)]
+
+
+def _train_step(training: Training, step: int) -> Step:
+    model = training.model
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    training.optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[_batches(training.layout, step) for _ in model],
+        model=model,
+        num_microbatches=NUM_MICROBATCHES,
+        seq_length=SEQUENCE_LENGTH,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        forward_only=False,
+    )
+    updated, grad_norm, _ = training.optimizer.step()
+    if updated:
+        training.scheduler.step(1)
+    return Step(
+        losses=tuple(float(entry["loss"]) for entry in losses),
+        grad_norm=None if grad_norm is None else float(grad_norm),
+        learning_rate=tuple(group["lr"] for group in training.optimizer.param_groups),
+    )
+
+
+def _batches(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens that follow from step and rank, moved by a draw from each generator that a checkpoint restores."""
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for microbatch in range(NUM_MICROBATCHES):
+        generator = torch.Generator().manual_seed((step * NUM_MICROBATCHES + microbatch) * layout.world + replica)
+        shape = (MICRO_BATCH_SIZE, SEQUENCE_LENGTH // layout.cp + 1)
+        drawn = random.randrange(VOCAB_SIZE) + int(np.random.randint(VOCAB_SIZE)) + int(torch.randint(VOCAB_SIZE, ()))
+        tokens = (torch.randint(0, VOCAB_SIZE, shape, generator=generator) + drawn) % VOCAB_SIZE
+        yield tokens[:, :-1].contiguous().cuda(), tokens[:, 1:].contiguous().cuda()
+
+
+def _forward_step(
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: DistributedDataParallel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    tokens, labels = next(batches)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    output = chunk(tokens, positions, None, labels=labels)
+    return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
