@@ -114,10 +114,10 @@ def _cover(wanted: WantedShard, shards: Iterable[StoredShard]) -> list[ReadRange
     # Replicas may have drifted apart: of equal ranges, this rank's own.
     for shard in sorted(shards, key=lambda s: (s.region.flat, s.file != wanted.file)):
         low, high = shard.region.flat
-        if high <= position or low >= stop:
-            continue
-        if low > position:
+        if position >= stop or low > position:
             break
+        if high <= position:
+            continue
         end = min(high, stop)
         reads.append(ReadRange(shard, position - low, end - low, position - start))
         position = end

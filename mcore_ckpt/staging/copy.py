@@ -27,7 +27,7 @@ def copy_out(tensors: Sequence[torch.Tensor], image: torch.Tensor, offsets: Sequ
         _native.copy_to_host(*_columns(device), torch.cuda.current_stream().cuda_stream)
     else:
         for tensor, offset in zip(contiguous, offsets, strict=True):
-            if tensor.is_cuda:
+            if tensor.is_cuda and tensor.nbytes:
                 image[offset : offset + tensor.nbytes].copy_(as_bytes(tensor))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,18 @@ def _new_image(request: WriteRequest) -> PtImage:
         for part in write.path[:-1]:
             branch = branch.setdefault(part, {})
         branch[write.path[-1]] = copy
+    if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
+        # torch numbers its records in the order of the tree: slots would go to other tensors.
+        raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
     return build_image(tree, copies)
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def fill_image(request: WriteRequest, images: ImageCache, arena: Arena) -> HostImage:

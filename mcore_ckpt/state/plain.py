@@ -26,7 +26,7 @@ def to_plain(value: Any, field: str) -> Any:
         >>> to_plain({"betas": (0.9, 0.95)}, "param_groups")
         {'betas': (0.9, 0.95)}
     """
-    if type(value) in _ATOMS:
+    if type(value) in _ATOMS and value != b"":  # torch's safe unpickler cannot make empty bytes
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True).contiguous()
@@ -34,7 +34,7 @@ def to_plain(value: Any, field: str) -> Any:
         return value.get_state().clone()
     if isinstance(value, Mapping):
         return {_key(key, field): to_plain(item, f"{field}[{key!r}]") for key, item in value.items()}
-    if type(value) in (list, tuple, set, frozenset):
+    if type(value) in (list, tuple, set):
         return type(value)(to_plain(item, f"{field}[{i}]") for i, item in enumerate(value))
     if isinstance(value, torch.Size):
         return tuple(value)
@@ -51,10 +51,15 @@ def _key(key: Any, field: str) -> Any:
 
 def _from_numpy(value: Any, field: str) -> Any:
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcSU":
-        return value.item()
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(value.copy())
+    if numpy is not None and isinstance(value, numpy.generic):
+        item = value.item()
+        if type(item) in _ATOMS:
+            return to_plain(item, field)
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        # torch has no dtype for numbers of the other byte order, nor for long doubles ("g", "G").
+        native = value.dtype.newbyteorder("=")
+        if native.kind in "biufc" and native.char not in "gG":
+            return torch.from_numpy(value.astype(native))
     cls = type(value)
     raise UnsupportedError(
         f"{field} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without pickling a class: "

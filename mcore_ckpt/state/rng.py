@@ -66,7 +66,7 @@ def _tracker() -> Any:
 def _write_tracker(states: dict[str, torch.Tensor]) -> None:
     tracker = _tracker()
     current = tracker.get_states()
-    restored: dict[str, Any] = {}
+    restored: dict[str, Any] = dict(current)
     for name, state in states.items():
         generator = current.get(name)
         if isinstance(generator, torch.Generator):

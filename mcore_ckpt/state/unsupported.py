@@ -82,10 +82,10 @@ def _refuse_part(part: Any) -> None:
             f"optimizer {type(part).__name__} is not supported: use DistributedOptimizer, "
             "Float16OptimizerWithFloat16Params or FP32Optimizer"
         )
-    if getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
+    if getattr(part.config, "use_precision_aware_optimizer", False):
         raise UnsupportedError(
-            "optimizer is not supported: use_precision_aware_optimizer keeps main parameters inside FusedAdam; "
-            "turn it off"
+            "optimizer is not supported: use_precision_aware_optimizer keeps main parameters, or scales of its "
+            "moments, inside FusedAdam; turn it off"
         )
 
 

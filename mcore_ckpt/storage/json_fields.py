@@ -19,9 +19,14 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises FieldError for anything else, nesting too deep for the parser included."""
+    """A JSON object that `encode` could have written.
+
+    Raises:
+        FieldError: anything else: nesting too deep for the parser, NaN, text that UTF-8 cannot hold.
+    """
     try:
         value = json.loads(data)
+        encode(value)
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -100,6 +100,8 @@ def decode_manifest(data: bytes) -> Manifest:
     if record.get("format") != FORMAT:
         raise fields.FieldError("not a manifest of mcore_ckpt")
     version = fields.get_int(record, "format_version")
+    if version < 1:
+        raise fields.FieldError(f"format version {version} does not exist")
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"format version {version} is newer than {FORMAT_VERSION}, the newest this version of mcore_ckpt "

@@ -135,6 +135,8 @@ class RangeReader:
                 have.
         """
         stored = read.stored
+        if read.start == read.stop:
+            return
         item = item_bytes(stored.dtype)
         start, stop = read.start * item, read.stop * item
         destination = read.destination * item

@@ -1,0 +1,253 @@
+"""Steps and groups of optimizers that count per group (transformer-engine) and per parameter (torch)."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.optimizer import (
+    OptimizerPart,
+    match_groups,
+    optimizer_parts,
+    read_optimizer,
+    read_param_groups,
+    read_step,
+    write_param_groups,
+    write_step,
+)
+from mcore_ckpt.state.shards import LocalShard
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """transformer-engine's state layout: `step` in the groups, no tensor of it in the state. Plain Adam otherwise."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(kind, torch.zeros_like(p))
+                b1, b2 = group["betas"]
+                state["exp_avg"].lerp_(p.grad, 1 - b1)
+                state["exp_avg_sq"].lerp_(p.grad**2, 1 - b2)
+                unbiased = state["exp_avg_sq"] / (1 - b2 ** group["step"])
+                p -= group["lr"] / (1 - b1 ** group["step"]) * state["exp_avg"] / (unbiased.sqrt() + group["eps"])
+
+
+def weights(*sizes: int, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.rand(n, generator=generator)) for n in sizes]
+
+
+def step(inner: torch.optim.Optimizer, count: int, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for group in inner.param_groups:
+            for p in group["params"]:
+                p.grad = torch.rand(p.shape, generator=generator)
+        inner.step()
+
+
+def part_of(inner: Any) -> OptimizerPart:
+    return OptimizerPart(SimpleNamespace(), inner)
+
+
+def values(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_that_gets_back_its_step_and_moments_goes_on_alike(cls: type[Any]) -> None:
+    groups = [{"params": weights(3, 2)}, {"params": weights(4, seed=5), "weight_decay": 0.0}]
+    inner = cls(groups, lr=0.1)
+    step(inner, 3)
+    fresh = cls(copy.deepcopy([{"params": group["params"]} for group in inner.param_groups]), lr=0.7)
+    step(fresh, 1, seed=9)
+    for a, b in zip(inner.param_groups, fresh.param_groups, strict=True):
+        for p, q in zip(a["params"], b["params"], strict=True):
+            q.data.copy_(p.data)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                fresh.state[q][kind].copy_(inner.state[p][kind])
+    assert read_step(part_of(inner)) == 3
+    write_param_groups(part_of(fresh), read_param_groups(part_of(inner)), keep_rates=False)
+    write_step(part_of(fresh), read_step(part_of(inner)))
+    assert read_step(part_of(fresh)) == 3
+    for optimizer in (inner, fresh):
+        step(optimizer, 2)
+    assert all(a.equal(b) for a, b in zip(values(inner), values(fresh), strict=True))
+    assert read_step(part_of(fresh)) == 5
+
+
+def test_torchs_adam_gets_a_step_tensor_for_each_parameter() -> None:
+    """A shared one counts once per parameter."""
+    inner = torch.optim.Adam(weights(3, 2, 4))
+    step(inner, 1)
+    write_step(part_of(inner), 7)
+    steps = [state["step"] for state in inner.state.values()]
+    assert len({tensor.data_ptr() for tensor in steps}) == 3
+    assert {(tensor.item(), tensor.dtype, tensor.shape, tensor.device.type) for tensor in steps} == {
+        (7.0, torch.float32, torch.Size([]), "cpu")
+    }
+    step(inner, 2)
+    assert read_step(part_of(inner)) == 9
+
+
+def test_te_counts_in_every_group_and_not_in_the_state() -> None:
+    inner = FusedAdam([{"params": weights(3)}, {"params": []}, {"params": weights(2)}])
+    assert read_step(part_of(inner)) is None
+    step(inner, 2)
+    assert read_step(part_of(inner)) == 2
+    write_step(part_of(inner), 11.0)
+    assert [type(group["step"]) for group in inner.param_groups if group["params"]] == [int, int]
+    assert all("step" not in state for state in inner.state.values())
+    step(inner, 1)
+    assert read_step(part_of(inner)) == 12
+
+
+def test_before_the_first_step_and_without_parameters_there_is_none() -> None:
+    for inner in (torch.optim.Adam(weights(3)), FusedAdam(weights(3)), None):
+        assert read_step(part_of(inner)) is None
+        write_step(part_of(inner), None)
+        assert read_step(part_of(inner)) is None
+    write_step(part_of(None), 5)
+    assert part_of(None).param_groups == read_param_groups(part_of(None)) == []
+
+
+def test_different_numbers_of_steps_are_refused() -> None:
+    for inner in (torch.optim.Adam([{"params": weights(3)}, {"params": weights(2)}]), FusedAdam(weights(3, 2))):
+        step(inner, 1)
+        if isinstance(inner, FusedAdam):
+            inner.add_param_group({"params": weights(4)})
+            inner.param_groups[1]["step"] = 5
+        else:
+            inner.state[inner.param_groups[1]["params"][0]]["step"].fill_(5)
+        with pytest.raises(UnsupportedError, match=r"different numbers of steps: \[1(\.0)?, 5(\.0)?\]"):
+            read_step(part_of(inner))
+
+
+def test_a_subclass_of_fused_adam_counts_in_groups_too() -> None:
+    derived = type("MyAdam", (FusedAdam,), {})
+    assert part_of(derived(weights(1))).steps_in_groups
+    assert not part_of(torch.optim.Adam(weights(1))).steps_in_groups
+
+
+IDENTITIES = [
+    {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False},
+    {"wd_mult": 0.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False},
+    {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": True},
+]
+
+
+def grouped(order: list[int], **fields: Any) -> OptimizerPart:
+    return part_of(FusedAdam([{"params": weights(2), **IDENTITIES[i], **fields} for i in order]))
+
+
+def test_groups_are_matched_by_what_they_are() -> None:
+    saved = [group | {"mark": number} for number, group in enumerate(read_param_groups(grouped([0, 1, 2])))]
+    assert [group["mark"] for group in match_groups(grouped([2, 0, 1]), saved)] == [2, 0, 1]
+    assert [group["mark"] for group in match_groups(grouped([1]), saved)] == [1]
+    # Two alike can only be told apart by their place.
+    twice = [IDENTITIES[0] | {"mark": "first"}, IDENTITIES[0] | {"mark": "second"}]
+    assert [group["mark"] for group in match_groups(grouped([0, 0]), twice)] == ["first", "second"]
+    nemo = [{f"pre_{key}": value for key, value in IDENTITIES[1].items()} | {"mark": "nemo"}]
+    assert match_groups(grouped([1]), nemo)[0]["mark"] == "nemo"
+
+
+@pytest.mark.parametrize(
+    ("order", "saved", "count"), [([0, 1], [0, 2], 0), ([0], [0, 0], 2), ([0, 0, 1], [0, 0], 2), ([1], [], 0)]
+)
+def test_a_group_without_one_counterpart_is_a_mismatch_and_changes_nothing(
+    order: list[int], saved: list[int], count: int
+) -> None:
+    part = grouped(order, lr=0.3)
+    with pytest.raises(CheckpointMismatchError, match=f"has {count} counterparts among the {len(saved)} saved groups"):
+        write_param_groups(part, [IDENTITIES[i] | {"lr": 0.9} for i in saved], keep_rates=False)
+    assert [group["lr"] for group in part.param_groups] == [0.3] * len(order)
+
+
+def test_groups_keep_their_parameters_and_on_request_their_rates() -> None:
+    saved = read_param_groups(grouped([0], lr=0.9, weight_decay=0.4, max_lr=1.0, eps=1e-3))
+    assert saved[0].keys().isdisjoint({"params", "step"})
+    for keep, expected in ((False, (0.9, 0.4, 1e-3)), (True, (0.2, 0.1, 1e-3))):
+        part = grouped([0], lr=0.2, weight_decay=0.1)
+        parameters = part.param_groups[0]["params"]
+        write_param_groups(part, saved, keep_rates=keep)
+        group = part.param_groups[0]
+        assert group["params"] is parameters
+        assert (group["lr"], group["weight_decay"], group["eps"]) == expected
+
+
+def shard(name: str, parameter: torch.nn.Parameter) -> LocalShard:
+    return LocalShard(ShardKey(name, "model"), Region.whole(tuple(parameter.shape)), parameter)
+
+
+def test_bf16_and_fp32_parameters_of_one_group_keep_their_own_main_parameters() -> None:
+    """DistributedOptimizer's fields. Its groups list fp32 parameters before bf16 ones, the model does not."""
+    model = {
+        name: torch.nn.Parameter(torch.full((size,), float(size), dtype=dtype))
+        for name, size, dtype in (
+            ("a", 8, torch.bfloat16),
+            ("norm", 6, torch.float32),
+            ("b", 4, torch.bfloat16),
+            ("router", 2, torch.float32),
+        )
+    }
+    low, full = [model["a"], model["b"]], [model["norm"], model["router"]]
+    ranges = {"a": (2, 8), "b": (0, 1), "norm": (0, 6), "router": (1, 2)}
+    owned = {id(model[name]): SimpleNamespace(start=low, end=high) for name, (low, high) in ranges.items()}
+    mains = {name: torch.nn.Parameter(p.detach().float()[slice(*ranges[name])]) for name, p in model.items()}
+    inner = FusedAdam([{"params": [mains["norm"], mains["router"], mains["a"], mains["b"]]}])
+    step(inner, 1)
+    owner = SimpleNamespace(
+        optimizer=inner,
+        gbuf_ranges=[],
+        model_float16_groups=[low],
+        model_fp32_groups=[full],
+        shard_fp32_from_float16_groups=[[mains["a"], mains["b"]]],
+        shard_fp32_groups=[[mains["norm"], mains["router"]]],
+        _get_model_param_range_map=lambda p: {"param": owned[id(p)]},
+    )
+    chained = SimpleNamespace(chained_optimizers=[owner, SimpleNamespace(optimizer=None)])
+    dense, experts = read_optimizer(chained, [shard(name, p) for name, p in model.items()], first_instance=True)
+    assert experts == []
+    assert {state.name for state in dense} == set(model)
+    for state in dense:
+        assert state.main is mains[state.name]
+        assert state.region.flat == ranges[state.name]
+        assert state.is_model_view == (model[state.name].dtype == torch.float32)
+        assert state.moments == inner.state[mains[state.name]]
+    assert [part.is_sharded for part in optimizer_parts(chained)] == [True, False]
+    (second_instance, _) = read_optimizer(chained, [shard(name, p) for name, p in model.items()], False)
+    assert all(state.replica for state in second_instance)
+
+
+def test_state_that_is_no_moment_or_of_no_known_parameter_is_refused_by_name() -> None:
+    (p,) = weights(4)
+    inner = torch.optim.Adam([p])
+    chained = SimpleNamespace(optimizer=inner)
+    with pytest.raises(UnsupportedError, match=r"shape \[4\] that is not in the model"):
+        read_optimizer(chained, [], True)
+    for value, what in ((torch.zeros(3), "a tensor of 3 elements"), ("text", "a str")):
+        inner.state[p]["odd"] = value
+        with pytest.raises(UnsupportedError, match=f"'odd' of weight is {what}"):
+            read_optimizer(chained, [shard("weight", p)], True)
+
+
+def test_reading_makes_no_state() -> None:
+    (p,) = weights(4)
+    inner = torch.optim.Adam([p])
+    ((state,),) = read_optimizer(SimpleNamespace(optimizer=inner), [shard("weight", p)], True)
+    assert state.moments == {}
+    assert not inner.state, "an entry without step and moments breaks the next step"

@@ -1,0 +1,152 @@
+"""Small state as plain values: what comes out opens under weights_only=True, what cannot is refused by its name."""
+
+import io
+import re
+from collections import OrderedDict, defaultdict, namedtuple
+from enum import IntEnum
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.state.plain import to_plain
+from mcore_ckpt.storage.writer import pickle_plain
+
+Point = namedtuple("Point", "x y")
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+def reopened(value: Any) -> Any:
+    return torch.load(io.BytesIO(pickle_plain({"value": to_plain(value, "extra")})), weights_only=True)["value"]
+
+
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(min_size=1, max_size=5)
+)
+keys = atoms | st.tuples(atoms, atoms)
+values = st.recursive(
+    atoms,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.sets(st.integers(), max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal and of the same types all the way down: 1, 1.0 and True are equal to `==`."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(map(same, a.items(), b.items()))
+    return bool(a == b)
+
+
+@settings(deadline=None)
+@given(values)
+def test_plain_values_come_back_as_they_are(value: Any) -> None:
+    assert same(to_plain(value, "extra"), value)
+    assert same(reopened(value), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float64(0.1), 0.1),
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.uint8(7), 7),
+        (np.bool_(True), True),
+        (np.str_("ä"), "ä"),
+        (np.complex64(1j), 1j),
+        (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
+        (defaultdict(list, {"x": [np.int32(1)]}), {"x": [1]}),
+        ({np.int64(5): np.float32(2)}, {5: 2.0}),
+        (torch.Size((2, 3)), (2, 3)),
+        (slice(1, 9, 2), (1, 9, 2)),
+        ([(np.float64(1.5),)], [(1.5,)]),
+    ],
+)
+def test_what_has_a_plain_form_gets_it(value: Any, expected: Any) -> None:
+    assert same(to_plain(value, "extra"), expected)
+    assert same(reopened(value), expected)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(5, dtype=np.uint32)[::-1],
+        np.array([True, False]),
+        np.array(3, dtype=np.int16),
+        np.zeros((0, 4), np.float32),
+        np.arange(4, dtype=">i4"),
+    ],
+)
+def test_arrays_become_tensors_of_the_same_numbers(array: np.ndarray) -> None:
+    tensor = reopened(array)
+    assert tuple(tensor.shape) == array.shape
+    assert tensor.tolist() == array.tolist()
+
+
+def test_tensors_are_copies_without_their_past() -> None:
+    base = torch.arange(1000.0)
+    leaf = torch.nn.Parameter(base[10:14])
+    plain = to_plain({"t": leaf, "view": base[::100]}, "extra")
+    assert type(plain["t"]) is torch.Tensor
+    assert not plain["t"].requires_grad
+    assert plain["t"].untyped_storage().nbytes() == 16, "it would be saved with all of its base"
+    assert plain["view"].is_contiguous()
+    base.zero_()
+    assert plain["t"].tolist() == [10, 11, 12, 13]
+    assert plain["view"].tolist() == list(range(0, 1000, 100))
+
+
+def test_a_generator_becomes_its_state() -> None:
+    generator = torch.Generator().manual_seed(4)
+    plain = to_plain(generator, "extra")
+    drawn = torch.rand(3, generator=generator)
+    assert torch.rand(3, generator=torch.Generator().set_state(plain)).equal(drawn)
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "cls"),
+    [
+        ({"a": [1, Fraction(1, 2)]}, "extra['a'][1]", "fractions.Fraction"),
+        ({"a": Point(1, 2)}, "extra['a']", "Point"),
+        ((Colour.RED,), "extra[0]", "Colour"),
+        ({"f": print}, "extra['f']", "builtin_function_or_method"),
+        ({"d": torch.float32}, "extra['d']", "torch.dtype"),
+        ({Fraction(1): 1}, "a key of extra", "fractions.Fraction"),
+        ([np.array([object()])], "extra[0]", "numpy.ndarray"),
+        ([np.array(["text"])], "extra[0]", "numpy.ndarray"),
+        ([np.datetime64("2026-01-01")], "extra[0]", "numpy.datetime64"),
+        ([np.longdouble(1)], "extra[0]", "numpy.longdouble"),
+        ([np.zeros(2, np.longdouble)], "extra[0]", "numpy.ndarray"),
+        # torch's safe unpickler knows neither, whatever the pickle protocol.
+        ([frozenset([1])], "extra[0]", "frozenset"),
+        ([b""], "extra[0]", "bytes"),
+    ],
+)
+def test_the_rest_is_refused_by_field_and_class(value: Any, field: str, cls: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^{re.escape(field)} is .*{re.escape(cls)}"):
+        to_plain(value, "extra")

@@ -1,0 +1,161 @@
+"""LR schedulers: megatron's own and torch's."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.optim import lr_scheduler
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.state.scheduler import check_scheduler, keeps_own_rates, read_scheduler, write_scheduler
+from mcore_ckpt.storage.writer import pickle_plain
+
+
+def adam() -> torch.optim.Optimizer:
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "wd_mult": 0.5, "max_lr": 0.02}]
+    return torch.optim.Adam(groups, lr=0.1)
+
+
+def megatrons(**changes: Any) -> OptimizerParamScheduler:
+    choices: dict[str, Any] = {
+        "init_lr": 0.0,
+        "max_lr": 0.1,
+        "min_lr": 0.01,
+        "lr_warmup_steps": 3,
+        "lr_decay_steps": 20,
+    }
+    choices |= {"lr_decay_style": "cosine", "wd_incr_style": "linear", "wd_incr_steps": 20}
+    choices |= {"start_wd": 0.01, "end_wd": 0.1}
+    return OptimizerParamScheduler(adam(), **(choices | changes))
+
+
+def rates(scheduler: Any, steps: int) -> list[list[tuple[float, float]]]:
+    """What the groups get at each of the next steps."""
+    seen = []
+    for _ in range(steps):
+        scheduler.step(1)
+        seen.append([(group["lr"], group["weight_decay"]) for group in scheduler.optimizer.param_groups])
+    return seen
+
+
+def stored(scheduler: Any) -> dict[str, Any]:
+    state = read_scheduler(scheduler)
+    assert state is not None
+    return torch.load(io.BytesIO(pickle_plain(state)), weights_only=True)
+
+
+def load(scheduler: Any, state: dict[str, Any] | None) -> None:
+    check_scheduler(scheduler, state)
+    write_scheduler(scheduler, state)
+
+
+@pytest.mark.parametrize("saved_at", [0, 2, 9, 25])
+@pytest.mark.parametrize("stepped", [0, 1, 13])
+def test_megatrons_goes_on_where_it_was_however_often_it_is_loaded(saved_at: int, stepped: int) -> None:
+    original = megatrons()
+    original.step(saved_at)
+    state = stored(original)
+    other = megatrons()
+    other.step(stepped)
+    for _ in range(2):
+        load(other, state)
+        assert other.num_steps == saved_at
+    assert rates(other, 6) == rates(original, 6)
+
+
+def test_the_saved_schedule_counts_by_default_and_the_new_one_if_overridden() -> None:
+    original = megatrons()
+    original.step(5)
+    state = stored(original)
+    taken = megatrons(max_lr=0.5, use_checkpoint_opt_param_scheduler=True)
+    load(taken, state)
+    assert (taken.max_lr, taken.num_steps) == (0.1, 5)
+    kept = megatrons(max_lr=0.5, use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)
+    load(kept, state)
+    assert (kept.max_lr, kept.num_steps) == (0.5, 5)
+    assert [keeps_own_rates(scheduler) for scheduler in (taken, kept, None)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state_changes"),
+    [
+        ({"max_lr": 0.5}, {}),
+        ({"min_lr": 0.0}, {}),
+        ({"lr_decay_steps": 30}, {}),
+        ({"end_wd": 0.2}, {}),  # the last megatron looks at, after it has stepped
+        ({}, {"max_lr": None}),
+        ({}, {"num_steps": None}),
+    ],
+)
+def test_what_megatron_would_refuse_half_way_changes_nothing(changes: dict, state_changes: dict) -> None:
+    state = stored(megatrons())
+    for key in state_changes:
+        del state[key]
+    scheduler = megatrons(use_checkpoint_opt_param_scheduler=False, **changes)
+    scheduler.step(4)
+    before = copy.deepcopy((scheduler.state_dict(), scheduler.optimizer.param_groups))
+    with pytest.raises(CheckpointMismatchError, match="LR scheduler does not accept"):
+        check_scheduler(scheduler, state)
+    assert scheduler.state_dict() == before[0]
+    assert [group["lr"] for group in scheduler.optimizer.param_groups] == [group["lr"] for group in before[1]]
+
+
+def test_a_check_that_passes_changes_nothing_either() -> None:
+    state = stored(megatrons())
+    scheduler = megatrons()
+    scheduler.step(4)
+    before = rates(copy.deepcopy(scheduler), 3)
+    check_scheduler(scheduler, state)
+    assert rates(scheduler, 3) == before
+    assert state == stored(megatrons())
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 6]),
+        sequential,
+    ],
+    ids=["lambda", "cosine", "multistep", "sequential"],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_torchs_go_on_where_they_were(make: Callable[[torch.optim.Optimizer], Any]) -> None:
+    def steps(scheduler: Any, count: int) -> list[float]:
+        seen = []
+        for _ in range(count):
+            scheduler.step()
+            seen += [group["lr"] for group in scheduler.optimizer.param_groups]
+        return seen
+
+    original = make(adam())
+    steps(original, 3)
+    state = stored(original)
+    saved_rates = [group["lr"] for group in original.optimizer.param_groups]
+    other = make(adam())
+    steps(other, 5)
+    load(other, state)
+    # torch's schedulers go on from the groups' rates, which are saved with the optimizer.
+    for group, rate in zip(other.optimizer.param_groups, saved_rates, strict=True):
+        group["lr"] = rate
+    assert steps(other, 5) == pytest.approx(steps(original, 5))
+
+
+def test_without_a_scheduler_or_without_its_state_nothing_happens() -> None:
+    assert read_scheduler(None) is None
+    load(None, {"num_steps": 3})
+    scheduler = megatrons()
+    scheduler.step(2)
+    load(scheduler, None)
+    assert scheduler.num_steps == 2

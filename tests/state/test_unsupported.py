@@ -1,0 +1,179 @@
+"""What would be half-saved is refused by name."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.muon import TensorParallelMuon
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.moe.experts import GroupedMLP
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.shards import LocalShard
+from mcore_ckpt.state.unsupported import (
+    refuse_unsupported_experts,
+    refuse_unsupported_model,
+    refuse_unsupported_optimizer,
+)
+from mcore_ckpt.topology import Topology
+
+
+def bare(cls: type, *, module: bool = False, **fields: Any) -> Any:
+    """A real object of a class whose constructor needs a GPU, process groups or absent packages."""
+    made: Any = object.__new__(cls)
+    if module:
+        torch.nn.Module.__init__(made)
+    vars(made).update(fields)
+    return made
+
+
+def adam() -> torch.optim.Optimizer:
+    return torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
+
+
+def config() -> OptimizerConfig:
+    return OptimizerConfig(optimizer="adam", use_distributed_optimizer=True)
+
+
+def precision_aware(masters_inside: bool) -> OptimizerConfig:
+    """As its __post_init__ leaves it, which needs transformer-engine to get there."""
+    made = config()
+    made.use_precision_aware_optimizer = True
+    made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = masters_inside
+    if not masters_inside:
+        made.fp8_recipe = "blockwise"
+        made.exp_avg_dtype = torch.uint8
+    return made
+
+
+def part(cls: type = DistributedOptimizer, inner: Any = None, choices: OptimizerConfig | None = None) -> Any:
+    return bare(cls, optimizer=inner or adam(), config=choices or config())
+
+
+def chained(*parts: Any, cls: type = ChainedOptimizer) -> Any:
+    return bare(cls, chained_optimizers=list(parts))
+
+
+@pytest.mark.parametrize("cls", [DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer])
+def test_megatrons_own_optimizers_pass(cls: type) -> None:
+    refuse_unsupported_optimizer(part(cls))
+    refuse_unsupported_optimizer(chained(part(cls), part(cls)))
+    refuse_unsupported_optimizer(bare(cls, optimizer=None, config=config()))  # a rank without parameters
+
+
+MuonLike = type("Muon", (torch.optim.Optimizer,), {})
+Derived = type("MyOffload", (HybridDeviceOptimizer,), {})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        pytest.param(part(inner=bare(HybridDeviceOptimizer)), "HybridDeviceOptimizer", id="hybrid"),
+        pytest.param(part(inner=bare(Derived)), "HybridDeviceOptimizer", id="derived-from-hybrid"),
+        pytest.param(
+            chained(part(), part(inner=bare(HybridDeviceOptimizer))), "HybridDeviceOptimizer", id="hybrid-of-experts"
+        ),
+        pytest.param(chained(part(), cls=LayerWiseDistributedOptimizer), "LayerWiseDistributedOptimizer", id="layers"),
+        pytest.param(part(FP32Optimizer, bare(TensorParallelMuon)), "Muon", id="muon"),
+        pytest.param(chained(part(FP32Optimizer, bare(MuonLike)), part(FP32Optimizer)), "Muon", id="muon-and-adam"),
+        pytest.param(part(choices=precision_aware(True)), "use_precision_aware_optimizer", id="precision-aware"),
+        pytest.param(
+            chained(part(), part(choices=precision_aware(True))), "use_precision_aware_optimizer", id="one-of-two"
+        ),
+        pytest.param(adam(), "Adam is not supported: use DistributedOptimizer", id="torch-adam"),
+        pytest.param(chained(part(), SimpleNamespace(config=config())), "SimpleNamespace", id="unknown-part"),
+    ],
+)
+def test_an_optimizer_whose_state_is_not_known_is_refused(optimizer: Any, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        refuse_unsupported_optimizer(optimizer)
+
+
+def test_moments_with_scales_of_their_own_are_refused() -> None:
+    """With an FP8 recipe main parameters are outside FusedAdam, but low-precision moments still need its scales,
+    which are no part of its state.
+    """
+    with pytest.raises(UnsupportedError, match="use_precision_aware_optimizer"):
+        refuse_unsupported_optimizer(part(choices=precision_aware(False)))
+
+
+class Plain(torch.nn.Module):
+    def __init__(self, child: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        if child is not None:
+            self.child = child
+
+
+def module_named(name: str) -> torch.nn.Module:
+    return type(name, (torch.nn.Module,), {})()
+
+
+def with_parameter(parameter: torch.nn.Parameter) -> torch.nn.Module:
+    model = Plain()
+    model.weight = parameter
+    return model
+
+
+def fp8_parameter(name: str) -> torch.nn.Parameter:
+    cls = type(name, (torch.Tensor,), {})
+    return torch.nn.Parameter(torch.zeros(3).as_subclass(cls))
+
+
+def d_tensor() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter._local_tensor = torch.zeros(3)  # type: ignore[attr-defined]
+    return parameter
+
+
+@pytest.mark.parametrize(
+    ("chunk", "name"),
+    [
+        pytest.param(Plain(bare(GroupedMLP, module=True)), "module child .* legacy GroupedMLP", id="grouped-mlp"),
+        pytest.param(bare(FullyShardedDataParallel, module=True), "Megatron-FSDP", id="megatron-fsdp"),
+        pytest.param(Plain(module_named("MegatronFSDP")), "Megatron-FSDP", id="megatron-fsdp-inside"),
+        pytest.param(module_named("TorchFullyShardedDataParallel"), "torch FSDP2", id="fsdp2"),
+        *(
+            pytest.param(with_parameter(fp8_parameter(name)), "parameter weight .* FP8", id=name)
+            for name in ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor")
+        ),
+        pytest.param(with_parameter(d_tensor()), "parameter weight .* DTensor", id="dtensor"),
+    ],
+)
+def test_a_model_that_would_be_half_saved_is_refused(chunk: torch.nn.Module, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        refuse_unsupported_model([Plain(), chunk])
+
+
+def test_a_wrapper_configured_for_fsdp_is_refused_and_plain_modules_pass() -> None:
+    refuse_unsupported_model([Plain(Plain()), module_named("TEGroupedMLP"), module_named("SequentialMLP")])
+    wrapper = Plain()
+    wrapper.ddp_config = SimpleNamespace(use_megatron_fsdp=True)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="Megatron-FSDP"):
+        refuse_unsupported_model([wrapper])
+
+
+@pytest.mark.parametrize(
+    ("topology", "expert", "refused"),
+    [
+        (Topology(tp=2, etp=1, ep=1), True, True),
+        (Topology(tp=2, etp=1, ep=1), False, False),
+        (Topology(tp=2, etp=2, ep=1), True, False),
+        (Topology(tp=2, etp=1, ep=2), True, False),
+    ],
+)
+def test_experts_that_drift_apart_are_refused(topology: Topology, expert: bool, refused: bool) -> None:
+    shard = LocalShard(ShardKey("a", "model"), Region.whole((3,)), torch.zeros(3), expert=expert)
+    if refused:
+        with pytest.raises(UnsupportedError, match="EP=1 and ETP=1 ≠ TP=2"):
+            refuse_unsupported_experts(topology, [shard])
+    else:
+        refuse_unsupported_experts(topology, [shard])

@@ -1,0 +1,258 @@
+"""`manifest.json`: damage is found, what is forged refused, and only FieldError and NewerFormatError come out."""
+
+import copy
+import json
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.storage import json_fields
+from mcore_ckpt.storage.json_fields import FieldError
+from mcore_ckpt.storage.manifest import (
+    FORMAT_VERSION,
+    FileRecord,
+    IndexPlace,
+    Manifest,
+    NewerFormatError,
+    StageRecord,
+    decode_manifest,
+    encode_manifest,
+)
+from mcore_ckpt.topology import RankCoordinates, Topology
+
+MODEL = FileRecord("model/mp_rank_00_000/model_states.pt", "model", 0, 5000, 77, IndexPlace(4000, 500, 78), ((0, 1),))
+COMMON = FileRecord("optim/common.pt", "common", 0, 900, 79)
+MANIFEST = Manifest(
+    step=7,
+    role="actor",
+    roles=("actor", "critic"),
+    attempt="0badcafe",
+    created="2026-01-02T03:04:05Z",
+    versions={"torch": "2.13.0", "python": "3.12"},
+    contents=("model", "optimizer"),
+    topology=Topology(world_size=2, dp=2, edp=2),
+    ranks=(RankCoordinates(), RankCoordinates(dp=1, edp=1)),
+    stages=(StageRecord(0, 0, (0, 1), (0,)),),
+    tensors=("decoder.layers.0.weight", "decoder.layers.ä.weight"),
+    files=(MODEL, COMMON),
+)
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+small = st.integers(0, 300)
+big = st.integers(0, 2**40)
+roles = st.text("ab1_-", max_size=6).map(lambda text: "r" + text)
+
+
+def build(cls: type, values: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    return st.builds(cls, **dict.fromkeys(cls.__dataclass_fields__, values))  # type: ignore[attr-defined]
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    tensors = tuple(draw(st.lists(texts, min_size=1, max_size=5, unique=True)))
+    files = []
+    for number in range(draw(st.integers(0, 4))):
+        first, last = sorted(draw(st.lists(st.integers(0, len(tensors) - 1), min_size=2, max_size=2)))
+        index = draw(st.none() | st.builds(IndexPlace, big, big, small))
+        size = draw(big) + (index.offset + index.size if index else 0)
+        holds = ((first, last),) if index and draw(st.booleans()) else ()
+        files.append(FileRecord(f"optim/{number}.pt", draw(texts), draw(small), size, draw(small), index, holds))
+    numbers = st.lists(small, max_size=3).map(tuple)
+    return Manifest(
+        step=draw(big),
+        role=draw(roles),
+        roles=tuple(draw(st.lists(roles, max_size=3))),
+        attempt=draw(texts),
+        created=draw(texts),
+        versions=draw(st.dictionaries(texts, texts, max_size=3)),
+        contents=tuple(draw(st.lists(texts, max_size=3))),
+        topology=draw(build(Topology, small)),
+        ranks=tuple(draw(st.lists(build(RankCoordinates, small), max_size=3))),
+        stages=tuple(draw(st.lists(st.builds(StageRecord, small, small, numbers, numbers), max_size=3))),
+        tensors=tensors,
+        files=tuple(files),
+    )
+
+
+@settings(deadline=None)
+@given(manifests())
+def test_round_trip(manifest: Manifest) -> None:
+    data = encode_manifest(manifest)
+    assert decode_manifest(data) == manifest
+    assert data.count(b"\n") == 1
+
+
+def forged(edit: Callable[[dict[str, Any]], Any], manifest: Manifest = MANIFEST) -> bytes:
+    """A manifest changed by someone who knows how to make its checksum."""
+    record = json.loads(encode_manifest(manifest))
+    edit(record)
+    record.pop("crc32", None)
+    return json_fields.encode(record | {"crc32": zlib.crc32(json_fields.encode(record))})
+
+
+def test_every_flipped_byte_is_found() -> None:
+    data = encode_manifest(MANIFEST)
+    for at in range(len(data)):
+        # The lowest bit, one that makes other digits and letters of them, the highest, and all.
+        for mask in (0x01, 0x02, 0x20, 0x80, 0xFF):
+            flipped = data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
+            with suppress(FieldError, NewerFormatError):
+                assert decode_manifest(flipped) == MANIFEST, (at, mask)
+
+
+def test_every_cut_is_found() -> None:
+    data = encode_manifest(MANIFEST).rstrip()
+    for at in range(len(data)):
+        with pytest.raises(FieldError):
+            decode_manifest(data[:at])
+
+
+def test_a_newer_format_is_named_before_anything_else_is_read() -> None:
+    with pytest.raises(NewerFormatError, match=r"format version 12 is newer than 1.*upgrade"):
+        decode_manifest(b'{"format":"mcore_ckpt","format_version":12,"files":"in another form"}')
+    with pytest.raises(FieldError, match="checksum"):
+        decode_manifest(encode_manifest(MANIFEST).replace(b'"step":7', b'"step":8'))
+    assert decode_manifest(forged(lambda r: r.update(format_version=FORMAT_VERSION))) == MANIFEST
+
+
+@pytest.mark.parametrize("version", [0, -1, 1.0, "1", None, True])
+def test_a_version_that_is_none_is_refused(version: Any) -> None:
+    with pytest.raises(FieldError):
+        decode_manifest(forged(lambda r: r.update(format_version=version)))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("../x.pt", "optim/../../x.pt", "..", ".", "", "/etc/passwd", "//x", "optim//x.pt", "optim/", "./x.pt"),
+        *("optim/./x.pt", "optim\\x.pt", "..\\x.pt", "C:\\x.pt", "optim/x\0.pt"),
+    ],
+)
+def test_a_path_outside_the_folder_is_refused(path: str) -> None:
+    with pytest.raises(FieldError, match="not a plain path"):
+        decode_manifest(encode_manifest(replace(MANIFEST, files=(MODEL, replace(COMMON, path=path)))))
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "two-files-of-one-path": lambda r: r["files"].append(r["files"][0]),
+    "role-a-path": lambda r: r.update(role="../actor"),
+    "role-empty": lambda r: r.update(role=""),
+    "one-of-the-roles-a-path": lambda r: r.update(roles=["actor", ".."]),
+    "role-hidden": lambda r: r.update(roles=["actor", ".actor"]),
+    "index-leaves-the-file": lambda r: r["files"][0]["index"].update(size=1001),
+    "index-overflows": lambda r: r["files"][0]["index"].update(offset=2**63),
+    "index-without-holds": lambda r: r["files"][0].pop("holds"),
+    "holds-a-tensor-too-many": lambda r: r["files"][0].update(holds=[[0, 2]]),
+    "holds-backwards": lambda r: r["files"][0].update(holds=[[1, 0]]),
+    "holds-of-three": lambda r: r["files"][0].update(holds=[[0, 1, 1]]),
+    "size-negative": lambda r: r["files"][1].update(size=-1),
+    "size-a-float": lambda r: r["files"][1].update(size=900.0),
+    "size-enormous": lambda r: r["files"][1].update(size=10**30),
+    "rank-none": lambda r: r["files"][1].update(rank=None),
+    "ranks-an-object": lambda r: r.update(ranks={}),
+    "rank-without-tp": lambda r: r["ranks"][0].pop("tp"),
+    "stages-of-numbers": lambda r: r.update(stages=[1, 2]),
+    "topology-a-list": lambda r: r.update(topology=[]),
+    "versions-of-numbers": lambda r: r.update(versions={"torch": 2}),
+    "tensors-of-numbers": lambda r: r.update(tensors=[1, 2]),
+    "no-step": lambda r: r.pop("step"),
+    "step-true": lambda r: r.update(step=True),
+    "another-format": lambda r: r.update(format="torch.dcp"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_what_is_forged_is_refused(edit: Callable[[dict[str, Any]], Any]) -> None:
+    with pytest.raises(FieldError):
+        decode_manifest(forged(edit))
+
+
+def test_unknown_fields_of_this_version_are_passed_over() -> None:
+    assert decode_manifest(forged(lambda r: r.update(comment="by hand"))) == MANIFEST
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, item in items for found in [(*path, key), *places(item, (*path, key))]]
+
+
+PLACES = places(json.loads(encode_manifest(MANIFEST)))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+).filter(lambda value: "\\ud" not in json.dumps(value))
+
+
+@settings(deadline=None, max_examples=300)
+@given(place=st.sampled_from(PLACES), value=json_values)
+def test_any_value_anywhere_is_read_or_refused(place: tuple[Any, ...], value: Any) -> None:
+    def put(record: dict[str, Any]) -> None:
+        holder: Any = record
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = copy.deepcopy(value)
+
+    try:
+        manifest = decode_manifest(forged(put))
+    except (FieldError, NewerFormatError):
+        return
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert all(not file.path.startswith("/") and ".." not in file.path.split("/") for file in manifest.files)
+
+
+@settings(deadline=None, max_examples=300)
+@given(at=st.integers(0, 10_000), cut=st.integers(0, 20), put=st.binary(max_size=20))
+def test_any_bytes_anywhere_are_refused(at: int, cut: int, put: bytes) -> None:
+    data = encode_manifest(MANIFEST)
+    at %= len(data)
+    with suppress(FieldError, NewerFormatError):
+        assert decode_manifest(data[:at] + put + data[at + cut :]) == MANIFEST
+
+
+def test_text_that_utf8_cannot_hold_is_refused() -> None:
+    """JSON may spell half of a surrogate pair: the checksum is made of bytes that cannot exist."""
+    data = encode_manifest(MANIFEST).replace(b'"attempt":"0badcafe"', b'"attempt":"\\ud800"')
+    with pytest.raises(FieldError):
+        decode_manifest(data)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+def test_numbers_that_json_has_not_are_refused(number: bytes) -> None:
+    with pytest.raises(FieldError):
+        decode_manifest(encode_manifest(MANIFEST).replace(b'"step":7', b'"step":' + number))
+
+
+def deepest_that_parses() -> int:
+    """How deep lists may nest for the parser of this Python."""
+    low, high = 1, 400_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            json_fields.decode(b'{"a":' + nested(middle) + b"}")
+            low = middle
+        except FieldError:
+            high = middle
+    return low
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+def test_nesting_that_the_parser_stands_and_what_follows_does_not() -> None:
+    """The checksum needs an encoder, a message a repr: either may run out of stack where the parser did not."""
+    deepest = deepest_that_parses()
+    for depth in {deepest + 1, *range(max(deepest - 60, 1), deepest + 1), 400_000}:
+        for data in (
+            b'{"format":"mcore_ckpt","format_version":' + nested(depth) + b"}",
+            encode_manifest(MANIFEST)[:-2] + b',"note":' + nested(depth) + b"}",
+        ):
+            with pytest.raises(FieldError):
+                decode_manifest(data)

@@ -1,0 +1,300 @@
+"""Reading back: any range, and nothing of a block that is not what was written."""
+
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.staging.arena import Arena
+from mcore_ckpt.staging.host_image import ImageCache, fill_image
+from mcore_ckpt.storage import reader
+from mcore_ckpt.storage.index import BLOCK_BYTES
+from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.storage.reader import RangeReader, read_index, read_manifest, read_plain
+from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
+from mcore_ckpt.storage.writer import write_image, write_plain
+
+PATH = "optim/state.pt"
+NAME = "decoder.layers.3.weight"
+ITEM = 4
+NUMEL = (3 * BLOCK_BYTES + 4000) // ITEM
+BLOCKS = 4
+POISON = 0xA5
+CHUNK = 2 * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file of two tensors; the larger one has 4 blocks, the last of them short."""
+
+    folder: Path
+    record: FileRecord
+    shard: StoredShard
+    tensor: torch.Tensor
+
+    @property
+    def path(self) -> Path:
+        return self.folder / PATH
+
+    def range(self, start: int, stop: int, destination: int = 0) -> ReadRange:
+        return ReadRange(self.shard, start, stop, destination)
+
+    def read(self, start: int, stop: int, destination: int = 0, room: int | None = None) -> torch.Tensor:
+        """The poisoned target after a read."""
+        target = poisoned(room if room is not None else stop - start + destination)
+        with self.open() as ranges:
+            ranges.read(self.range(start, stop, destination), target)
+        return target
+
+    def open(self) -> RangeReader:
+        return RangeReader(self.folder, {PATH: self.record}, torch.empty(CHUNK, dtype=torch.uint8))
+
+    def damage(self, at: int, mask: int = 0x10) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ mask]))
+
+
+def poisoned(elements: int) -> torch.Tensor:
+    return torch.full((elements * ITEM,), POISON, dtype=torch.uint8)
+
+
+def random_floats(numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randint(0, 256, (numel * ITEM,), dtype=torch.uint8, generator=generator).view(torch.float32)
+
+
+def write(folder: Path) -> Written:
+    tensors = {"small": random_floats(10), NAME: random_floats(NUMEL)}
+    writes = tuple(
+        TensorWrite(("state", name), ShardKey(name, "exp_avg"), Region.whole(tuple(t.shape)), t, tuple(t.shape))
+        for name, t in tensors.items()
+    )
+    filled = fill_image(WriteRequest(PATH, "optimizer", writes), ImageCache(), Arena())
+    written = write_image(folder, filled.request, filled.image, filled.buffer)
+    record = FileRecord(PATH, written.kind, 3, written.size, written.crc32, written.index, ((0, 1),))
+    index = read_index(folder, record)
+    return Written(folder, record, index.shards[1], tensors[NAME])
+
+
+@pytest.fixture
+def written(tmp_path: Path, small_chunks: None) -> Written:
+    return write(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return write(tmp_path_factory.mktemp("unharmed"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks() -> Iterator[None]:
+    """Two blocks at a time, so that a few blocks take several chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "READ_CHUNK_BYTES", CHUNK)
+        yield
+
+
+ends = st.one_of(
+    st.integers(0, NUMEL),
+    st.builds(lambda k, d: min(max(k * BLOCK_BYTES // ITEM + d, 0), NUMEL), st.integers(0, BLOCKS), st.integers(-3, 3)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ends=st.lists(ends, min_size=2, max_size=2).map(sorted), destination=st.integers(0, 5), after=st.integers(0, 5))
+def test_any_range(unharmed: Written, ends: list[int], destination: int, after: int) -> None:
+    start, stop = ends
+    room = destination + stop - start + after
+    expected = poisoned(room)
+    expected[destination * ITEM : (room - after) * ITEM] = unharmed.tensor[start:stop].view(torch.uint8)
+    assert torch.equal(unharmed.read(start, stop, destination, room), expected)
+
+
+def test_only_blocks_of_the_range_are_read(unharmed: Written) -> None:
+    per_block = BLOCK_BYTES // ITEM
+    with unharmed.open() as ranges:
+        ranges.read(unharmed.range(per_block + 5, per_block + 6), poisoned(1))
+        assert ranges.nbytes == BLOCK_BYTES
+        ranges.read(unharmed.range(NUMEL - 1, NUMEL), poisoned(1))
+        assert ranges.nbytes == BLOCK_BYTES + 4000
+        ranges.read(unharmed.range(0, 0), poisoned(1))
+        assert ranges.nbytes == BLOCK_BYTES + 4000
+
+
+def test_an_empty_range_within_a_block_reads_nothing(unharmed: Written) -> None:
+    with unharmed.open() as ranges:
+        ranges.read(unharmed.range(7, 7), poisoned(1))
+        assert ranges.nbytes == 0
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("within", [0, 1777, -1])
+def test_a_flipped_bit_is_named_and_not_applied(written: Written, block: int, within: int) -> None:
+    low = block * BLOCK_BYTES
+    high = min(low + BLOCK_BYTES, written.shard.nbytes)
+    at = written.shard.offset
+    written.damage(at + (low + within if within >= 0 else high + within))
+    target = poisoned(NUMEL)
+    with written.open() as ranges, pytest.raises(CheckpointCorruptError) as raised:
+        ranges.read(written.range(0, NUMEL), target)
+    for part in (str(written.path), f"{NAME} (exp_avg)", f"bytes [{at + low}, {at + high})"):
+        assert part in str(raised.value)
+    assert (target[low:] == POISON).all(), "something of the block, or of one after it, was applied"
+    good = min(low, low // CHUNK * CHUNK)
+    assert torch.equal(target[:good], written.tensor.view(torch.uint8)[:good])
+
+
+def test_a_range_that_touches_a_bad_block_by_one_element_is_refused_and_its_neighbours_are_not(
+    written: Written,
+) -> None:
+    per_block = BLOCK_BYTES // ITEM
+    written.damage(written.shard.offset + BLOCK_BYTES + 9)
+    for start, stop in ((per_block - 3, per_block + 1), (2 * per_block - 1, 2 * per_block)):
+        with pytest.raises(CheckpointCorruptError):
+            written.read(start, stop)
+    for start, stop in ((0, per_block), (2 * per_block, NUMEL)):
+        assert torch.equal(written.read(start, stop).view(torch.int32), written.tensor[start:stop].view(torch.int32))
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (missing, r"missing; .* \d+ bytes, written by rank 3"),
+        (cut, r"has \d+ bytes, not the \d+ of the manifest"),
+        (longer, r"has \d+ bytes, not the \d+ of the manifest"),
+        (a_folder, "state.pt"),
+    ],
+)
+def test_a_file_that_is_not_the_manifests(written: Written, harm: Callable[[Path], None], reason: str) -> None:
+    harm(written.path)
+    for read in (lambda: written.read(0, 9), lambda: read_index(written.folder, written.record)):
+        with pytest.raises(CheckpointCorruptError, match=reason) as raised:
+            read()
+        assert str(written.path) in str(raised.value)
+
+
+def test_a_file_of_the_same_size_in_its_place(written: Written) -> None:
+    written.path.write_bytes(bytes(written.record.size))
+    with pytest.raises(CheckpointCorruptError, match=r"its index \(byte \d+\) has a wrong CRC"):
+        read_index(written.folder, written.record)
+    with pytest.raises(CheckpointCorruptError, match="wrong CRC"):
+        written.read(0, NUMEL)
+
+
+def test_a_file_cut_while_it_is_open(written: Written) -> None:
+    with written.open() as ranges:
+        ranges.read(written.range(0, 1), poisoned(1))
+        os.truncate(written.path, written.shard.offset + 3 * BLOCK_BYTES + 100)
+        target = poisoned(1)
+        with pytest.raises(CheckpointCorruptError, match=r"ends at byte .* the file was cut"):
+            ranges.read(written.range(NUMEL - 1, NUMEL), target)
+        assert (target == POISON).all()
+
+
+def test_an_index_with_a_good_checksum_and_bad_numbers(written: Written) -> None:
+    assert written.record.index is not None
+    forged = b'{"format":"mcore_ckpt.index","version":9}'
+    with written.path.open("r+b") as file:
+        file.seek(written.record.index.offset)
+        file.write(forged)
+    place = replace(written.record.index, size=len(forged), crc32=zlib.crc32(forged))
+    with pytest.raises(CheckpointCorruptError, match="index: not an index of version 1"):
+        read_index(written.folder, replace(written.record, index=place))
+
+
+def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="not a checkpoint"):
+        read_manifest(tmp_path, "manifest.json")
+    for content, reason in (
+        (b"", "not JSON"),
+        (b"{}", "not a manifest"),
+        (b'{"format":"mcore_ckpt","format_version":2}', "newer"),
+    ):
+        (tmp_path / "manifest.json").write_bytes(content)
+        with pytest.raises(CheckpointCorruptError, match=rf"manifest\.json: .*{reason}"):
+            read_manifest(tmp_path, "manifest.json")
+
+
+def plain_record(path: Path) -> FileRecord:
+    data = path.read_bytes()
+    return FileRecord(path.name, "rng", 0, len(data), zlib.crc32(data))
+
+
+def test_a_plain_file_round_trips_and_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    value = {"python": (3, (1, 2), None), "torch": torch.arange(5), "float": 0.25}
+    done = write_plain(tmp_path, "rng.pt", "rng", value)
+    record = plain_record(tmp_path / "rng.pt")
+    assert (record.size, record.crc32) == (done.size, done.crc32)
+    read = read_plain(tmp_path, record)
+    assert read.pop("torch").equal(value.pop("torch"))
+    assert read == value
+    data = (tmp_path / "rng.pt").read_bytes()
+    for at in range(0, len(data), 7):
+        (tmp_path / "rng.pt").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CheckpointCorruptError, match=r"rng\.pt: has a wrong CRC"):
+            read_plain(tmp_path, record)
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("form", ["zip", "bare", "torch"])
+def test_a_hostile_pickle_is_not_executed(form: str, tmp_path: Path) -> None:
+    """Its CRC in the record is right, so the only guard is how it is opened."""
+    marker, file = tmp_path / "executed", tmp_path / "rng.pt"
+    if form == "torch":
+        torch.save({"python": Hostile(marker)}, file)
+    elif form == "bare":
+        file.write_bytes(pickle.dumps({"python": Hostile(marker)}))
+    else:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"python": Hostile(marker)}))
+            archive.writestr("archive/version", "3\n")
+            archive.writestr("archive/byteorder", "little")
+    with pytest.raises(CheckpointCorruptError, match="does not open under weights_only=True"):
+        read_plain(tmp_path, plain_record(file))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("value", [[1, 2], torch.zeros(3), "text"])
+def test_a_plain_file_that_holds_no_dict(value: object, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "rng.pt")
+    with pytest.raises(CheckpointCorruptError, match="not a dict"):
+        read_plain(tmp_path, plain_record(tmp_path / "rng.pt"))

@@ -1,0 +1,47 @@
+"""A trainer's choices are checked when they are made."""
+
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.config import CONTENT_WORDS, CheckpointConfig
+from mcore_ckpt.errors import UnsupportedError
+
+
+def test_what_verl_writes_is_accepted() -> None:
+    config = CheckpointConfig(save_contents=["model", "optimizer"], load_contents=["model"])  # type: ignore[arg-type]
+    assert (config.save_contents, config.load_contents) == (("model", "optimizer"), ("model",))
+    assert set(CheckpointConfig().save_contents) == set(CONTENT_WORDS) - {"hf_model"}
+    assert CheckpointConfig(max_to_keep=1, timeout_s=0.5, roles=("actor", "critic-2")).max_to_keep == 1
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"save_contents": ("model", "optimiser")}, "save_contents has 'optimiser': the words are model, optimizer"),
+        ({"load_contents": ("model", 3)}, "load_contents has 3"),
+        ({"save_contents": "model"}, "save_contents is the string 'model': use a list"),
+        ({"save_contents": ()}, "save_contents is empty"),
+        ({"max_to_keep": 0}, "max_to_keep is 0"),
+        ({"max_to_keep": -1}, "max_to_keep is -1"),
+        ({"timeout_s": 0}, "timeout_s is 0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"roles": ("actor", "../critic")}, "role '../critic' is not a folder name"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(choices: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        CheckpointConfig(**choices)
+
+
+@pytest.mark.parametrize(
+    ("choices", "reason"),
+    [
+        ({"async_save": True}, "async_save=True"),
+        ({"save_contents": ("hf_model",)}, "save_contents has 'hf_model'"),
+        ({"load_contents": ("model", "hf_model")}, "load_contents has 'hf_model'"),
+    ],
+)
+def test_what_this_version_cannot_do_is_said(choices: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        CheckpointConfig(**choices)

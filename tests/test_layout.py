@@ -1,0 +1,137 @@
+"""Names on disk."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt import layout
+
+ranks = st.integers(0, 2000)
+attempts = st.text("0123456789abcdef", min_size=1, max_size=32)
+roles = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}", fullmatch=True)
+steps = st.integers(0, 10**15)
+
+
+def test_every_name_is_the_one_in_the_format() -> None:
+    assert layout.step_dir(Path("r"), 120) == Path("r/global_steps_120")
+    assert layout.model_file(tp=3, pp=12) == "model/mp_rank_03_012/model_states.pt"
+    assert layout.expert_file(etp=1, pp=0, ep=7) == "model/mp_rank_01_000_007/model_states.pt"
+    assert layout.optimizer_file(pp=1, tp=2, cp=3, dp=4) == "optim/distrib_optim_pp1_tp2_cp3_dp4.pt"
+    assert layout.rng_file(pp=1, tp=2, cp=3, dp=4) == "rng_states/rng_states_pp1_tp2_cp3_dp4.pt"
+    assert layout.extra_file(pp=1, tp=2, cp=3, dp=4) == "extra_state/extra_state_pp1_tp2_cp3_dp4.pt"
+    assert (layout.TRACKER_FILE, layout.MANIFEST_FILE, layout.COMMON_FILE, layout.HUGGINGFACE_DIR) == (
+        "latest_checkpointed_iteration.txt",
+        "manifest.json",
+        "optim/common.pt",
+        "huggingface",
+    )
+
+
+@pytest.mark.parametrize("name", [layout.model_file, layout.expert_file, layout.optimizer_file, layout.rng_file])
+@given(data=st.data())
+def test_no_two_ranks_share_a_file(name, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    places = st.tuples(*[ranks] * (name.__code__.co_argcount))
+    first, second = data.draw(places), data.draw(places)
+    assert (name(*first) == name(*second)) == (first == second)
+
+
+@given(tp=ranks, pp=ranks, ep=ranks)
+def test_a_dense_file_is_never_an_experts_file(tp: int, pp: int, ep: int) -> None:
+    assert layout.model_file(tp, pp).count("_") + 1 == layout.expert_file(tp, pp, ep).count("_")
+
+
+@given(steps, roles, attempts)
+def test_formatted_names_are_parsed(step: int, role: str, attempt: str) -> None:
+    step_path = layout.step_dir(Path("root"), step)
+    assert layout.parse_step(step_path.name) == step
+    role_dir = step_path / layout.check_role(role)
+    staging, replaced = layout.staging_dir(role_dir, attempt), layout.replaced_dir(role_dir, attempt)
+    assert staging.parent == replaced.parent == step_path
+    assert layout.parse_work_dir(staging.name) == layout.RoleWorkDir(role, "staging", attempt)
+    assert layout.parse_work_dir(replaced.name) == layout.RoleWorkDir(role, "replaced", attempt)
+    deleted = layout.deleted_dir(step_path, attempt)
+    assert deleted.parent == step_path.parent
+    assert layout.is_deleted_dir(deleted.name)
+    for name in (staging.name, replaced.name, deleted.name):
+        assert not layout.is_role(name)
+        assert layout.parse_step(name) is None
+
+
+@pytest.mark.parametrize(
+    "role",
+    [
+        *("", ".", "..", "../actor", "/actor", "actor/", "a/b", "a\\b", ".actor", "-actor", "_actor", "actor\n"),
+        *("ac tor", "actor\0", "akteür", "actor.staging-1", "\u0661", "a" + "\u2024" + "b", "~", "$HOME"),
+    ],
+)
+def test_a_role_that_is_more_than_a_folder_name_is_refused(role: str) -> None:
+    assert not layout.is_role(role)
+    with pytest.raises(ValueError, match="is not a folder name"):
+        layout.check_role(role)
+
+
+@given(st.text(max_size=12))
+def test_any_role_that_passes_stays_inside_its_folder(role: str) -> None:
+    if layout.is_role(role):
+        assert role.isascii()
+        assert (Path("/root") / role).resolve().parent == Path("/root")
+        assert not role.startswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("global_steps_0", 0), ("global_step_7", 7), ("global_steps_10", 10)),
+        *((name, None) for name in ("global_steps_", "global_steps_007", "global_steps_-1", "global_steps_1x")),
+        *(
+            (name, None)
+            for name in ("global_stepss_1", "global_steps1", "global_steps_1\n", "global_steps_\u0661", "x")
+        ),
+        *((name, None) for name in ("global_steps_1.tmp", ".global_steps_1", "global_steps_1e3", "iter_0000001")),
+    ],
+)
+def test_step_folders(name: str, step: int | None) -> None:
+    assert layout.parse_step(name) == step
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        *(("120", 120), ("120\n", 120), ("  120 \r\n", 120), ("0", 0), ("007", 7)),
+        *(
+            (text, None)
+            for text in ("", "\n", "release", "12x", "-1", "1.0", "1 2", "1_000", "\0\0\0", "9" * 19, "\u0663")
+        ),
+    ],
+)
+def test_a_tracker_is_a_step_or_nothing(text: str, step: int | None) -> None:
+    assert layout.parse_tracker(text) == step
+
+
+@given(steps)
+def test_a_tracker_round_trips(step: int) -> None:
+    assert layout.parse_tracker(str(step)) == step
+
+
+def test_both_spellings_are_found_and_ours_comes_first(tmp_path: Path) -> None:
+    for name in ("global_step_5", "global_steps_5", "global_step_40", "global_steps_7", ".deleted-global_steps_9-a"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "global_steps_6").write_text("a file")
+    found = layout.step_dirs(tmp_path)
+    assert {step: [path.name for path in paths] for step, paths in found.items()} == {
+        5: ["global_steps_5", "global_step_5"],
+        7: ["global_steps_7"],
+        40: ["global_step_40"],
+    }
+    assert layout.step_dirs(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["actor", ".actor", ".actor.staging-", ".actor.staging-xyz", ".actor.other-1", ".a/b.staging-1", "..staging-1"],
+)
+def test_other_hidden_folders_are_left_alone(name: str) -> None:
+    assert layout.parse_work_dir(name) is None
+    assert not layout.is_deleted_dir(name)
