@@ -16,3 +16,6 @@ READ_CHUNK_BYTES = 16 << 20
 # How often a rank asks the key-value store while it waits for others: at first, and at most (seconds).
 POLL_FIRST_S = 0.002
 POLL_MOST_S = 0.2
+
+# How much longer than rank 0 the other ranks wait, at most (seconds).
+HEAR_OUT_S = 10.0

@@ -83,6 +83,11 @@ def is_deleted_dir(name: str) -> bool:
     return _DELETED_DIR.fullmatch(name) is not None
 
 
+def is_tracker_under_way(name: str) -> bool:
+    """Whether a file is a tracker that was being replaced (`storage.files.replace_file`)."""
+    return name.startswith(f".{TRACKER_FILE}.")
+
+
 def parse_tracker(text: str) -> int | None:
     """The step a tracker names, or None if it is torn or holds anything else (Megatron writes `release` there)."""
     text = text.strip()

@@ -72,8 +72,9 @@ class Round:
         self._world_size = world_size
         self._prefix = prefix
         self._topic = topic
-        self._deadline = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
+        # Rank 0 knows who is silent: the others wait a little longer, to hear it from there.
+        self._timeout_s = timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, knobs.HEAR_OUT_S)
+        self._deadline = time.monotonic() + self._timeout_s
 
     def extend(self) -> None:
         """Starts the deadline anew: for a rank that has just finished work of its own (writing its files)."""

@@ -68,8 +68,13 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
         os.rename(staging, role_dir)
     elif not _exchange(staging, role_dir):
         # Between these two renames only recovery can find the old checkpoint: see restore_replaced.
-        os.rename(role_dir, layout.replaced_dir(role_dir, attempt))
-        os.rename(staging, role_dir)
+        replaced = layout.replaced_dir(role_dir, attempt)
+        os.rename(role_dir, replaced)
+        try:
+            os.rename(staging, role_dir)
+        except OSError:
+            os.rename(replaced, role_dir)
+            raise
     sync_dir(role_dir.parent)
     sync_dir(role_dir.parent.parent)
     # Only now: until the rename a start of another process must be able to see whether this one lives.
@@ -109,6 +114,8 @@ def sweep(root: Path, role: str, alone: bool) -> None:
     for entry in list(root.iterdir()):
         if layout.is_deleted_dir(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
+        elif alone and layout.is_tracker_under_way(entry.name):
+            entry.unlink(missing_ok=True)
     for steps in layout.step_dirs(root).values():
         for step_path in steps:
             _sweep_step(step_path, role, alone)

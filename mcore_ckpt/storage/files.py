@@ -18,6 +18,9 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
         for part in parts:
             _write_all(descriptor, memoryview(part))
         os.fsync(descriptor)
+    except OSError as error:
+        # The system's errors of a descriptor do not say of which file, so not which disk is full.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

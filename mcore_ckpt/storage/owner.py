@@ -37,8 +37,10 @@ def _start_of(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # proc(5): field 22 is starttime; the second field, the command in parentheses, may hold spaces and parentheses.
-    return int(stat.rpartition(")")[2].split()[19])
+    # proc(5): field 3 is the state, field 22 starttime; field 2, the command in parentheses, may hold spaces and
+    # parentheses. A zombie is dead: where nobody waits for orphans, as in many containers, it stays.
+    fields_from_3 = stat.rpartition(")")[2].split()
+    return None if fields_from_3[0] in "ZX" else int(fields_from_3[19])
 
 
 def write_owner(folder: Path) -> None:

@@ -36,10 +36,7 @@ def commit_together(
         CheckpointError: on all ranks the same type, a CommitError if nothing says otherwise. No checkpoint has come,
             and the one before is untouched.
     """
-    opening = decide(
-        agreement, topic, lambda: {"folder": str(role_dir)}, lambda records: _open(role_dir, records), CommitError
-    )
-    attempt = opening["attempt"]
+    attempt = _open_together(agreement, topic, role_dir)
     staging = layout.staging_dir(role_dir, attempt)
 
     def work() -> Record:
@@ -67,11 +64,21 @@ def commit_together(
             raise
 
 
-def _open(role_dir: Path, records: Sequence[Record]) -> Record:
-    same_everywhere(records, "the folder to save to", CommitError)
+def _open_together(agreement: Agreement, topic: str, role_dir: Path) -> str:
+    """The first round: rank 0 makes the staging folder, all learn the attempt's id."""
     attempt = commit.new_attempt()
-    commit.open_staging(role_dir, attempt)
-    return {"attempt": attempt}
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere(records, "the folder to save to", CommitError)
+        commit.open_staging(role_dir, attempt)
+        return {"attempt": attempt}
+
+    try:
+        return decide(agreement, topic, lambda: {"folder": str(role_dir)}, combine, CommitError)["attempt"]
+    except Exception:
+        # Another rank may have given up after rank 0 has made the folder.
+        commit.discard(layout.staging_dir(role_dir, attempt))
+        raise
 
 
 def _is_committed(role_dir: Path, attempt: str) -> bool:
