@@ -1,0 +1,71 @@
+"""SIGKILL of one rank of a real training in the middle of a save; the next start goes on as if it had not been."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import layout
+from mcore_ckpt.storage import steps
+
+WORKER = Path(__file__).parent / "train_and_save.py"
+WORLD = 2
+FIRST, SECOND = 2, 4
+
+# A run takes some 20 s here, most of it imports.
+LIMIT_S = 240
+
+
+def torchrun(*arguments: object) -> tuple[int, str]:
+    """Exit status and output of a run of the worker on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}", str(WORKER)]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        # No accelerator: two ranks may not share one.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return done.returncode, done.stdout
+
+
+def told(results: Path, name: str) -> dict[int, Any]:
+    """What each rank has written under a name."""
+    paths = {rank: results / f"{name}.{rank}.json" for rank in range(WORLD)}
+    return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+
+
+def names_below(root: Path) -> set[str]:
+    return {path.name for path in root.rglob("*")}
+
+
+# Of rank 0 all files and the manifest are there, and only the rename is not; of rank 1 only some files are.
+@pytest.mark.parametrize(("victim", "event", "count"), [(0, "rename", 1), (1, "fsync", 2)], ids=["rank0", "rank1"])
+def test_a_rank_is_killed_while_saving(tmp_path: Path, victim: int, event: str, count: int) -> None:
+    root, results = tmp_path / "root", tmp_path / "results"
+    results.mkdir()
+    status, output = torchrun("first", root, results, victim, event, count)
+    assert status != 0, output
+    assert "Signal 9 (SIGKILL)" in output, output
+    survivor = told(results, "survivor")
+    assert survivor.keys() == {1 - victim}, output
+    assert survivor[1 - victim][0] == "CommitError"
+    assert [step.step for step in steps.complete_steps(root)] == [FIRST]
+    assert steps.read_tracker(root) == FIRST
+
+    status, output = torchrun("resume", root, results)
+    assert status == 0, output
+    assert told(results, "loaded") == {rank: {"step": FIRST, "extra_state": {"rank": rank}} for rank in range(WORLD)}
+    reference = told(results, "reference")
+    assert len(reference) == WORLD
+    # Step for step: losses, gradient norm, learning rate.
+    assert told(results, "resumed") == reference
+    assert [step.step for step in steps.complete_steps(root)] == [FIRST, SECOND]
+    assert steps.read_tracker(root) == SECOND
+    assert not [name for name in names_below(root) if layout.parse_work_dir(name) or name == layout.OWNER_FILE]

@@ -1,0 +1,207 @@
+"""Saves of a few real processes, one of which kills itself at a chosen point.
+
+Run as a program it imports torch once and forks for each job that comes as a line of JSON on stdin; when a job has
+ended, its number is written to stdout and what its ranks saw lies in the job's folder of results.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from checkpoints import save_together
+
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.storage import commit
+from mcore_ckpt.storage.agreement import Agreement
+
+WORLD = 3
+TIMEOUT_S = 2.0
+
+# A new step, the same one again (exchanged), and one more, after which the oldest may go. (step, version)
+SAVES = ((2, 21), (2, 22), (3, 31))
+KEEP = 2
+
+# Far above any deadline here: a rank that hangs must fail its test, not the machine.
+ALARM_S = 60
+
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Job:
+    """`port`: of the store's host, or None: rank 0 hosts it. `victim`: nobody if it is None.
+
+    It dies at the `kill_count`-th of its events called `kill_at`, or, if that does not come, when all is saved: which
+    of two ranks makes a folder, and so has more to do, differs from run to run.
+    """
+
+    number: int
+    root: str
+    results: str
+    port: int | None
+    victim: int | None = None
+    kill_at: str = ""
+    kill_count: int = 0
+    exchange: bool = True
+    saves: tuple[tuple[int, int], ...] = SAVES
+
+
+class Watch:
+    """Notes what a rank does to disk and store, and tells when it is to die."""
+
+    def __init__(self, kill_at: str, kill_count: int) -> None:
+        self._kill_at = kill_at
+        self._kill_count = kill_count
+        self.events: list[str] = []
+        self.phase = ""
+        self._undo = contextlib.ExitStack()
+
+    def event(self, name: str) -> bool:
+        """Notes one. False if it is the one to die at: the caller may do half of it before it calls `die`."""
+        label = f"{self.phase}:{name}"
+        self.events.append(label)
+        return label != self._kill_at or self.events.count(label) != self._kill_count
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch_io(self) -> None:
+        for module, names in ((os, "open write fsync rename replace mkdir stat unlink rmdir"), (io, "open")):
+            for name in names.split():
+                self._wrap(module, name)
+
+    def _wrap(self, module: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not self.event(name):
+                if module is os and name == "write":
+                    original(args[0], memoryview(args[1])[: len(args[1]) // 2])
+                self.die()
+            return original(*args, **kwargs)
+
+        setattr(module, name, watched)
+        self._undo.callback(setattr, module, name, original)
+
+    def stop(self) -> None:
+        self._undo.close()
+
+
+class WatchedStore:
+    """A store whose calls are events. Of the checks of a wait only the last: of the others there may be any number."""
+
+    def __init__(self, store: Any, watch: Watch) -> None:
+        self._store = store
+        self._watch = watch
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(self._store.check(keys))
+        if found:
+            self._count("check")
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        self._count(name)
+        return getattr(self._store, name)
+
+    def _count(self, name: str) -> None:
+        if not self._watch.event(name):
+            self._watch.die()
+
+
+def run_rank(job: Job, rank: int, listener: socket.socket | None) -> None:
+    """Saves until all is saved or an error comes, and tells what happened. Never returns."""
+    signal.alarm(ALARM_S)
+    report: dict[str, Any] = {"saved": 0, "error": None, "seconds": 0.0}
+    watch = Watch(job.kill_at if rank == job.victim else "", job.kill_count)
+    try:
+        if not job.exchange:
+            commit._exchange = lambda first, second: False
+        store = _connect(job, rank, listener)
+        agreement = Agreement(WatchedStore(store, watch), rank, WORLD, f"job{job.number}", TIMEOUT_S)
+        watch.watch_io()
+        _save_all(job, agreement, watch, report)
+        if rank == job.victim:
+            watch.die()
+    except BaseException:
+        report["error"] = ["unexpected", traceback.format_exc()]
+    watch.stop()
+    report["events"] = watch.events
+    Path(job.results, f"{rank}.json").write_text(json.dumps(report))
+    os._exit(0)
+
+
+def _connect(job: Job, rank: int, listener: socket.socket | None) -> Any:
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    if listener is None:
+        return tcp_store(LOCALHOST, job.port, is_master=False)
+    port = listener.getsockname()[1]
+    if rank == 0:
+        return tcp_store(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    # Else the connection would stay open when its host has died.
+    listener.close()
+    return tcp_store(LOCALHOST, port, is_master=False)
+
+
+def _save_all(job: Job, agreement: Agreement, watch: Watch, report: dict[str, Any]) -> None:
+    for number, (step, version) in enumerate(job.saves):
+        watch.phase = str(number)
+        started = time.monotonic()
+        try:
+            save_together(agreement, Path(job.root), step, version, KEEP)
+        except CheckpointError as error:
+            report["error"] = [type(error).__name__, str(error)]
+            report["seconds"] = time.monotonic() - started
+            return
+        report["saved"] += 1
+
+
+def run_job(job: Job) -> None:
+    """All ranks of a job, from fork to burial: a process that is dead but not waited for is still in /proc."""
+    listener = socket.create_server((LOCALHOST, 0)) if job.port is None else None
+    ranks = {}
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            run_rank(job, rank, listener)
+        ranks[pid] = rank
+    if listener is not None:
+        listener.close()
+    ends = {}
+    for pid, rank in ranks.items():
+        _, status = os.waitpid(pid, 0)
+        ends[rank] = os.waitstatus_to_exitcode(status)
+    Path(job.results, "ends.json").write_text(json.dumps([ends[rank] for rank in range(WORLD)]))
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        record = json.loads(line)
+        job = Job(**record | {"saves": tuple(map(tuple, record["saves"]))})
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            run_job(job)
+            os.write(1, f"{job.number}\n".encode())
+            os._exit(0)
+
+
+def encode(job: Job) -> str:
+    return json.dumps(asdict(job)) + "\n"
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the jobs' own children; a job waits for its ranks
+    serve()

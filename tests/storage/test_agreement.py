@@ -1,0 +1,322 @@
+"""One round of ranks over a real key-value store: one outcome for all, by the deadline."""
+
+import errno
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mcore_ckpt.errors import (
+    AgreementError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CommitError,
+    UnsupportedError,
+)
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
+
+LOCALHOST = "127.0.0.1"
+WORLD = 3
+TOPIC = "saving step 7"
+
+# For rounds in which nobody is missing: never waited for.
+LONG_S = 30.0
+# For rounds in which somebody is.
+SHORT_S = 0.5
+# What a busy machine may add to a wait.
+SLACK_S = 5.0
+
+
+Seats = Callable[[float], list[Agreement]]
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def seats(request: pytest.FixtureRequest) -> Iterator[Seats]:
+    """The ranks' seats, each with a client of its own of one store."""
+    # The name keeps the host alive: with it the store would go.
+    host: Any = dist.HashStore()  # type: ignore[attr-defined]
+    stores: list[Any] = [host] * WORLD
+    if request.param == "tcp":
+        host = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        stores = [host.clone() for _ in range(WORLD)]
+    yield lambda timeout_s: [Agreement(stores[rank], rank, WORLD, "test", timeout_s) for rank in range(WORLD)]
+    del host
+
+
+def together(parts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Each rank's part in a thread of its own: its result or what it raised."""
+    results: list[Any] = [None] * len(parts)
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = parts[rank]()
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S + SLACK_S)
+        assert not thread.is_alive()
+    return results
+
+
+def round_of(
+    agreements: Sequence[Agreement],
+    work: Callable[[int], Record],
+    combine: Callable[[Sequence[Record]], Record] = lambda records: {"all": list(records)},
+    error: type[CheckpointError] = CommitError,
+    act: Callable[[], None] | None = None,
+) -> list[Any]:
+    def part(agreement: Agreement) -> Callable[[], Record]:
+        return lambda: decide(agreement, TOPIC, lambda: work(agreement.rank), combine, error, act)
+
+    return together([part(agreement) for agreement in agreements])
+
+
+def raising(rank: int, error: Exception) -> Callable[[int], Record]:
+    def work(at: int) -> Record:
+        if at == rank:
+            raise error
+        return {}
+
+    return work
+
+
+def messages(results: Sequence[Any], kind: type[CheckpointError]) -> list[str]:
+    """What the ranks raised, if all raised exactly this type."""
+    assert [type(result) for result in results] == [kind] * len(results), results
+    return [str(result) for result in results]
+
+
+def test_all_get_what_rank_0_made_of_all_records(seats: Seats) -> None:
+    results = round_of(seats(LONG_S), lambda rank: {"rank": rank, "text": "ä\n"})
+    assert results == [{"all": [{"rank": rank, "text": "ä\n"} for rank in range(WORLD)]}] * WORLD
+
+
+def add(number: int, rank: int) -> Record:
+    return {"sum": number + rank}
+
+
+def test_rounds_follow_each_other(seats: Seats) -> None:
+    agreements = seats(LONG_S)
+    for number in range(6):
+        results = round_of(agreements, functools.partial(add, number))
+        assert results == [{"all": [{"sum": rank + number} for rank in range(WORLD)]}] * WORLD
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("kind", [CommitError, UnsupportedError, CheckpointCorruptError])
+def test_a_rank_s_error_is_everybody_s(seats: Seats, rank: int, kind: type[CheckpointError]) -> None:
+    results = round_of(seats(LONG_S), raising(rank, kind("a/b.pt: is bad")), error=AgreementError)
+    assert messages(results, kind) == [f"rank {rank}: a/b.pt: is bad"] * WORLD
+
+
+def test_an_error_is_named_once_through_two_rounds(seats: Seats) -> None:
+    """An error that came from one round and fails the next has its rank already."""
+    agreements = seats(LONG_S)
+    first = round_of(agreements, raising(1, CommitError("is bad")))
+    again = round_of(agreements, raising(0, first[0]))
+    assert messages(again, CommitError) == ["rank 1: is bad"] * WORLD
+
+
+def test_an_error_of_rank_0_s_own_part(seats: Seats) -> None:
+    def combine(records: Sequence[Record]) -> Record:
+        return same_everywhere(records, "the folder", CommitError)
+
+    results = round_of(seats(LONG_S), lambda rank: {"at": "a" if rank < 2 else "b"}, combine)
+    for message in messages(results, CommitError):
+        assert "rank 2 has {'at': 'b'}" in message
+        assert "rank 0: rank" not in message
+
+
+def test_an_error_while_acting(seats: Seats) -> None:
+    """After the claim nobody can have given up: the others wait for this word."""
+
+    def act() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "x")
+
+    for message in messages(round_of(seats(LONG_S), lambda rank: {}, act=act), CommitError):
+        assert "rank 0: OSError" in message
+        assert os.strerror(errno.EIO) in message
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("kind", [CommitError, AgreementError])
+def test_foreign_errors_become_the_default(seats: Seats, rank: int, kind: type[CheckpointError]) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.pt")
+    results = round_of(seats(LONG_S), raising(rank, error), error=kind)
+    assert len(set(messages(results, kind))) == 1
+    assert str(results[1]) == f"rank {rank}: OSError: {error}"
+    # Where it happened, the traceback leads to it.
+    assert results[rank].__cause__ is error
+
+
+def test_two_failed_ranks_are_counted(seats: Seats) -> None:
+    def work(rank: int) -> Record:
+        if rank:
+            raise CommitError(f"bad {rank}")
+        return {}
+
+    assert messages(round_of(seats(LONG_S), work), CommitError) == ["rank 1: bad 1 (1 more failed too)"] * WORLD
+
+
+@pytest.mark.parametrize("kind", [CommitError, AgreementError])
+def test_a_silent_rank_is_named_by_the_deadline(seats: Seats, kind: type[CheckpointError]) -> None:
+    """All that speak must say who does not: on a rank that only says that rank 0 is silent, a person looks there."""
+    agreements = seats(SHORT_S)
+    busy = threading.Event()
+
+    def work(rank: int) -> Record:
+        if rank == 0:
+            # So that the other's deadline is the first to pass.
+            busy.wait(SHORT_S / 2)
+        return {}
+
+    started = time.monotonic()
+    results = round_of(agreements[:2], work, error=kind)
+    assert time.monotonic() - started < 3 * SHORT_S + SLACK_S
+    for message in messages(results, kind):
+        assert "no word from rank 2" in message, message
+        assert TOPIC in message
+
+
+def test_a_silent_rank_0_is_named_by_the_deadline(seats: Seats) -> None:
+    started = time.monotonic()
+    results = round_of(seats(SHORT_S)[1:], lambda rank: {})
+    assert time.monotonic() - started < 2 * SHORT_S + SLACK_S
+    for message in messages(results, CommitError):
+        assert "for rank 0" in message
+
+
+def test_the_deadline_starts_after_a_rank_s_own_work(seats: Seats) -> None:
+    """Writing may take longer than any wait: a slow rank must not find its own deadline over."""
+    agreements = seats(SHORT_S)
+    busy = threading.Event()
+
+    def work(rank: int) -> Record:
+        # All are as slow as each other, so nobody waits for long.
+        busy.wait(2 * SHORT_S)
+        return {"rank": rank}
+
+    results = round_of(agreements, work)
+    assert results == [{"all": [{"rank": rank} for rank in range(WORLD)]}] * WORLD
+
+
+def test_a_rank_that_gave_up_prevents_the_act(seats: Seats) -> None:
+    """Rank 0 comes to the claim when another has left: it must not rename what the other takes for failed."""
+    agreements = seats(SHORT_S)
+    gone = threading.Event()
+    acted: list[bool] = []
+
+    def combine(records: Sequence[Record]) -> Record:
+        assert gone.wait(LONG_S)
+        return {}
+
+    def rank_0() -> Record:
+        return decide(agreements[0], TOPIC, dict, combine, CommitError, lambda: acted.append(True))
+
+    def rank_1() -> Record:
+        try:
+            return decide(agreements[1], TOPIC, dict, combine, CommitError)
+        finally:
+            gone.set()
+
+    def rank_2() -> Record:
+        return decide(agreements[2], TOPIC, dict, combine, CommitError)
+
+    messages(together([rank_0, rank_1, rank_2]), CommitError)
+    assert acted == []
+
+
+def test_a_claim_then_silence(seats: Seats) -> None:
+    """Rank 0 died while it acted: the others give it one deadline more, then say so, and never settle it themselves."""
+    agreements = seats(SHORT_S)
+
+    def rank_0() -> None:
+        round_ = agreements[0].begin(TOPIC)
+        round_.submit({})
+        round_.collect(CommitError)
+        round_.claim(CommitError)
+
+    def other(rank: int) -> Callable[[], Record]:
+        return lambda: decide(agreements[rank], TOPIC, dict, lambda records: {}, CommitError)
+
+    started = time.monotonic()
+    results = together([rank_0, other(1), other(2)])
+    took = time.monotonic() - started
+    assert 2 * SHORT_S <= took < 3 * SHORT_S + SLACK_S
+    for message in messages(results[1:], CommitError):
+        assert "after it had begun to act" in message
+
+
+def test_word_that_comes_in_the_second_deadline(seats: Seats) -> None:
+    """Between claim and word rank 0 may take longer than one deadline: a slow rename is not a failed save."""
+    deadline_s = 1.0
+    agreements = seats(deadline_s)
+    late = threading.Event()
+
+    def act() -> None:
+        late.wait(1.3 * deadline_s)
+
+    assert round_of(agreements, lambda rank: {}, lambda records: {"ok": 1}, act=act) == [{"ok": 1}] * WORLD
+
+
+def test_keys_of_old_rounds_are_deleted(seats: Seats) -> None:
+    agreements = seats(LONG_S)
+    store = agreements[0]._store
+    before = store.num_keys()
+    counts = []
+    for _ in range(10):
+        round_of(agreements, lambda rank: {})
+        counts.append(store.num_keys() - before)
+    # Two rounds of WORLD submissions, an outcome and a word.
+    assert counts[-1] == counts[3] <= 2 * (WORLD + 2)
+
+
+def test_keys_of_failed_rounds_are_deleted(seats: Seats) -> None:
+    agreements = seats(LONG_S)
+    store = agreements[0]._store
+    before = store.num_keys()
+    for rank in range(6):
+        round_of(agreements, raising(rank % WORLD, CommitError("bad")))
+    assert store.num_keys() - before <= 2 * (WORLD + 2)
+
+
+def test_a_round_after_a_failed_one(seats: Seats) -> None:
+    """Training goes on after a failed save, and so do rounds, even if a rank came to the failed one too late."""
+    agreements = seats(SHORT_S)
+    round_of(agreements[:2], lambda rank: {})
+    late = together([lambda: decide(agreements[2], TOPIC, dict, lambda records: {}, CommitError)])
+    messages(late, CommitError)
+    assert round_of(agreements, lambda rank: {"rank": rank})[2] == {"all": [{"rank": rank} for rank in range(WORLD)]}
+
+
+@pytest.mark.parametrize("namespaces", [("a", "b"), ("a", "a/1")])
+def test_namespaces_do_not_meet(namespaces: tuple[str, str]) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    groups = [[Agreement(store, rank, WORLD, namespace, LONG_S) for rank in range(WORLD)] for namespace in namespaces]
+    for number, agreements in enumerate(groups):
+        results = round_of(agreements, functools.partial(add, number))
+        assert results == [{"all": [{"sum": rank + number} for rank in range(WORLD)]}] * WORLD
+
+
+@pytest.mark.parametrize("kind", [CommitError, AgreementError])
+def test_a_lost_store_is_an_error_of_ours(kind: type[CheckpointError]) -> None:
+    class Lost:
+        """As a TCPStore is when its host has died (seen with real ones in test_crash.py)."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    for rank in range(2):
+        seat = Agreement(Lost(), rank, 2, "x", LONG_S)
+        (result,) = together([functools.partial(decide, seat, TOPIC, dict, lambda records: {}, kind)])
+        assert type(result) is kind
+        assert "the key-value store is gone" in str(result)

@@ -1,0 +1,281 @@
+"""SIGKILL of one rank at any point of a save: all or nothing, the same on all other ranks, nothing left behind.
+
+The ranks are real processes with a real TCPStore (crash_worker.py). Each scenario has three saves after a committed
+step: a new step, the same step once more, and a third with retention.
+"""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import crash_worker
+import pytest
+import torch.distributed as dist
+from checkpoints import ROLE, checkpoints, remains
+from crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
+
+from mcore_ckpt.storage import commit, steps
+
+# Saves of this many scenarios wait for dead ranks at the same time.
+AT_ONCE = 6
+
+FIRST_STEP, FIRST_VERSION = 1, 11
+
+# After as many saves as the index: the version of each step that must be there. Step 1 may go after the last.
+AFTER = ({1: 11}, {1: 11, 2: 21}, {1: 11, 2: 22}, {2: 22, 3: 31})
+
+# A rank that waits for a dead one has at most its deadline, and one more if rank 0 died while it acted; the rest is
+# for a busy machine.
+SURVIVORS_S = 2 * TIMEOUT_S + 6
+
+SEED = 20
+
+ACTS = ("compare_set", "rename", "set")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who dies, in which of `points` equal parts of a span of its events, and where the store is.
+
+    Spans: "all"; "commit", from rank 0's claim to its word in the save that replaces a step; "renames", before each of
+    the two that replace one where nothing can be exchanged, and after.
+    """
+
+    victim: int
+    part: int
+    points: int
+    host: str = "test"
+    span: str = "all"
+
+    def __str__(self) -> str:
+        return f"rank{self.victim}-store-of-{self.host}-{self.span}-{self.part + 1}of{self.points}"
+
+    @property
+    def exchange(self) -> bool:
+        return self.span != "renames"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    root: Path
+    event: str
+    ends: list[int]
+    reports: dict[int, dict[str, Any]]
+
+
+def scenarios(points: int, **fields: Any) -> list[Scenario]:
+    return [Scenario(part=part, points=points, **fields) for part in range(points)]
+
+
+SCENARIOS = [
+    *scenarios(16, victim=0),
+    *scenarios(8, victim=0, host="rank0"),
+    *scenarios(8, victim=1),
+    *scenarios(3, victim=1, host="rank0"),
+    *scenarios(10, victim=0, span="commit"),
+    *scenarios(3, victim=0, span="renames"),
+]
+
+
+class Workers:
+    """The program that forks ranks, and the jobs it has been given."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
+        self._port = port
+        self._made = 0
+        self._log = (folder / "workers.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, crash_worker.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def close(self) -> None:
+        self._process.communicate(timeout=crash_worker.ALARM_S)
+        self._log.close()
+
+    def job(self, start: Path | None, host: str = "test", **fields: Any) -> Job:
+        """A job in a folder of its own, which begins as a copy of `start`."""
+        self._made += 1
+        folder = self._folder / str(self._made)
+        results = folder / "results"
+        results.mkdir(parents=True)
+        root = folder / "root"
+        if start is not None:
+            shutil.copytree(start, root)
+        port = self._port if host == "test" else None
+        return Job(self._made, str(root), str(results), port, **fields)
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        """Runs all, `AT_ONCE` at a time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        under_way = set[int]()
+        for job in jobs:
+            if len(under_way) == AT_ONCE:
+                under_way.remove(int(self._process.stdout.readline()))
+            self._process.stdin.write(crash_worker.encode(job))
+            self._process.stdin.flush()
+            under_way.add(job.number)
+        while under_way:
+            under_way.remove(int(self._process.stdout.readline()))
+
+
+def outcome_of(job: Job, event: str = "") -> Outcome:
+    reports = {}
+    for rank in range(WORLD):
+        path = Path(job.results, f"{rank}.json")
+        if path.exists():
+            reports[rank] = json.loads(path.read_text())
+    return Outcome(Path(job.root), event, json.loads(Path(job.results, "ends.json").read_text()), reports)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    running = Workers(tmp_path_factory.mktemp("crash"), store.port)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def start(workers: Workers) -> Path:
+    """A root with one committed step."""
+    job = workers.job(None, saves=((FIRST_STEP, FIRST_VERSION),))
+    workers.run([job])
+    assert checkpoints(Path(job.root)) == AFTER[0]
+    return Path(job.root)
+
+
+@pytest.fixture(scope="module")
+def dry_run(workers: Workers, start: Path) -> Outcome:
+    """The saves with nobody killed: which events there are."""
+    job = workers.job(start)
+    workers.run([job])
+    return outcome_of(job)
+
+
+@pytest.fixture(scope="module")
+def dry_run_without_exchange(workers: Workers, start: Path) -> Outcome:
+    job = workers.job(start, exchange=False)
+    workers.run([job])
+    return outcome_of(job)
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    workers: Workers, start: Path, dry_run: Outcome, dry_run_without_exchange: Outcome
+) -> Mapping[Scenario, Outcome]:
+    jobs = {}
+    for scenario in SCENARIOS:
+        events = (dry_run if scenario.exchange else dry_run_without_exchange).reports[scenario.victim]["events"]
+        at = kill_point(scenario, events)
+        count = events[: at + 1].count(events[at])
+        job = workers.job(
+            start,
+            scenario.host,
+            victim=scenario.victim,
+            kill_at=events[at],
+            kill_count=count,
+            exchange=scenario.exchange,
+        )
+        jobs[scenario] = (job, f"{events[at]}, the {count}. of them, event {at + 1} of {len(events)}")
+    workers.run(job for job, _ in jobs.values())
+    return {scenario: outcome_of(job, event) for scenario, (job, event) in jobs.items()}
+
+
+def kill_point(scenario: Scenario, events: list[str]) -> int:
+    """The position of the event to die at: any in its part of its span."""
+    span = span_of(scenario.span, events)
+    first = scenario.part * len(span) // scenario.points
+    last = (scenario.part + 1) * len(span) // scenario.points
+    return span[random.Random(f"{SEED} {scenario}").randrange(first, last)]
+
+
+def span_of(name: str, events: list[str]) -> Sequence[int]:
+    if name == "all":
+        return range(len(events))
+    positions = {label: [at for at, event in enumerate(events) if event == f"1:{label}"] for label in ACTS}
+    if name == "commit":
+        return range(positions["compare_set"][-1], positions["set"][-1] + 1)
+    return [*positions["rename"], positions["rename"][-1] + 1]
+
+
+def test_saves_that_nobody_disturbs(dry_run: Outcome, dry_run_without_exchange: Outcome) -> None:
+    for outcome in (dry_run, dry_run_without_exchange):
+        assert outcome.ends == [0] * WORLD
+        assert [(r["saved"], r["error"]) for r in outcome.reports.values()] == [(len(SAVES), None)] * WORLD
+        assert checkpoints(outcome.root) == AFTER[len(SAVES)]
+        assert steps.read_tracker(outcome.root) == 3
+        assert remains(outcome.root) == []
+    # Kill points are numbers of events: there must be enough, of all kinds.
+    events = dry_run.reports[0]["events"]
+    assert len(events) > 200
+    kinds = {event.partition(":")[2] for event in events}
+    assert kinds >= {"open", "write", "fsync", "rename", "replace", "mkdir", "stat", "unlink", "rmdir"}
+    assert kinds >= {"set", "compare_set", "check", "get", "delete_key"}
+    assert dry_run_without_exchange.reports[0]["events"].count("1:rename") == 2
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_rank_is_killed(scenario: Scenario, outcomes: Mapping[Scenario, Outcome], tmp_path: Path) -> None:
+    outcome = outcomes[scenario]
+    reports = {rank: {**report, "events": len(report["events"])} for rank, report in outcome.reports.items()}
+    told = f"{scenario}: killed at {outcome.event}: {reports}"
+    expected_ends = [-signal.SIGKILL if rank == scenario.victim else 0 for rank in range(WORLD)]
+    assert outcome.ends == expected_ends, told
+    saved = saved_by_all(outcome, told)
+    # A sweep changes the disk, and a test must find it as the kill has left it.
+    root = tmp_path / "root"
+    shutil.copytree(outcome.root, root)
+    if scenario.exchange:
+        assert_state(root, saved, told)
+    commit.sweep(root, ROLE, alone=False)
+    assert_state(root, saved, told)
+    commit.sweep(root, ROLE, alone=True)
+    assert_state(root, saved, told)
+    assert remains(root) == [], told
+
+
+def saved_by_all(outcome: Outcome, told: str) -> int:
+    """How many saves the survivors say are committed: they must agree, and on the error after them."""
+    said = {(report["saved"], report["error"] and report["error"][0]) for report in outcome.reports.values()}
+    assert len(said) == 1, told
+    saved, error = said.pop()
+    assert error == (None if saved == len(SAVES) else "CommitError"), told
+    assert all(report["seconds"] < SURVIVORS_S for report in outcome.reports.values()), told
+    return int(saved)
+
+
+def assert_state(root: Path, saved: int, told: str) -> None:
+    """The disk holds, whole, what has been said to be saved and nothing else."""
+    found = checkpoints(root)
+    wanted = AFTER[saved]
+    if saved == len(SAVES) and FIRST_STEP in found:
+        # Death may have come before retention.
+        wanted = wanted | {FIRST_STEP: FIRST_VERSION}
+    assert found == wanted, told
+    assert steps.read_tracker(root) in found, told
+
+
+def test_the_tracker_catches_up_at_the_next_save(workers: Workers, start: Path) -> None:
+    """Killed between rename and tracker: the manifests say what is newest, and the next save repairs the tracker."""
+    job = workers.job(start, victim=0, kill_at="0:replace", kill_count=1)
+    workers.run([job])
+    root = Path(job.root)
+    assert checkpoints(root) == AFTER[1]
+    assert steps.read_tracker(root) == FIRST_STEP
+    again = workers.job(root, saves=((5, 51),))
+    commit.sweep(Path(again.root), ROLE, alone=True)
+    workers.run([again])
+    assert steps.read_tracker(Path(again.root)) == 5

@@ -1,0 +1,197 @@
+"""A disk that says no: the same error on all ranks, the checkpoint before untouched, nothing left behind."""
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from checkpoints import ROLE, checkpoints, remains, save_together
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.storage import steps
+from mcore_ckpt.storage.agreement import Agreement
+
+WORLD = 2
+TIMEOUT_S = 30.0
+
+# A checkpoint of two ranks (tests/storage/checkpoints.py) is 2.4 MiB: one fits, a second does not.
+SMALL_DISK = "size=4m"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system that a second checkpoint does not fit in."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", SMALL_DISK, "tmpfs", str(place)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount here")
+    if done.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def save() -> Callable[[Path, int], list[CommitError | None]]:
+    """A save of two ranks: what each has raised. One pair of seats for all saves of a test, as a manager has."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    agreements = [Agreement(store, rank, WORLD, "test", TIMEOUT_S) for rank in range(WORLD)]
+
+    def run(root: Path, step: int) -> list[CommitError | None]:
+        errors: list[CommitError | None] = [None] * WORLD
+
+        def part(rank: int) -> None:
+            try:
+                save_together(agreements[rank], root, step, step)
+            except CommitError as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=part, args=(rank,), daemon=True) for rank in range(WORLD)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT_S)
+            assert not thread.is_alive()
+        return errors
+
+    return run
+
+
+Save = Callable[[Path, int], list[CommitError | None]]
+
+
+def assert_refused(errors: list[CommitError | None], number: int) -> None:
+    """All ranks have raised, and say what the disk has said."""
+    assert [type(error) for error in errors] == [CommitError] * WORLD
+    for error in errors:
+        assert os.strerror(number) in str(error)
+        assert "rank 0: rank" not in str(error)
+
+
+def test_a_full_disk(small_disk: Path, save: Save) -> None:
+    assert save(small_disk, 1) == [None] * WORLD
+    assert_refused(save(small_disk, 2), errno.ENOSPC)
+    assert checkpoints(small_disk) == {1: 1}
+    assert steps.read_tracker(small_disk) == 1
+    assert [name for name in remains(small_disk) if name != "global_steps_2"] == []
+
+
+def test_a_full_disk_under_an_existing_step(small_disk: Path, save: Save) -> None:
+    """The old one is not destroyed to make room."""
+    assert save(small_disk, 1) == [None] * WORLD
+    assert_refused(save(small_disk, 1), errno.ENOSPC)
+    assert checkpoints(small_disk) == {1: 1}
+    assert remains(small_disk) == []
+
+
+def test_a_disk_that_has_room_again(small_disk: Path, save: Save) -> None:
+    """Training goes on after a failed save, and so do saves."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(3 << 20))
+    assert_refused(save(small_disk, 1), errno.ENOSPC)
+    assert checkpoints(small_disk) == {}
+    ballast.unlink()
+    assert save(small_disk, 1) == [None] * WORLD
+    assert checkpoints(small_disk) == {1: 1}
+    assert remains(small_disk) == []
+
+
+def test_a_disk_without_room_for_the_manifest(tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone meets it, when all files are there."""
+    assert save(tmp_path, 1) == [None] * WORLD
+    opened = os.open
+
+    def fail(path: str | Path, flags: int, *args: int, **kwargs: int) -> int:
+        if Path(path).name == layout.MANIFEST_FILE and flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return opened(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail)
+    assert_refused(save(tmp_path, 2), errno.ENOSPC)
+    assert checkpoints(tmp_path) == {1: 1}
+    assert [name for name in remains(tmp_path) if name != "global_steps_2"] == []
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, call: str, victim: str, number: int) -> list[int]:
+    """Makes `os.<call>` fail on the file `victim`; returns the list of descriptors on which it has."""
+    original = getattr(os, call)
+    failed: list[int] = []
+
+    def fail(descriptor: int, *args: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(victim):
+            failed.append(descriptor)
+            raise OSError(number, os.strerror(number))
+        return int(original(descriptor, *args) or 0)
+
+    monkeypatch.setattr(os, call, fail)
+    return failed
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_an_error_of_one_write(
+    tmp_path: Path, save: Save, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(tmp_path, 1) == [None] * WORLD
+    failed = fail_once(monkeypatch, call, layout.optimizer_file(0, 0, 0, 1), number)
+    errors = save(tmp_path, 2)
+    assert len(failed) == 1
+    assert_refused(errors, number)
+    assert all(str(error).startswith("rank 1: OSError") for error in errors)
+    assert checkpoints(tmp_path) == {1: 1}
+    assert [name for name in remains(tmp_path) if name != "global_steps_2"] == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_an_error_of_a_write_names_the_file(
+    tmp_path: Path, save: Save, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's errors of a descriptor do not: without it nobody knows which of the disks is full."""
+    victim = layout.optimizer_file(0, 0, 0, 1)
+    fail_once(monkeypatch, call, victim, errno.ENOSPC)
+    for error in save(tmp_path, 2):
+        assert victim in str(error)
+
+
+def test_a_file_in_the_place_of_the_root(tmp_path: Path, save: Save) -> None:
+    (tmp_path / "root").write_bytes(b"x")
+    assert_refused(save(tmp_path / "root", 1), errno.ENOTDIR)
+    assert (tmp_path / "root").read_bytes() == b"x"
+
+
+def test_a_file_in_the_place_of_a_step(tmp_path: Path, save: Save) -> None:
+    assert save(tmp_path, 1) == [None] * WORLD
+    layout.step_dir(tmp_path, 2).write_bytes(b"x")
+    assert_refused(save(tmp_path, 2), errno.EEXIST)
+    assert checkpoints(tmp_path) == {1: 1}
+    assert remains(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, save: Save) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    assert save(tmp_path, 1) == [None] * WORLD
+    tmp_path.chmod(0o555)
+    try:
+        assert_refused(save(tmp_path, 2), errno.EACCES)
+    finally:
+        tmp_path.chmod(0o755)
+    assert checkpoints(tmp_path) == {1: 1}
+
+
+def test_a_mount_that_is_read_only(small_disk: Path, save: Save) -> None:
+    """As a network disk becomes when its server is gone; root cannot write there either."""
+    assert save(small_disk, 1) == [None] * WORLD
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert_refused(save(small_disk, 2), errno.EROFS)
+    assert_refused(save(small_disk, 1), errno.EROFS)
+    assert checkpoints(small_disk) == {1: 1}
+    assert steps.complete_steps(small_disk)[-1].path / ROLE == layout.step_dir(small_disk, 1) / ROLE
