@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class CheckpointManager:
         rank, coordinates, topology = read_topology(len(chunks))
         root = Path(root).absolute()
         agreement = _agreement(role, rank, topology.world_size, config.timeout_s)
-        _refuse_together(agreement, root, chunks, optimizer, topology)
+        _set_up_together(agreement, root, role, chunks, optimizer, topology)
         self._session = Session(
             root=root,
             role=role,
@@ -114,8 +115,6 @@ class CheckpointManager:
         )
         self._closed = False
         self._has_saved = False
-        if self._session.agreement.is_coordinator:
-            commit.sweep(root, role, alone=False)
 
     def save(
         self, step: int, extra_state: Mapping[str, Any] | None = None, *, roles: Sequence[str] | None = None
@@ -132,21 +131,15 @@ class CheckpointManager:
             CommitError: a rank failed, died or was late. The same on all ranks; the previous checkpoint stays.
             UnsupportedError: a value that cannot be stored without pickling a class; the message names the field.
         """
-        self._check_open()
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step is {step!r}: use an integer of at least 0")
-        self._check_contents("save_contents")
-        if extra_state is not None and not isinstance(extra_state, Mapping):
-            raise TypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
-        if extra_state is not None and "extra" not in self._session.config.save_contents:
-            raise ValueError("extra_state is given, but save_contents has no 'extra': it would be lost")
-        declared = tuple(
-            dict.fromkeys(map(layout.check_role, [*(roles or self._session.config.roles or ()), self._session.role]))
-        )
-        if not self._has_saved and self._session.agreement.is_coordinator:
-            commit.sweep(self._session.root, self._session.role, alone=True)
-        self._has_saved = True
-        return SaveHandle(save_checkpoint(self._session, step, extra_state, declared))
+        topic = f"saving step {step} of {self._session.role}"
+        with self._in_step(topic):
+            self._check_save(step, extra_state)
+            declared = [*(roles or self._session.config.roles or ()), self._session.role]
+            declared = list(dict.fromkeys(map(layout.check_role, declared)))
+            if not self._has_saved and self._session.agreement.is_coordinator:
+                commit.sweep(self._session.root, self._session.role, alone=True)
+            self._has_saved = True
+        return SaveHandle(save_checkpoint(self._session, topic, step, extra_state, tuple(declared)))
 
     def load(self, *, step: int | None = None, path: str | Path | None = None) -> LoadResult:
         """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank
@@ -157,10 +150,11 @@ class CheckpointManager:
             CheckpointMismatchError: it does not fit this model, optimizer or layout; nothing has been changed.
             CheckpointCorruptError: it is damaged, and there is no other to take; the message says what state is left.
         """
-        self._check_open()
-        self._check_contents("load_contents")
-        if step is not None and path is not None:
-            raise ValueError("step and path are both given: use one")
+        with self._in_step("finding a checkpoint"):
+            self._check_open()
+            self._check_contents("load_contents")
+            if step is not None and path is not None:
+                raise ValueError("step and path are both given: use one")
         return load_checkpoint(self._session, step, None if path is None else Path(path))
 
     def latest_step(self) -> int | None:
@@ -177,6 +171,25 @@ class CheckpointManager:
         self._session.arena.release()
         self._closed = True
 
+    @contextmanager
+    def _in_step(self, topic: str) -> Iterator[None]:
+        """What fails on this rank alone, before the first round, is told to the ranks that will wait there."""
+        try:
+            yield
+        except Exception as error:
+            self._session.agreement.withdraw(topic, error)
+            raise
+
+    def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
+        self._check_open()
+        self._check_contents("save_contents")
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step is {step!r}: use an integer of at least 0")
+        if extra_state is not None and not isinstance(extra_state, Mapping):
+            raise TypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
+        if extra_state is not None and "extra" not in self._session.config.save_contents:
+            raise ValueError("extra_state is given, but save_contents has no 'extra': it would be lost")
+
     def _check_contents(self, field: str) -> None:
         if self._session.optimizer is None and "optimizer" in getattr(self._session.config, field):
             raise ValueError(f"{field} has 'optimizer', but there is none: hand one over or leave the word out")
@@ -186,8 +199,8 @@ class CheckpointManager:
             raise ValueError("this CheckpointManager is closed: make a new one")
 
 
-def _refuse_together(
-    agreement: Agreement, root: Path, chunks: Sequence[Any], optimizer: Any, topology: Topology
+def _set_up_together(
+    agreement: Agreement, root: Path, role: str, chunks: Sequence[Any], optimizer: Any, topology: Topology
 ) -> None:
     """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
 
@@ -198,9 +211,12 @@ def _refuse_together(
             refuse_unsupported_optimizer(optimizer)
         return {"root": str(root)}
 
-    decide(
-        agreement, "setting up a CheckpointManager", work, lambda records: same_everywhere(records, "the root folder")
-    )
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere(records, "the root folder")
+        commit.sweep(root, role, alone=False)
+        return {}
+
+    decide(agreement, "setting up a CheckpointManager", work, combine)
 
 
 def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:

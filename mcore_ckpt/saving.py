@@ -60,7 +60,7 @@ class SaveReport:
 
 
 def save_checkpoint(
-    session: Session, step: int, extra_state: Mapping[str, Any] | None, roles: tuple[str, ...]
+    session: Session, topic: str, step: int, extra_state: Mapping[str, Any] | None, roles: tuple[str, ...]
 ) -> SaveReport:
     """Writes and commits one checkpoint. Every rank calls it with the same step.
 
@@ -80,7 +80,7 @@ def save_checkpoint(
 
     commit_together(
         session.agreement,
-        f"saving step {step} of {session.role}",
+        topic,
         role_dir,
         write,
         lambda staging, attempt, records: _describe(session, staging, step, roles, attempt, records),

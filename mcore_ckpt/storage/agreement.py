@@ -50,6 +50,13 @@ class Agreement:
             self._forget(self._rounds - 2)
         return Round(self._store, self.rank, self.world_size, self._prefix(self._rounds), topic, self._timeout_s)
 
+    def withdraw(self, topic: str, error: BaseException) -> None:
+        """This rank cannot take part in the next round: the others learn why, and all stay in step."""
+        round_ = self.begin(topic)
+        round_.fail(error)
+        if self.is_coordinator:
+            round_.announce_failure(error)
+
     def _prefix(self, number: int) -> str:
         return f"{self._namespace}/{number}"
 
@@ -101,6 +108,12 @@ class Round:
             raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
         return [message["record"] for message in messages]
 
+    def _why_nothing_came(self) -> str:
+        keys = _submission_keys(self._prefix, self._world_size)
+        if self._store.check(keys[:1]) and not self._store.check(keys):
+            return self._silence(keys)
+        return f"{self._topic}: rank {self._rank} waited {self._timeout_s:g} s for rank 0, which is dead or stuck"
+
     def _silence(self, keys: Sequence[str]) -> str:
         silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
         return (
@@ -135,7 +148,7 @@ class Round:
         done = f"{self._prefix}/done"
         settled = f"{self._prefix}/outcome"
         if not self._wait(lambda: self._store.check([done])):
-            text = f"{self._topic}: rank {self._rank} waited {self._timeout_s:g} s for rank 0, which is dead or stuck"
+            text = self._why_nothing_came()
             outcome = self._settle({"error": {"type": default.__name__, "message": text}})
             if "error" in outcome:
                 raise from_record(outcome["error"], default)

@@ -32,9 +32,14 @@ def new_attempt() -> str:
 
 def open_staging(role_dir: Path, attempt: str) -> Path:
     """Makes the folder ranks write into. Raises OSError."""
-    role_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = layout.staging_dir(role_dir, attempt)
-    staging.mkdir()
+    role_dir.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        staging.mkdir()
+    except FileNotFoundError:
+        # Another role found the step's folder empty in this instant, and removed it.
+        role_dir.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
     write_owner(staging)
     return staging
 
@@ -99,6 +104,15 @@ def _exchange(first: Path, second: Path) -> bool:
 def discard(staging: Path) -> None:
     """Removes what a failed save has written. A rank that is still writing into it fails at its next file."""
     shutil.rmtree(staging, ignore_errors=True)
+    _remove_if_empty(staging.parent)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            logger.warning("cannot remove %s: %s", folder, error)
 
 
 def sweep(root: Path, role: str, alone: bool) -> None:
@@ -133,8 +147,8 @@ def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
         if _is_remains(entry, alone):
             logger.warning("removing %s: what a save that did not finish has left", entry)
             shutil.rmtree(entry, ignore_errors=True)
-    if alone and not any(step_path.iterdir()):
-        step_path.rmdir()
+    if alone:
+        _remove_if_empty(step_path)
 
 
 def restore_replaced(replaced: Path, role_dir: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, raised_everywhere
+from agreement import everywhere, gather, raised_everywhere
 from checkpointing import manager_of, save
 from layouts import LAYOUTS
 from snapshot import assert_same, snapshot
@@ -215,4 +215,26 @@ def test_ranks_that_disagree(shared_path: Path) -> None:
         assert_names(raised_everywhere(CommitError, error), "rank 1", "global_steps_0", "global_steps_1")
         manager.save(5).wait()
         assert manager.load().step == 5
+        manager.close()
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_fails_alone_keeps_step(shared_path: Path) -> None:
+    """What one rank's arguments make impossible fails on all, and the next save works."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = manager_of(training, shared_path)
+        for bad in (["not a dict"], {"f": print}):
+            for culprit in (0, 1):
+                error: Exception | None = None
+                try:
+                    manager.save(1, extra_state=bad if dist.get_rank() == culprit else {})
+                except (CheckpointError, TypeError) as raised:
+                    error = raised
+                assert gather(error is not None) == [True, True]
+                assert "extra_state" in str(error)
+        manager.save(2).wait()
+        assert manager.load().step == 2
+        with everywhere():
+            assert [path.name for path in shared_path.iterdir() if path.is_dir()] == ["global_steps_2"]
         manager.close()

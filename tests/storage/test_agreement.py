@@ -170,21 +170,26 @@ def test_two_failed_ranks_are_counted(seats: Seats) -> None:
 @pytest.mark.parametrize("kind", [CommitError, AgreementError])
 def test_a_silent_rank_is_named_by_the_deadline(seats: Seats, kind: type[CheckpointError]) -> None:
     """All that speak must say who does not: on a rank that only says that rank 0 is silent, a person looks there."""
+    started = time.monotonic()
+    results = round_of(seats(SHORT_S)[:2], lambda rank: {}, error=kind)
+    assert time.monotonic() - started < 2 * SHORT_S + SLACK_S
+    for message in messages(results, kind):
+        assert "no word from rank 2" in message, message
+        assert TOPIC in message
+
+
+def test_a_silent_rank_is_named_even_if_rank_0_is_slow(seats: Seats) -> None:
+    """Rank 0 may have more to write than others, whose deadline passes first: the store knows who has spoken."""
     agreements = seats(SHORT_S)
     busy = threading.Event()
 
     def work(rank: int) -> Record:
         if rank == 0:
-            # So that the other's deadline is the first to pass.
-            busy.wait(SHORT_S / 2)
+            busy.wait(0.8 * SHORT_S)
         return {}
 
-    started = time.monotonic()
-    results = round_of(agreements[:2], work, error=kind)
-    assert time.monotonic() - started < 3 * SHORT_S + SLACK_S
-    for message in messages(results, kind):
-        assert "no word from rank 2" in message, message
-        assert TOPIC in message
+    for message in messages(round_of(agreements[:2], work), CommitError):
+        assert "rank 2" in message, message
 
 
 def test_a_silent_rank_0_is_named_by_the_deadline(seats: Seats) -> None:
@@ -263,7 +268,7 @@ def test_word_that_comes_in_the_second_deadline(seats: Seats) -> None:
     late = threading.Event()
 
     def act() -> None:
-        late.wait(1.3 * deadline_s)
+        late.wait(1.75 * deadline_s)
 
     assert round_of(agreements, lambda rank: {}, lambda records: {"ok": 1}, act=act) == [{"ok": 1}] * WORLD
 
