@@ -4,6 +4,8 @@ Each launch runs the tests that are marked with its world size. A test passes on
 """
 
 import os
+import shutil
+import tempfile
 import traceback
 from collections.abc import Generator
 from datetime import timedelta
@@ -35,6 +37,13 @@ QUIET = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest makes its folders
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if "WORLD_SIZE" in os.environ:
+        # Each process cleans pytest's numbered folders up at its end: ranks that share them race, and one fails.
+        config.option.basetemp = tempfile.mkdtemp(prefix=f"rank{os.environ['RANK']}-")
+
+
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has been registered
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "world(size): the number of ranks that this test runs on")
@@ -59,6 +68,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         # torchrun ends all ranks when one has failed: let rank 0 report first.
         dist.barrier(group=group)
         dist.destroy_process_group()
+        shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -27,7 +27,7 @@ from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement
 
 WORLD = 3
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 
 # A new step, the same one again (exchanged), and one more, after which the oldest may go. (step, version)
 SAVES = ((2, 21), (2, 22), (3, 31))
@@ -56,6 +56,11 @@ class Job:
     kill_count: int = 0
     exchange: bool = True
     saves: tuple[tuple[int, int], ...] = SAVES
+
+    @property
+    def timeout_s(self) -> float:
+        """Where nobody dies nobody is waited for in vain, and a busy machine needs no deadline."""
+        return ALARM_S if self.victim is None else TIMEOUT_S
 
 
 class Watch:
@@ -131,7 +136,7 @@ def run_rank(job: Job, rank: int, listener: socket.socket | None) -> None:
         if not job.exchange:
             commit._exchange = lambda first, second: False
         store = _connect(job, rank, listener)
-        agreement = Agreement(WatchedStore(store, watch), rank, WORLD, f"job{job.number}", TIMEOUT_S)
+        agreement = Agreement(WatchedStore(store, watch), rank, WORLD, f"job{job.number}", job.timeout_s)
         watch.watch_io()
         _save_all(job, agreement, watch, report)
         if rank == job.victim:

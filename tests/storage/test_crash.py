@@ -24,7 +24,7 @@ from crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 from mcore_ckpt.storage import commit, steps
 
 # Saves of this many scenarios wait for dead ranks at the same time.
-AT_ONCE = 6
+AT_ONCE = 10
 
 FIRST_STEP, FIRST_VERSION = 1, 11
 
