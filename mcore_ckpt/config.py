@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt import layout
@@ -44,14 +45,21 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for field in ("save_contents", "load_contents"):
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
-        if self.max_to_keep is not None and self.max_to_keep < 1:
-            raise ValueError(f"max_to_keep is {self.max_to_keep}: use 1 or more, or None to keep every checkpoint")
+        if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
+            raise ValueError(f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
-        for role in self.roles or ():
-            layout.check_role(role)
+        if self.roles is not None:
+            object.__setattr__(self, "roles", check_roles(self.roles))
         if self.async_save:
             raise UnsupportedError("async_save=True is not available yet: saves are synchronous; leave it False")
+
+
+def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
+    """The roles of a step, each once. Raises ValueError for a string, which would be one role per letter."""
+    if isinstance(roles, str):
+        raise ValueError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
+    return tuple(dict.fromkeys(map(layout.check_role, roles)))
 
 
 def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str, ...]:

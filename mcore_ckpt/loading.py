@@ -90,7 +90,7 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None) -> Lo
             plan = _plan_together(session, role_dir)
             changed = True
             nbytes = _apply_together(session, plan)
-        except (CheckpointCorruptError, CheckpointMismatchError) as error:
+        except CheckpointError as error:
             damaged = isinstance(error, CheckpointCorruptError)
             if not damaged and not changed:
                 raise
@@ -104,14 +104,16 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None) -> Lo
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
 
-def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointCorruptError:
+def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
     state = (
         "Model and optimizer are now undefined: load another checkpoint before training on"
         if changed
         else "Nothing has been changed"
     )
     newer = "".join(f"\n  newer, also bad: {text}" for text in skipped)
-    return CheckpointCorruptError(f"{error}. {state}{newer}")
+    # An older checkpoint that does not fit, or is gone, is the end of a damaged one's fall-back.
+    of_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
+    return (CheckpointCorruptError if of_damage else type(error))(f"{error}. {state}{newer}")
 
 
 def _candidates(session: Session, step: int | None, path: Path | None) -> Record:

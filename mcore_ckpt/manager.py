@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import layout
-from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.config import CheckpointConfig, check_roles
 from mcore_ckpt.loading import LoadResult, load_checkpoint
 from mcore_ckpt.saving import SaveReport, save_checkpoint
 from mcore_ckpt.session import Session
@@ -29,6 +29,8 @@ from mcore_ckpt.storage.manifest import StageRecord
 from mcore_ckpt.topology import Topology, is_first_optimizer_instance, read_topology
 
 logger = logging.getLogger(__name__)
+
+LARGEST_STEP = 1 << 62  # what the manifest can hold
 
 # Managers of one role, made one after the other in one process, must not read each other's keys.
 _managers_made: dict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -94,7 +96,7 @@ class CheckpointManager:
         rank, coordinates, topology = read_topology(len(chunks))
         root = Path(root).absolute()
         agreement = _agreement(role, rank, topology.world_size, config.timeout_s)
-        _set_up_together(agreement, root, role, chunks, optimizer, topology)
+        _set_up_together(agreement, root, role, config, chunks, optimizer, topology)
         self._session = Session(
             root=root,
             role=role,
@@ -134,12 +136,12 @@ class CheckpointManager:
         topic = f"saving step {step} of {self._session.role}"
         with self._in_step(topic):
             self._check_save(step, extra_state)
-            declared = [*(roles or self._session.config.roles or ()), self._session.role]
-            declared = list(dict.fromkeys(map(layout.check_role, declared)))
+            declared = check_roles(roles or self._session.config.roles or ())
+            declared = check_roles([*declared, self._session.role])
             if not self._has_saved and self._session.agreement.is_coordinator:
                 commit.sweep(self._session.root, self._session.role, alone=True)
             self._has_saved = True
-        return SaveHandle(save_checkpoint(self._session, topic, step, extra_state, tuple(declared)))
+        return SaveHandle(save_checkpoint(self._session, topic, step, extra_state, declared))
 
     def load(self, *, step: int | None = None, path: str | Path | None = None) -> LoadResult:
         """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank
@@ -183,7 +185,7 @@ class CheckpointManager:
     def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
         self._check_open()
         self._check_contents("save_contents")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < LARGEST_STEP:
             raise ValueError(f"step is {step!r}: use an integer of at least 0")
         if extra_state is not None and not isinstance(extra_state, Mapping):
             raise TypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
@@ -200,7 +202,13 @@ class CheckpointManager:
 
 
 def _set_up_together(
-    agreement: Agreement, root: Path, role: str, chunks: Sequence[Any], optimizer: Any, topology: Topology
+    agreement: Agreement,
+    root: Path,
+    role: str,
+    config: CheckpointConfig,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    topology: Topology,
 ) -> None:
     """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
 
@@ -209,10 +217,15 @@ def _set_up_together(
         refuse_unsupported_experts(topology, read_model(chunks))
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
-        return {"root": str(root)}
+        return {
+            "root": str(root),
+            "save_contents": config.save_contents,
+            "load_contents": config.load_contents,
+            "has_optimizer": optimizer is not None,
+        }
 
     def combine(records: Sequence[Record]) -> Record:
-        same_everywhere(records, "the root folder")
+        same_everywhere(records, "the arguments of CheckpointManager")
         commit.sweep(root, role, alone=False)
         return {}
 

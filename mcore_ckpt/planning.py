@@ -85,7 +85,8 @@ def plan_load(session: Session, role_dir: Path) -> LoadPlan:
 def _plan(session: Session, role_dir: Path, manifest: Manifest) -> LoadPlan:
     wanted = session.config.load_contents
     model = read_model(session.chunks)
-    indexes = _read_indexes(session, role_dir, manifest, model)
+    owned = [state for part in _states(session, model) for state in part]
+    indexes = _read_indexes(session, role_dir, manifest, model, owned)
     stored = _stored(indexes.values())
     fills: list[TensorFill] = []
     unstepped: list[tuple[OptimizerPart, ParameterState]] = []
@@ -147,25 +148,46 @@ def _layers(stage: StageRecord) -> str:
     return f"{list(stage.decoder)}" + (f" and MTP {list(stage.mtp)}" if stage.mtp else "")
 
 
+def _states(session: Session, model: Sequence[LocalShard]) -> list[list[ParameterState]]:
+    if "optimizer" not in session.config.load_contents:
+        return []
+    return optimizer_state.read_optimizer(session.optimizer, model, first_instance=True)
+
+
 def _read_indexes(
-    session: Session, role_dir: Path, manifest: Manifest, model: Iterable[LocalShard]
+    session: Session,
+    role_dir: Path,
+    manifest: Manifest,
+    model: Iterable[LocalShard],
+    owned: Iterable[ParameterState],
 ) -> dict[str, FileIndex]:
     """The indexes of the files that hold anything this rank wants, and of no others."""
     position = {name: number for number, name in enumerate(manifest.tensors)}
-    dense, experts = (
-        sorted({position[s.key.name] for s in model if s.expert == is_expert and s.key.name in position})
-        for is_expert in (False, True)
-    )
+    in_model = _positions(position, ((shard.key.name, shard.expert) for shard in model))
+    in_optimizer = _positions(position, ((state.name, state.expert) for state in owned))
+    at = session.coordinates
+    own = layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
     indexes = {}
     for file in manifest.files:
         if file.index is None or not _is_asked_for(file, session.config.load_contents):
             continue
-        at = manifest.ranks[file.rank]
-        if (at.tp == session.coordinates.tp and _holds_any(file, dense)) or (
-            at.etp == session.coordinates.etp and _holds_any(file, experts)
-        ):
+        dense, experts = in_optimizer if file.kind == "optimizer" else in_model
+        writer = manifest.ranks[file.rank]
+        wanted = (writer.tp == at.tp and _holds_any(file, dense)) or (
+            writer.etp == at.etp and _holds_any(file, experts)
+        )
+        if wanted or file.path == own:
             indexes[file.path] = read_index(role_dir, file)
     return indexes
+
+
+def _positions(position: Mapping[str, int], wanted: Iterable[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+    """Sorted positions in the manifest of the wanted dense tensors, and of the experts'."""
+    found: tuple[set[int], set[int]] = (set(), set())
+    for name, expert in wanted:
+        if name in position:
+            found[expert].add(position[name])
+    return sorted(found[False]), sorted(found[True])
 
 
 def _is_asked_for(file: FileRecord, contents: Sequence[str]) -> bool:
@@ -229,19 +251,44 @@ def _optimizer_fills(
     """The fills of main parameters and moments, and the parameters that had not been stepped when they were saved."""
     fills: list[TensorFill] = []
     unstepped = []
-    by_part = optimizer_state.read_optimizer(session.optimizer, model, first_instance=True)
+    by_part = _states(session, model)
     for part, states in zip(optimizer_state.optimizer_parts(session.optimizer), by_part, strict=True):
         for state in states:
+            # Asked for in any case: a parameter that was frozen must not pass for one that was not stepped yet.
+            fill = _param_fill(session, state, stored)
             if not (state.is_model_view and "model" in session.config.load_contents):
-                fills.append(_param_fill(session, state, stored))
+                fills.append(fill)
             kinds = stored.moments.get(state.name, ())
             fills += [_moment_fill(session, part, state, kind, stored) for kind in kinds]
             if not kinds:
                 unstepped.append((part, state))
+    _check_optimizer_leftovers(session, model, stored)
     return fills, unstepped
 
 
+def _check_optimizer_leftovers(session: Session, model: Sequence[LocalShard], stored: _Stored) -> None:
+    """State of a parameter that is frozen now would be dropped without a word."""
+    at = session.coordinates
+    own = layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
+    trainable = optimizer_state.trainable_names(model)
+    for key, shards in stored.shards.items():
+        if key.kind in (_MODEL, OPAQUE) or key.name in trainable:
+            continue
+        for shard in shards:
+            if shard.file == own:
+                raise CheckpointMismatchError(
+                    f"{own}: tensor {key}: wanted no such tensor, because the parameter is frozen now, found "
+                    f"{shard.region.describe()}"
+                )
+
+
 def _param_fill(session: Session, state: ParameterState, stored: _Stored) -> TensorFill:
+    key = ShardKey(state.name, _PARAM)
+    if key not in stored.shards and key not in stored.aliases:
+        raise CheckpointMismatchError(
+            f"{_wanted(session, state, _PARAM, '').file}: tensor {key}: wanted {state.region.describe()}, found no "
+            "such tensor: the parameter was frozen when it was saved"
+        )
     return stored.fill(_wanted(session, state, _PARAM, dtype_name(state.main.dtype)), lambda: state.main)
 
 
@@ -280,7 +327,7 @@ def _read_common(session: Session, role_dir: Path, manifest: Manifest) -> dict[s
             f"{layout.COMMON_FILE}: has the state of {len(saved)} chained optimizers, wanted {len(parts)}"
         )
     for part, state in zip(parts, saved, strict=True):
-        optimizer_state.match_groups(part, state["param_groups"])
+        optimizer_state.check_common(part, state)
     check_scheduler(session.lr_scheduler, common["lr_scheduler"])
     return common
 

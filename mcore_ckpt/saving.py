@@ -31,7 +31,7 @@ from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.dtypes import dtype_name
-from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.files import sync_dir, sync_file
 from mcore_ckpt.storage.index import Alias
 from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, StageRecord
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
@@ -70,42 +70,60 @@ def save_checkpoint(
     """
     started = time.monotonic()
     role_dir = layout.step_dir(session.root, step) / session.role
-    # A collective, so before anything that may fail on one rank alone.
-    sync_parameters(session.chunks)
     written: list[WrittenFile] = []
+    common: dict[str, Any] = {}
 
     def write(staging: Path) -> Record:
-        written.extend(_write_all(session, staging, extra_state))
-        return _report(session, written)
+        # Before gigabytes are written: what may have to be refused.
+        plain = None if extra_state is None else to_plain(extra_state, "extra_state")
+        optimizer_steps = _optimizer_steps(session)
+        if session.agreement.is_coordinator and "optimizer" in session.config.save_contents:
+            common.update(_common_state(session))
+        written.extend(_write_all(session, staging, plain))
+        return _report(session, written, optimizer_steps)
 
     commit_together(
         session.agreement,
         topic,
         role_dir,
+        lambda: sync_parameters(session.chunks),
         write,
-        lambda staging, attempt, records: _describe(session, staging, step, roles, attempt, records),
-        lambda attempt: _after_commit(session, attempt),
+        lambda staging, attempt, records: _describe(session, staging, common, step, roles, attempt, records),
+        lambda: _update_tracker(session, step),
     )
+    if session.agreement.is_coordinator:
+        _delete_old(session, step)
     return SaveReport(step, role_dir, sum(file.size for file in written), time.monotonic() - started)
 
 
-def _after_commit(session: Session, attempt: str) -> None:
-    """Tracker and retention. The checkpoint is in place: a failure here is told, but is not the save's."""
+def _update_tracker(session: Session, step: int) -> None:
+    """The checkpoint is in place: a failure here is told, but is not the save's."""
     try:
-        steps.update_tracker(session.root)
-        if session.config.max_to_keep is not None:
-            steps.delete_old_steps(session.root, session.config.max_to_keep, attempt)
+        newest = steps.update_tracker(session.root)
     except OSError as error:
-        logger.warning("the checkpoint is committed, but the tracker or old steps could not be updated: %s", error)
+        logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
+        return
+    if newest is not None and newest > step:
+        logger.warning(
+            "step %d is saved, but load() takes the newer step %d: delete that one to go on from here", step, newest
+        )
+
+
+def _delete_old(session: Session, step: int) -> None:
+    """After all ranks know of the commit: deleting may take long."""
+    if session.config.max_to_keep is None:
+        return
+    try:
+        steps.delete_old_steps(session.root, session.config.max_to_keep, commit.new_attempt(), step)
+    except OSError as error:
+        logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
 
 
 # -- this rank's files ------------------------------------------------------------------------------------
 
 
-def _write_all(session: Session, staging: Path, extra_state: Mapping[str, Any] | None) -> list[WrittenFile]:
+def _write_all(session: Session, staging: Path, extra_state: dict[str, Any] | None) -> list[WrittenFile]:
     contents = session.config.save_contents
-    # Before gigabytes are written: it is what a user may get wrong.
-    plain = None if extra_state is None else to_plain(extra_state, "extra_state")
     model = read_model(session.chunks)
     requests: list[WriteRequest] = []
     if "model" in contents:
@@ -117,7 +135,7 @@ def _write_all(session: Session, staging: Path, extra_state: Mapping[str, Any] |
         host = fill_image(request, session.images, session.arena)
         written.append(write_image(staging, request, host.image, host.buffer))
     if "extra" in contents:
-        written += _write_extra(session.coordinates, staging, plain)
+        written += _write_extra(session.coordinates, staging, extra_state)
     if session.agreement.is_coordinator:
         written += _write_assets(session, staging)
     for folder in {(staging / file.path).parent for file in written}:
@@ -189,6 +207,7 @@ def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
     paths = save_assets(staging / layout.HUGGINGFACE_DIR, session.hf_config, session.processing_class)
     written = []
     for path in paths:
+        sync_file(path)
         data = path.read_bytes()
         name = path.relative_to(staging).as_posix()
         written.append(WrittenFile(name, "huggingface", len(data), zlib.crc32(data)))
@@ -198,27 +217,36 @@ def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
 # -- what ranks tell rank 0, and what it makes of it -------------------------------------------------------
 
 
-def _report(session: Session, written: Iterable[WrittenFile]) -> Record:
-    record: Record = {
+def _optimizer_steps(session: Session) -> list[float | int | None]:
+    if "optimizer" not in session.config.save_contents:
+        return []
+    return [optimizer_state.read_step(part) for part in optimizer_state.optimizer_parts(session.optimizer)]
+
+
+def _report(session: Session, written: Iterable[WrittenFile], optimizer_steps: list[float | int | None]) -> Record:
+    return {
         "files": [asdict(file) for file in written],
         "coordinates": asdict(session.coordinates),
         "stages": [asdict(stage) for stage in session.stages],
-        "steps": [],
+        "steps": optimizer_steps,
     }
-    if "optimizer" in session.config.save_contents:
-        parts = optimizer_state.optimizer_parts(session.optimizer)
-        record["steps"] = [optimizer_state.read_step(part) for part in parts]
-    return record
 
 
 def _describe(
-    session: Session, staging: Path, step: int, roles: tuple[str, ...], attempt: str, records: Sequence[Record]
+    session: Session,
+    staging: Path,
+    common: dict[str, Any],
+    step: int,
+    roles: tuple[str, ...],
+    attempt: str,
+    records: Sequence[Record],
 ) -> Manifest:
     """Rank 0's part before the commit: the file all ranks share, and the manifest."""
     files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
     commit.check_files(staging, files)
     if "optimizer" in session.config.save_contents:
-        common = _common_state(session, [record["steps"] for record in records])
+        for number, part in enumerate(common["optimizers"]):
+            part["step"] = _common_step(number, [record["steps"][number] for record in records])
         files.append((session.agreement.rank, write_plain(staging, layout.COMMON_FILE, "common", common)))
     names = sorted({name for _, file in files for name in file.names}, key=natural_order)
     position = {name: number for number, name in enumerate(names)}
@@ -253,16 +281,16 @@ def _file_record(rank: int, file: WrittenFile, position: Mapping[str, int]) -> F
     return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
 
 
-def _common_state(session: Session, steps_by_rank: Sequence[Sequence[float | int | None]]) -> dict[str, Any]:
-    parts = optimizer_state.optimizer_parts(session.optimizer)
+def _common_state(session: Session) -> dict[str, Any]:
+    """What all ranks share of optimizer and scheduler, but for the steps, which rank 0 may not know."""
     return {
         "optimizers": [
             {
+                "kind": optimizer_state.kind_of(part),
                 "param_groups": optimizer_state.read_param_groups(part),
-                "step": _common_step(number, [ranks[number] for ranks in steps_by_rank]),
                 "grad_scaler": optimizer_state.read_grad_scaler(part),
             }
-            for number, part in enumerate(parts)
+            for part in optimizer_state.optimizer_parts(session.optimizer)
         ],
         "lr_scheduler": read_scheduler(session.lr_scheduler),
     }

@@ -184,6 +184,27 @@ def read_grad_scaler(part: OptimizerPart) -> dict[str, Any] | None:
     return None if scaler is None else to_plain(scaler.state_dict(), "grad_scaler")
 
 
+def kind_of(part: OptimizerPart) -> str:
+    """Which state the optimizer keeps: Adam's variants keep the same."""
+    name = type(part.inner).__name__
+    return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
+
+
+def trainable_names(model: Sequence[LocalShard]) -> set[str]:
+    return {shard.key.name for shard in model if shard.tensor.requires_grad}
+
+
+def check_common(part: OptimizerPart, saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointMismatchError if what the ranks share of a saved optimizer does not fit this one."""
+    if saved["kind"] != kind_of(part):
+        raise CheckpointMismatchError(f"optimizer: wanted the state of {kind_of(part)}, found that of {saved['kind']}")
+    has_scaler = getattr(part.megatron, "grad_scaler", None) is not None
+    if has_scaler != (saved["grad_scaler"] is not None):
+        wanted, found = ("a grad scaler", "none") if has_scaler else ("no grad scaler", "one")
+        raise CheckpointMismatchError(f"optimizer: wanted {wanted}, found {found} in the checkpoint")
+    match_groups(part, saved["param_groups"])
+
+
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The saved group of each group of `part`.
 
@@ -227,11 +248,15 @@ def write_step(part: OptimizerPart, step: float | int | None) -> None:
         counts
     it once per parameter.
     """
-    if part.inner is None or step is None:
+    if part.inner is None:
         return
     if part.steps_in_groups:
         for group in part.param_groups:
-            group[_STEP] = int(step)
+            group.pop(_STEP, None)
+            if step is not None:
+                group[_STEP] = int(step)
+        return
+    if step is None:
         return
     on_device = {id(p) for g in part.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for parameter, state in part.inner.state.items():

@@ -28,7 +28,7 @@ def to_plain(value: Any, field: str) -> Any:
     """
     if type(value) in _ATOMS and value != b"":  # torch's safe unpickler cannot make empty bytes
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return value.detach().to("cpu", copy=True).contiguous()
     if isinstance(value, torch.Generator):
         return value.get_state().clone()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.state.plain import to_plain
+
+logger = logging.getLogger(__name__)
 
 
 def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
@@ -16,9 +19,13 @@ def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
 
 def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
     """Raises CheckpointMismatchError if `write_scheduler` would fail, before anything changes."""
-    if scheduler is None or state is None:
-        return
-    if not _is_megatrons(scheduler):
+    if scheduler is not None and state is None:
+        raise CheckpointMismatchError(
+            "wanted the state of an LR scheduler, found none in the checkpoint: the schedule would go on from anywhere"
+        )
+    if scheduler is None and state is not None:
+        logger.warning("the checkpoint has the state of an LR scheduler, but there is none here to load it into")
+    if scheduler is None or state is None or not _is_megatrons(scheduler):
         return
     # OptimizerParamScheduler.load_state_dict (0.16.1) asserts field by field while it assigns: let it do so to a copy.
     trial = copy.copy(scheduler)

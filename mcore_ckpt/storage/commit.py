@@ -33,13 +33,13 @@ def new_attempt() -> str:
 def open_staging(role_dir: Path, attempt: str) -> Path:
     """Makes the folder ranks write into. Raises OSError."""
     staging = layout.staging_dir(role_dir, attempt)
-    role_dir.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        staging.mkdir()
-    except FileNotFoundError:
-        # Another role found the step's folder empty in this instant, and removed it.
+    while True:
         role_dir.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
+        try:
+            staging.mkdir()
+            break
+        except FileNotFoundError:
+            continue  # another role found the step's folder empty in this instant, and removed it
     write_owner(staging)
     return staging
 
@@ -78,7 +78,7 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
         try:
             os.rename(staging, role_dir)
         except OSError:
-            os.rename(replaced, role_dir)
+            restore_replaced(replaced, role_dir)
             raise
     sync_dir(role_dir.parent)
     sync_dir(role_dir.parent.parent)
@@ -138,9 +138,15 @@ def sweep(root: Path, role: str, alone: bool) -> None:
 def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
     if (step_path / role / layout.OWNER_FILE).exists() and _is_remains(step_path / role, alone):
         (step_path / role / layout.OWNER_FILE).unlink(missing_ok=True)
-    for entry in list(step_path.iterdir()):
+    try:
+        entries = list(step_path.iterdir())
+    except FileNotFoundError:
+        return  # another role's retention has just deleted it
+    for entry in entries:
         work = layout.parse_work_dir(entry.name)
         if work is None or work.role != role:
+            continue
+        if work.purpose == "replaced" and _is_between_renames(step_path / role, work.attempt, alone):
             continue
         if work.purpose == "replaced" and restore_replaced(entry, step_path / role):
             continue
@@ -149,6 +155,12 @@ def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
             shutil.rmtree(entry, ignore_errors=True)
     if alone:
         _remove_if_empty(step_path)
+
+
+def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:
+    """Whether the save that moved a checkpoint aside is still about to put the new one there."""
+    staging = layout.staging_dir(role_dir, attempt)
+    return staging.exists() and not _is_remains(staging, alone)
 
 
 def restore_replaced(replaced: Path, role_dir: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from mcore_ckpt.knobs import WRITE_BYTES
 
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Writes a new file and waits until its bytes are on the disk. Raises OSError, FileExistsError included."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for part in parts:
@@ -25,6 +25,21 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
         os.close(descriptor)
 
 
+def make_folders(base: Path, path: str) -> None:
+    """Makes the folders of `path` below `base`, which must be there: one that was discarded must not come back."""
+    for parent in reversed(Path(path).parents[:-1]):
+        (base / parent).mkdir(exist_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the bytes of a file durable that somebody else has written."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         written = os.write(descriptor, data[:WRITE_BYTES])
@@ -33,8 +48,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a small file so that a reader, or a crash, finds either the old bytes or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     write_file(temporary, [data])
     os.replace(temporary, path)
     sync_dir(path.parent)
@@ -53,7 +67,10 @@ def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
     """`nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before."""
     parts = []
     while nbytes:
-        part = os.pread(descriptor, nbytes, offset)
+        try:
+            part = os.pread(descriptor, nbytes, offset)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{path}: cannot be read at byte {offset}: {error}") from error
         if not part:
             raise CheckpointCorruptError(f"{path}: ends at byte {offset}, {nbytes} bytes too early: the file was cut")
         parts.append(part)
@@ -65,7 +82,10 @@ def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
 def read_exact_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
     """Fills `target` from `offset`. Raises CheckpointCorruptError if the file ends before."""
     while target:
-        count = os.preadv(descriptor, [target], offset)
+        try:
+            count = os.preadv(descriptor, [target], offset)
+        except OSError as error:
+            raise CheckpointCorruptError(f"{path}: cannot be read at byte {offset}: {error}") from error
         if not count:
             raise CheckpointCorruptError(
                 f"{path}: ends at byte {offset}, {len(target)} bytes too early: the file was cut"

@@ -176,9 +176,13 @@ def _check_manifest(manifest: Manifest) -> None:
     for role in (manifest.role, *manifest.roles):
         if not layout.is_role(role):
             raise fields.FieldError(f"role {role!r} is not a folder name")
+    if len(manifest.ranks) != manifest.topology.world_size:
+        raise fields.FieldError(f"it lists {len(manifest.ranks)} ranks of {manifest.topology.world_size}")
     seen: set[str] = set()
     for file in manifest.files:
         _check_path(file.path, seen)
+        if file.rank >= len(manifest.ranks):
+            raise fields.FieldError(f"{file.path} was written by rank {file.rank} of {len(manifest.ranks)}")
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} leaves the file")
         for first, last in file.holds:

@@ -13,7 +13,10 @@ from mcore_ckpt.storage import json_fields as fields
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: host, pid, and its start in clock ticks since boot, because pids are used again."""
+    """A process: its machine, pid, and its start in clock ticks since boot, because pids are used again.
+
+    Containers may share a host's name and count pids apart: `host` is the name, the boot and the pid namespace.
+    """
 
     host: str
     pid: int
@@ -21,15 +24,20 @@ class Owner:
 
     @staticmethod
     def this_process() -> Owner:
-        return Owner(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
+        return Owner(_this_host(), os.getpid(), _start_of(os.getpid()) or 0)
 
     @property
     def is_on_this_host(self) -> bool:
-        return self.host == socket.gethostname()
+        return self.host == _this_host()
 
     @property
     def is_alive_here(self) -> bool:
         return self.is_on_this_host and _start_of(self.pid) == self.start
+
+
+def _this_host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_of(pid: int) -> int | None:

@@ -62,7 +62,7 @@ def _status(path: Path) -> StepStatus:
     step = layout.parse_step(path.name)
     assert step is not None
     committed, declared, problems = set(), set(), []
-    for role_dir in sorted(path.iterdir()):
+    for role_dir in _entries(path):
         if not layout.is_role(role_dir.name):
             continue
         try:
@@ -84,6 +84,13 @@ def _status(path: Path) -> StepStatus:
             problems.append(f"{role_dir}: its manifest is of {role} at step {saved_step}")
             declared.add(role_dir.name)
     return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems))
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except FileNotFoundError:
+        return []  # another role's retention has just deleted it
 
 
 @lru_cache(maxsize=4096)
@@ -124,23 +131,31 @@ def warn_if_tracker_differs(root: Path, newest: int) -> None:
         )
 
 
-def delete_old_steps(root: Path, max_to_keep: int, attempt: str) -> list[int]:
-    """Deletes all steps older than the newest `max_to_keep` complete ones; returns those deleted.
+def delete_old_steps(root: Path, max_to_keep: int, attempt: str, committed: int | None = None) -> list[int]:
+    """Deletes steps that are not among the newest `max_to_keep` complete ones of any role; returns those deleted.
 
-    Counted from what is on disk. An incomplete step that old can never be the one to come back to; a
-    folder without any manifest of ours is somebody else's and stays.
+    `committed`, the step just saved, stays: after a rollback it is not the newest.
+    Counted from what is on disk. A folder without any manifest of ours is somebody else's and stays.
     """
     statuses = list_steps(root)
-    complete = [status.step for status in statuses if status.is_complete]
-    if len(complete) <= max_to_keep:
-        return []
-    oldest_kept = complete[-max_to_keep]
-    deleted = []
+    by_role: dict[str, list[int]] = {}
     for status in statuses:
-        if status.step < oldest_kept and (status.committed or status.problems):
-            _delete_step(status.path, attempt)
-            deleted.append(status.step)
-    return deleted
+        for role in status.committed if status.is_complete else ():
+            by_role.setdefault(role, []).append(status.step)
+    kept = {step for steps in by_role.values() for step in steps[-max_to_keep:]} | {committed}
+    if not by_role or all(len(steps) <= max_to_keep for steps in by_role.values()):
+        return []
+    # An incomplete step older than all that stay can never be the one to come back to.
+    oldest_kept = min(step for step in kept if step is not None)
+    doomed = [
+        status
+        for status in statuses
+        if (status.is_complete and status.step not in kept)
+        or (status.step < oldest_kept and (status.committed or status.problems))
+    ]
+    for status in doomed:
+        _delete_step(status.path, attempt)
+    return [status.step for status in doomed]
 
 
 def _delete_step(path: Path, attempt: str) -> None:

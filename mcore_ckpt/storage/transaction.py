@@ -17,9 +17,10 @@ def commit_together(
     agreement: Agreement,
     topic: str,
     role_dir: Path,
+    prepare: Callable[[], None],
     write: Callable[[Path], Record],
     describe: Callable[[Path, str, Sequence[Record]], Manifest],
-    after: Callable[[str], None],
+    after: Callable[[], object],
 ) -> None:
     """Every rank writes its files, rank 0 commits them.
 
@@ -27,9 +28,11 @@ def commit_together(
         agreement: this rank's seat.
         topic: what is being saved, for messages.
         role_dir: where the checkpoint goes; what is there stays whole until then.
+        prepare: a collective of the trainer. Called when all ranks are known to be there, and before anything that one
+            of them may fail at alone.
         write: this rank's part: writes files below the staging folder it is given, durably, and reports to rank 0.
         describe: on rank 0, the manifest, from the staging folder, the attempt's id, and what all ranks told.
-        after: on rank 0, once the checkpoint is in place, with the attempt's id, before the others are told. It must
+        after: on rank 0, once the checkpoint is in place, before the others are told. It must
             not raise: the checkpoint is there whatever happens to the tracker.
 
     Raises:
@@ -40,6 +43,7 @@ def commit_together(
     staging = layout.staging_dir(role_dir, attempt)
 
     def work() -> Record:
+        prepare()
         if not staging.is_dir():
             raise CommitError(
                 f"{staging}, made by rank 0, cannot be seen: all ranks must save to one shared file system"
@@ -52,7 +56,7 @@ def commit_together(
 
     def act() -> None:
         commit.publish(staging, role_dir, attempt)
-        after(attempt)
+        after()
 
     try:
         decide(agreement, topic, work, combine, CommitError, act)

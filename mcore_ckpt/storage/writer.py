@@ -15,7 +15,7 @@ from mcore_ckpt import _native
 from mcore_ckpt.knobs import HOST_THREADS
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.storage.dtypes import dtype_name
-from mcore_ckpt.storage.files import write_file
+from mcore_ckpt.storage.files import make_folders, write_file
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, encode_index
 from mcore_ckpt.storage.manifest import IndexPlace
 from mcore_ckpt.storage.pt_image import PtImage
@@ -44,6 +44,7 @@ def write_image(role_dir: Path, request: WriteRequest, image: PtImage, buffer: t
     index = encode_index(FileIndex(tuple(shards), request.aliases))
     index_crc = zlib.crc32(index)
     tail = image.tail(crcs, index, index_crc)
+    make_folders(role_dir, request.path)
     write_file(role_dir / request.path, [data, tail])
     return WrittenFile(
         request.path,
@@ -100,5 +101,6 @@ def pickle_plain(value: Mapping[str, Any]) -> bytes:
 def write_plain(role_dir: Path, path: str, kind: str, value: Mapping[str, Any]) -> WrittenFile:
     """Writes a small `.pt` file of plain values durably. Raises OSError, ValueError."""
     data = pickle_plain(value)
+    make_folders(role_dir, path)
     write_file(role_dir / path, [data])
     return WrittenFile(path, kind, len(data), zlib.crc32(data))

@@ -152,10 +152,12 @@ def test_torchs_go_on_where_they_were(make: Callable[[torch.optim.Optimizer], An
     assert steps(other, 5) == pytest.approx(steps(original, 5))
 
 
-def test_without_a_scheduler_or_without_its_state_nothing_happens() -> None:
+def test_a_schedule_whose_state_is_missing_is_refused() -> None:
+    """It would go on from wherever it is, and nobody would know."""
     assert read_scheduler(None) is None
     load(None, {"num_steps": 3})
     scheduler = megatrons()
     scheduler.step(2)
-    load(scheduler, None)
+    with pytest.raises(CheckpointMismatchError, match="LR scheduler"):
+        load(scheduler, None)
     assert scheduler.num_steps == 2

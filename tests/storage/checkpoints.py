@@ -101,13 +101,11 @@ def save_together(agreement: Agreement, root: Path, step: int, version: int, kee
         commit.check_files(staging, files)
         return manifest_of(files, agreement.world_size, step, attempt, ROLE, (ROLE,))
 
-    def after(attempt: str) -> None:
-        steps.update_tracker(root)
-        if keep is not None:
-            steps.delete_old_steps(root, keep, attempt)
-
     role_dir = layout.step_dir(root, step) / ROLE
-    commit_together(agreement, f"saving step {step}", role_dir, write, describe, after)
+    topic = f"saving step {step}"
+    commit_together(agreement, topic, role_dir, lambda: None, write, describe, lambda: steps.update_tracker(root))
+    if keep is not None and agreement.is_coordinator:
+        steps.delete_old_steps(root, keep, commit.new_attempt(), step)
 
 
 def _written(item: Record) -> WrittenFile:

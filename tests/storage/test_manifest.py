@@ -62,8 +62,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         index = draw(st.none() | st.builds(IndexPlace, big, big, small))
         size = draw(big) + (index.offset + index.size if index else 0)
         holds = ((first, last),) if index and draw(st.booleans()) else ()
-        files.append(FileRecord(f"optim/{number}.pt", draw(texts), draw(small), size, draw(small), index, holds))
+        files.append(FileRecord(f"optim/{number}.pt", draw(texts), 0, size, draw(small), index, holds))
     numbers = st.lists(small, max_size=3).map(tuple)
+    ranks = tuple(draw(st.lists(build(RankCoordinates, small), min_size=1, max_size=3)))
     return Manifest(
         step=draw(big),
         role=draw(roles),
@@ -72,8 +73,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         created=draw(texts),
         versions=draw(st.dictionaries(texts, texts, max_size=3)),
         contents=tuple(draw(st.lists(texts, max_size=3))),
-        topology=draw(build(Topology, small)),
-        ranks=tuple(draw(st.lists(build(RankCoordinates, small), max_size=3))),
+        topology=replace(draw(build(Topology, small)), world_size=len(ranks)),
+        ranks=ranks,
         stages=tuple(draw(st.lists(st.builds(StageRecord, small, small, numbers, numbers), max_size=3))),
         tensors=tensors,
         files=tuple(files),

@@ -167,6 +167,8 @@ def test_an_image_serves_other_values_and_only_the_same_structure(tmp_path: Path
         return {("a", "param"): random_tensor(shape, dtype, seed), ("b", "param"): random_tensor((7,), dtype, seed + 1)}
 
     image = images.get(request_of(some(0)))
+    for folder in ("0", "1", "2", "other0", "other1"):
+        (tmp_path / folder).mkdir()
     for number, tensors in enumerate((some(0), some(5), some(9))):
         assert images.get(request_of(tensors)) is image
         check(tmp_path / str(number), write(tmp_path / str(number), tensors, images), tensors)
@@ -183,6 +185,7 @@ def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
         arena = Arena()
         arena.take(1 << 20).fill_(poison)
         filled = fill_image(request_of(tensors), ImageCache(), arena)
+        (tmp_path / str(number)).mkdir()
         write_image(tmp_path / str(number), filled.request, filled.image, filled.buffer)
         files.append((tmp_path / str(number) / PATH).read_bytes())
     assert files[0] == files[1]
