@@ -45,3 +45,9 @@ def test_a_value_that_cannot_be_is_refused_by_name(choices: dict[str, Any], reas
 def test_what_this_version_cannot_do_is_said(choices: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         CheckpointConfig(**choices)
+
+
+def test_roles_are_a_list_of_names() -> None:
+    assert CheckpointConfig(roles=["actor", "critic"]).roles == ("actor", "critic")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"the string 'actor'"):
+        CheckpointConfig(roles="actor")  # type: ignore[arg-type]

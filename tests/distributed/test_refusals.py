@@ -238,3 +238,30 @@ def test_a_rank_that_fails_alone_keeps_step(shared_path: Path) -> None:
         with everywhere():
             assert [path.name for path in shared_path.iterdir() if path.is_dir()] == ["global_steps_2"]
         manager.close()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("frozen_then", [True, False])
+def test_another_frozen_layer(frozen_then: bool, precision: Any, shared_path: Path) -> None:
+    """A parameter without state must not pass for one that was not stepped yet, nor its state be dropped."""
+    trainable = replace(DP2, precision=precision)
+    frozen = replace(trainable, frozen=r"decoder\.layers\.1\.")
+    saving, loading = (frozen, trainable) if frozen_then else (trainable, frozen)
+    with parallel(saving):
+        saved = build(saving, seed=1)
+        train(saved, 0, 1)
+        save(saved, shared_path, 1)
+    with parallel(loading):
+        training = build(loading, seed=2)
+        train(training, 0, 1)
+        messages = refused(training, shared_path, CheckpointMismatchError)
+        assert_names(messages, r"distrib_optim_", r"decoder\.layers\.1\.", "frozen")
+
+
+@pytest.mark.world(2)
+def test_a_checkpoint_without_the_schedule(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        save(replace(training, scheduler=None), shared_path, 1)
+        assert_names(refused(training, shared_path, CheckpointMismatchError), "LR scheduler")

@@ -503,3 +503,22 @@ def test_a_save_refuses_a_file_in_the_place_of_its_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="FileExistsError"):
         save_together(alone_in_the_world(), tmp_path, 7, 3)
     assert layout.step_dir(tmp_path, 7).read_bytes() == b"not a folder"
+
+
+# -- retention after a rollback, and with roles that do not know of each other --------------------------------
+
+
+def test_the_step_just_saved_stays_after_a_rollback(tmp_path: Path) -> None:
+    for step in (60, 100):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    assert steps.delete_old_steps(tmp_path, 1, commit.new_attempt(), committed=60) == []
+    assert checkpoints(tmp_path) == {60: 60, 100: 100}
+
+
+def test_a_role_s_retention_leaves_another_role_its_newest(tmp_path: Path) -> None:
+    for step in (8, 9):
+        for role in (ROLE, "critic"):
+            make(layout.step_dir(tmp_path, step) / role, step, roles=(role,))
+    make(layout.step_dir(tmp_path, 10) / ROLE, 10, roles=(ROLE,))
+    assert steps.delete_old_steps(tmp_path, 1, commit.new_attempt(), committed=10) == [8]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_steps_10", "global_steps_9"]
