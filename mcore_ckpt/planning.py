@@ -85,7 +85,8 @@ def plan_load(session: Session, role_dir: Path) -> LoadPlan:
 def _plan(session: Session, role_dir: Path, manifest: Manifest) -> LoadPlan:
     wanted = session.config.load_contents
     model = read_model(session.chunks)
-    owned = [state for part in _states(session, model) for state in part]
+    by_part = _states(session, model)
+    owned = [state for states in by_part for state in states]
     indexes = _read_indexes(session, role_dir, manifest, model, owned)
     stored = _stored(indexes.values())
     fills: list[TensorFill] = []
@@ -96,7 +97,8 @@ def _plan(session: Session, role_dir: Path, manifest: Manifest) -> LoadPlan:
         _check_leftovers(session, model, indexes)
     if "optimizer" in wanted:
         common = _read_common(session, role_dir, manifest)
-        optimizer_fills, unstepped = _optimizer_fills(session, model, stored)
+        optimizer_fills, unstepped = _optimizer_fills(session, by_part, stored)
+        _check_optimizer_leftovers(session, model, stored)
         fills += optimizer_fills
     if "extra" in wanted:
         rng, extra = _read_extra(session, role_dir, manifest)
@@ -246,12 +248,11 @@ def _check_leftovers(session: Session, model: Iterable[LocalShard], indexes: Map
 
 
 def _optimizer_fills(
-    session: Session, model: Sequence[LocalShard], stored: _Stored
+    session: Session, by_part: Sequence[Sequence[ParameterState]], stored: _Stored
 ) -> tuple[list[TensorFill], list[tuple[OptimizerPart, ParameterState]]]:
     """The fills of main parameters and moments, and the parameters that had not been stepped when they were saved."""
     fills: list[TensorFill] = []
     unstepped = []
-    by_part = _states(session, model)
     for part, states in zip(optimizer_state.optimizer_parts(session.optimizer), by_part, strict=True):
         for state in states:
             # Asked for in any case: a parameter that was frozen must not pass for one that was not stepped yet.
@@ -262,7 +263,6 @@ def _optimizer_fills(
             fills += [_moment_fill(session, part, state, kind, stored) for kind in kinds]
             if not kinds:
                 unstepped.append((part, state))
-    _check_optimizer_leftovers(session, model, stored)
     return fills, unstepped
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt import layout
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
@@ -24,6 +25,9 @@ from mcore_ckpt.storage.writer import write_image, write_plain
 from mcore_ckpt.topology import RankCoordinates, Topology
 
 ROLE = "actor"
+
+# In hexadecimal, as an attempt's id is.
+ATTEMPT = "a" * 32
 
 # The first is of more than one CRC block, the others are not whole pages.
 SHAPES = {"embedding.weight": (521, 577), "decoder.norm.weight": (577,), "decoder.bias": (3,)}
@@ -170,3 +174,15 @@ def remains(root: Path) -> list[str]:
 
 def _is_work(name: str) -> bool:
     return layout.parse_work_dir(name) is not None or layout.is_deleted_dir(name)
+
+
+class Crash(BaseException):
+    """The end of a process, in a test that goes on: nothing of the package may catch it."""
+
+
+def crash(*args: object, **kwargs: object) -> None:
+    raise Crash
+
+
+def alone_in_the_world() -> Agreement:
+    return Agreement(dist.HashStore(), 0, 1, "test", 30.0)  # type: ignore[attr-defined]

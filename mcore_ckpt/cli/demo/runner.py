@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mcore_ckpt import layout
 from mcore_ckpt.cli import UsageError
 from mcore_ckpt.errors import CheckpointError
 
@@ -95,8 +96,10 @@ class Outcome:
 
     @property
     def checkpoint(self) -> Path:
-        tracker = self.plan.checkpoints / "latest_checkpointed_iteration.txt"
-        return self.plan.checkpoints / f"global_steps_{tracker.read_text().strip()}"
+        step = layout.parse_tracker((self.plan.checkpoints / layout.TRACKER_FILE).read_text())
+        if step is None:
+            raise DemoError(f"{self.plan.checkpoints / layout.TRACKER_FILE} does not name a step")
+        return layout.step_dir(self.plan.checkpoints, step)
 
     @property
     def checkpoint_bytes(self) -> int:
