@@ -7,11 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from mcore_ckpt import _native
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.knobs import HOST_THREADS
 
 
 def copy_out(tensors: Sequence[torch.Tensor], image: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Copies each tensor's elements, row-major, to its offset (bytes) in a host image (uint8). Blocks until done."""
+    """Copies each tensor's elements, row-major, to its offset (bytes) in a host image (uint8). Blocks until done.
+
+    Raises:
+        UnsupportedError: a tensor is on another kind of device than CPU or CUDA: its address means nothing here.
+    """
+    for tensor in tensors:
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"a tensor on device {tensor.device} cannot be copied: only CPU and CUDA are supported"
+            )
     host: list[tuple[int, int, int]] = []
     device: list[tuple[int, int, int]] = []
     contiguous = [tensor.detach().contiguous() for tensor in tensors]

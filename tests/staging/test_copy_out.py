@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.staging.arena import PAGE_BYTES, Arena
 from mcore_ckpt.staging.copy import as_bytes, copy_out
 
@@ -102,3 +103,8 @@ def test_a_released_arena_starts_anew() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_with_a_gpu_the_arena_is_pinned() -> None:
     assert Arena().take(100).is_pinned()
+
+
+def test_another_device_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="meta"):
+        copy_out([torch.empty(3, device="meta")], torch.empty(64, dtype=torch.uint8), [0])

@@ -1,0 +1,30 @@
+"""The files beside the weights. Tested without transformers: all that is used of it is save_pretrained."""
+
+import json
+from pathlib import Path
+
+from mcore_ckpt.hf.assets import save_assets
+
+
+class Saved:
+    """As a transformers config or tokenizer: writes files of its own into a folder."""
+
+    def __init__(self, name: str, **values: object) -> None:
+        self.name = name
+        self.values = values
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / self.name).write_text(json.dumps(self.values))
+
+
+def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> None:
+    config = Saved("config.json", hidden_size=32)
+    config.generation_config = Saved("generation_config.json", eos_token_id=2)  # type: ignore[attr-defined]
+    written = save_assets(tmp_path / "huggingface", config, Saved("tokenizer.json", vocab=3))
+    assert [path.name for path in written] == ["config.json", "generation_config.json", "tokenizer.json"]
+    assert json.loads(written[0].read_text()) == {"hidden_size": 32}
+
+
+def test_without_either_there_is_no_folder(tmp_path: Path) -> None:
+    assert save_assets(tmp_path / "huggingface", None, None) == []
+    assert not (tmp_path / "huggingface").exists()
