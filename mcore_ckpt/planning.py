@@ -17,19 +17,16 @@ import torch
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.session import Session
-from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard, WantedShard, plan_reads
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, WantedShard, plan_reads
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import read_model
 from mcore_ckpt.state.optimizer import OptimizerPart
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
-from mcore_ckpt.storage.index import OPAQUE, FileIndex
+from mcore_ckpt.storage.index import FileIndex
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
 from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain
-
-_MODEL = "model"
-_PARAM = "param"
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +164,7 @@ def _read_indexes(
     position = {name: number for number, name in enumerate(manifest.tensors)}
     in_model = _positions(position, ((shard.key.name, shard.expert) for shard in model))
     in_optimizer = _positions(position, ((state.name, state.expert) for state in owned))
-    at = session.coordinates
-    own = layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
+    at, own = session.coordinates, _own_optimizer_file(session)
     indexes = {}
     for file in manifest.files:
         if file.index is None or not _is_asked_for(file, session.config.load_contents):
@@ -212,7 +208,7 @@ def _stored(indexes: Iterable[FileIndex]) -> _Stored:
     for index in indexes:
         for shard in index.shards:
             shards.setdefault(shard.key, []).append(shard)
-            if shard.key.kind not in (_MODEL, _PARAM, OPAQUE):
+            if shard.key.kind not in (MODEL, PARAM, OPAQUE):
                 moments.setdefault(shard.key.name, {})[shard.key.kind] = None
         for alias in index.aliases:
             aliases[alias.key] = ShardKey(alias.key.name, alias.same_as)
@@ -268,11 +264,10 @@ def _optimizer_fills(
 
 def _check_optimizer_leftovers(session: Session, model: Sequence[LocalShard], stored: _Stored) -> None:
     """State of a parameter that is frozen now would be dropped without a word."""
-    at = session.coordinates
-    own = layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
+    own = _own_optimizer_file(session)
     trainable = optimizer_state.trainable_names(model)
     for key, shards in stored.shards.items():
-        if key.kind in (_MODEL, OPAQUE) or key.name in trainable:
+        if key.kind in (MODEL, OPAQUE) or key.name in trainable:
             continue
         for shard in shards:
             if shard.file == own:
@@ -283,13 +278,13 @@ def _check_optimizer_leftovers(session: Session, model: Sequence[LocalShard], st
 
 
 def _param_fill(session: Session, state: ParameterState, stored: _Stored) -> TensorFill:
-    key = ShardKey(state.name, _PARAM)
+    key = ShardKey(state.name, PARAM)
     if key not in stored.shards and key not in stored.aliases:
         raise CheckpointMismatchError(
-            f"{_wanted(session, state, _PARAM, '').file}: tensor {key}: wanted {state.region.describe()}, found no "
+            f"{_own_optimizer_file(session)}: tensor {key}: wanted {state.region.describe()}, found no "
             "such tensor: the parameter was frozen when it was saved"
         )
-    return stored.fill(_wanted(session, state, _PARAM, dtype_name(state.main.dtype)), lambda: state.main)
+    return stored.fill(_wanted(session, state, PARAM, dtype_name(state.main.dtype)), lambda: state.main)
 
 
 def _moment_fill(
@@ -304,10 +299,12 @@ def _moment_fill(
 
 
 def _wanted(session: Session, state: ParameterState, kind: str, dtype: str) -> WantedShard:
+    return WantedShard(ShardKey(state.name, kind), state.region, dtype, _own_optimizer_file(session))
+
+
+def _own_optimizer_file(session: Session) -> str:
     at = session.coordinates
-    return WantedShard(
-        ShardKey(state.name, kind), state.region, dtype, layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
-    )
+    return layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
 
 
 def _check_sizes(role_dir: Path, manifest: Manifest, fills: Iterable[TensorFill]) -> None:

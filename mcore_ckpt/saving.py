@@ -20,7 +20,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.hf.assets import save_assets
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import ShardKey, runs
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, runs
 from mcore_ckpt.staging.host_image import fill_image
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import read_model, sync_parameters
@@ -186,10 +186,10 @@ def _writes_state(session: Session, part: optimizer_state.OptimizerPart, state: 
 def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorWrite], aliases: list[Alias]) -> None:
     tensors = dict(state.moments)
     if state.is_model_view and model_is_saved:
-        key = ShardKey(state.name, "param")
-        aliases.append(Alias(key, "model", state.region, dtype_name(state.main.dtype)))
+        key = ShardKey(state.name, PARAM)
+        aliases.append(Alias(key, MODEL, state.region, dtype_name(state.main.dtype)))
     else:
-        tensors = {"param": state.main, **tensors}
+        tensors = {PARAM: state.main, **tensors}
     for kind, tensor in tensors.items():
         key = ShardKey(state.name, kind)
         writes.append(TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,)))

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.sharding.regions import Region
 
+# Kinds of shards; any other is a part of the optimizer's state by the name the optimizer has for it.
+MODEL = "model"
+PARAM = "param"
+OPAQUE = "opaque"
+
 
 @dataclass(frozen=True)
 class ShardKey:
@@ -21,7 +26,7 @@ class ShardKey:
     kind: str
 
     def __str__(self) -> str:
-        return self.name if self.kind == "model" else f"{self.name} ({self.kind})"
+        return self.name if self.kind == MODEL else f"{self.name} ({self.kind})"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
-from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
 from mcore_ckpt.state.shards import LocalShard
 
@@ -51,10 +51,7 @@ def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     With `overlap_param_gather`, `optimizer.step()` updates a rank's own shard of each bucket and the rest
     arrives in the forward hooks after it (DistributedDataParallel, 0.16.1). Collective over data parallelism.
     """
-    for chunk in chunks:
-        config = getattr(chunk, "ddp_config", None)
-        if config is not None and config.use_distributed_optimizer and config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+    gather_parameters([c for c in chunks if getattr(getattr(c, "ddp_config", None), "overlap_param_gather", False)])
 
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
@@ -144,7 +141,7 @@ def _opaque_shard(name: str, value: Any, owner: torch.nn.Module) -> LocalShard:
         )
     data = value.detach().reshape(-1)
     return LocalShard(
-        ShardKey(name, "opaque"), Region.whole((data.numel(),)), data, is_expert(name), restore=owner.set_extra_state
+        ShardKey(name, OPAQUE), Region.whole((data.numel(),)), data, is_expert(name), restore=owner.set_extra_state
     )
 
 
@@ -157,7 +154,7 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
     replica_id = sharded.replica_id
     replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
     # A copy kept by a later pipeline stage goes by the name of the original, which is its sharded key.
-    key = ShardKey(sharded.key if replica else name, "model")
+    key = ShardKey(sharded.key if replica else name, MODEL)
     return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica)
 
 

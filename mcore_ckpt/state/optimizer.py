@@ -245,8 +245,7 @@ def write_step(part: OptimizerPart, step: float | int | None) -> None:
     """Sets the step of everything on this rank that has state.
 
     A tensor for each parameter: `DistributedOptimizer.load_state_dict` (0.16.1) shares one among all, and Adam then
-        counts
-    it once per parameter.
+    counts it once per parameter.
     """
     if part.inner is None:
         return

@@ -8,7 +8,8 @@ cannot both be right.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mcore_ckpt import knobs
@@ -71,7 +72,7 @@ def _submission_keys(prefix: str, world_size: int) -> list[str]:
 
 
 class Round:
-    """One decision. Call `submit` or `fail` once, then, on rank 0 `decide`, on the others `outcome`."""
+    """One decision. Call `submit` or `fail` once, then `collect` and `announce` on rank 0, `outcome` on the others."""
 
     def __init__(self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float) -> None:
         self._store = store
@@ -181,26 +182,14 @@ class Round:
         return True
 
 
-def store_failures(topic: str, error: type[CheckpointError]) -> _StoreFailures:
+@contextmanager
+def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
     """Turns a lost store (the process that hosts it died) into one of our errors."""
-    return _StoreFailures(topic, error)
-
-
-class _StoreFailures:
-    def __init__(self, topic: str, error: type[CheckpointError]) -> None:
-        self._topic = topic
-        self._error = error
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # torch.distributed raises RuntimeError and its subclasses (DistStoreError, DistNetworkError) for a lost
-        # connection.
-        if isinstance(error, RuntimeError):
-            raise self._error(
-                f"{self._topic}: the key-value store is gone ({error}): its host, mostly rank 0, has died"
-            ) from error
+    try:
+        yield
+    except RuntimeError as failure:
+        # torch.distributed raises it and its subclasses (DistStoreError, DistNetworkError) for a lost connection.
+        raise error(f"{topic}: the key-value store is gone ({failure}): its host, mostly rank 0, has died") from failure
 
 
 def decide(

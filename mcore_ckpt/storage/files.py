@@ -33,7 +33,16 @@ def make_folders(base: Path, path: str) -> None:
 
 def sync_file(path: Path) -> None:
     """Makes the bytes of a file durable that somebody else has written."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    _sync(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def sync_dir(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    _sync(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -54,29 +63,11 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_dir(path.parent)
 
 
-def sync_dir(path: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
     """`nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before."""
-    parts = []
-    while nbytes:
-        try:
-            part = os.pread(descriptor, nbytes, offset)
-        except OSError as error:
-            raise CheckpointCorruptError(f"{path}: cannot be read at byte {offset}: {error}") from error
-        if not part:
-            raise CheckpointCorruptError(f"{path}: ends at byte {offset}, {nbytes} bytes too early: the file was cut")
-        parts.append(part)
-        nbytes -= len(part)
-        offset += len(part)
-    return b"".join(parts)
+    data = bytearray(nbytes)
+    read_exact_into(descriptor, memoryview(data), offset, path)
+    return bytes(data)
 
 
 def read_exact_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:

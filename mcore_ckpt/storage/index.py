@@ -12,7 +12,6 @@ from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.storage.dtypes import item_bytes
 
 BLOCK_BYTES = 1 << 20
-OPAQUE = "opaque"
 
 _FORMAT = "mcore_ckpt.index"
 _VERSION = 1
