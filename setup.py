@@ -12,8 +12,10 @@ from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-HOST_SOURCES = ["bindings", "crc32", "host_copy", "parallel"]
-# device_copy.cu has no kernels: this list says for which GPUs those to come are compiled; newer ones translate the PTX.
+WITHOUT_CUDA = "csrc/device_copy_none.cpp"
+HOST_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp") if str(path) != WITHOUT_CUDA)
+CUDA_SOURCES = sorted(Path("csrc").glob("*.cu"))
+# GPUs newer than these translate the PTX of the last.
 GPU_CODE = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
 
 
@@ -37,16 +39,18 @@ def run(command: list[str]) -> str:
 
 
 def compile_cuda(nvcc: str, build_folder: str) -> list[str]:
-    """Returns what to link: the object file and the static CUDA runtime, so that no GPU driver is needed to import."""
-    target = os.path.join(build_folder, "device_copy.o")
-    command = [nvcc, "-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"]
-    command += [*(f"-gencode={code}" for code in GPU_CODE), "csrc/device_copy.cu", "-o", target]
-    run(command)
+    """Returns what to link: object files and the static CUDA runtime, so that no GPU driver is needed to import."""
+    objects = []
+    for source in CUDA_SOURCES:
+        objects.append(os.path.join(build_folder, f"{source.stem}.o"))
+        command = [nvcc, "-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+        command += [*(f"-gencode={code}" for code in GPU_CODE), str(source), "-o", objects[-1]]
+        run(command)
     # The nvcc on the PATH may be a wrapper far from its toolkit, so ask it where its libraries are.
     for folder in re.findall(r'"-L(.+?)"', run([*command, "-dryrun"])):
         runtime = os.path.join(folder, "libcudart_static.a")
         if os.path.exists(runtime):
-            return [target, runtime]
+            return [*objects, runtime]
     raise OSError(f"{nvcc} has no libcudart_static.a")
 
 
@@ -62,7 +66,7 @@ class BuildNative(build_ext):
             ext.extra_link_args += ["-Wl,--exclude-libs,ALL", "-ldl", "-lrt"]
         except OSError as reason:
             print(f"mcore_ckpt is built without CUDA, because {reason}.", file=sys.stderr)
-            ext.sources.append("csrc/device_copy_none.cpp")
+            ext.sources.append(WITHOUT_CUDA)
             # pip hides what a build prints, so the error that a user meets much later says it too.
             ext.define_macros.append(("MCORE_CKPT_NO_CUDA_REASON", json.dumps(str(reason))))
         super().build_extension(ext)
@@ -70,7 +74,7 @@ class BuildNative(build_ext):
 
 native = Pybind11Extension(
     "mcore_ckpt._native",
-    [f"csrc/{name}.cpp" for name in HOST_SOURCES],
+    HOST_SOURCES,
     depends=[str(path) for path in Path("csrc").glob("*")],
     cxx_std=17,
     extra_compile_args=["-O3", "-pthread"],

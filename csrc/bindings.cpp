@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
+#include "bindings.h"
 #include "crc32.h"
-#include "device_copy.h"
+#include "file.h"
 #include "host_copy.h"
 
 namespace py = pybind11;
@@ -16,7 +18,6 @@ using namespace mcore_ckpt;
 
 namespace {
 
-using Numbers = std::vector<std::uintptr_t>;
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 const void* readable(std::uintptr_t address, std::size_t nbytes) {
@@ -30,7 +31,20 @@ void require_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
 }
 
-std::vector<Copy> pair_up(const Numbers& destinations, const Numbers& sources, const Numbers& nbytes) {
+void refuse_overlap(const std::vector<Copy>& copies) {
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+        const auto destination = reinterpret_cast<std::uintptr_t>(copies[i].destination);
+        const auto source = reinterpret_cast<std::uintptr_t>(copies[i].source);
+        const std::uintptr_t distance = destination > source ? destination - source : source - destination;
+        if (distance < copies[i].nbytes) {
+            throw std::invalid_argument("source and destination of copy " + std::to_string(i) + " overlap");
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<Copy> mcore_ckpt::pair_up(const Numbers& destinations, const Numbers& sources, const Numbers& nbytes) {
     if (destinations.size() != sources.size() || sources.size() != nbytes.size()) {
         throw std::invalid_argument("lists of different lengths: " + std::to_string(destinations.size()) +
                                     " destinations, " + std::to_string(sources.size()) + " sources, " +
@@ -47,23 +61,27 @@ std::vector<Copy> pair_up(const Numbers& destinations, const Numbers& sources, c
     return copies;
 }
 
-void refuse_overlap(const std::vector<Copy>& copies) {
-    for (std::size_t i = 0; i < copies.size(); ++i) {
-        const auto destination = reinterpret_cast<std::uintptr_t>(copies[i].destination);
-        const auto source = reinterpret_cast<std::uintptr_t>(copies[i].source);
-        const std::uintptr_t distance = destination > source ? destination - source : source - destination;
-        if (distance < copies[i].nbytes) {
-            throw std::invalid_argument("source and destination of copy " + std::to_string(i) + " overlap");
-        }
+// As Python's OSError, which has subclasses for the common numbers (FileNotFoundError, PermissionError, ...).
+void raise_as_os_error(std::exception_ptr thrown) {
+    try {
+        if (thrown) std::rethrow_exception(thrown);
+    } catch (const FileError& error) {
+        // A path need not be UTF-8.
+        const auto path = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(error.path.c_str()));
+        PyErr_SetObject(PyExc_OSError, py::make_tuple(error.number, error.what(), path).ptr());
+    } catch (const std::system_error& error) {
+        PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
 }
 
-}  // namespace
-
 PYBIND11_MODULE(_native, m) {
-    m.doc() = "CRC-32 and copies at the speed of memory. Addresses, sizes in bytes and streams are plain integers.";
+    py::register_local_exception_translator(raise_as_os_error);
+    bind_host_buffer(m);
+    bind_write_job(m);
+    bind_read_job(m);
+    bind_device_copy(m);
 
-    m.attr("built_with_cuda") = BUILT_WITH_CUDA;
+    m.doc() = "CRC-32, copies and files at the speed of memory and disk. Addresses, sizes in bytes and streams are plain integers.";
 
     m.def(
         "crc32",
@@ -97,16 +115,4 @@ PYBIND11_MODULE(_native, m) {
             copy_host(copies, threads);
         },
         py::arg("destinations"), py::arg("sources"), py::arg("nbytes"), py::arg("threads"), WithoutGil());
-    m.def(
-        "copy_to_host",
-        [](const Numbers& destinations, const Numbers& sources, const Numbers& nbytes, std::uintptr_t stream) {
-            copy_to_host(pair_up(destinations, sources, nbytes), stream);
-        },
-        py::arg("destinations"), py::arg("sources"), py::arg("nbytes"), py::arg("stream"), WithoutGil());
-    m.def(
-        "copy_to_device",
-        [](const Numbers& destinations, const Numbers& sources, const Numbers& nbytes, std::uintptr_t stream) {
-            copy_to_device(pair_up(destinations, sources, nbytes), stream);
-        },
-        py::arg("destinations"), py::arg("sources"), py::arg("nbytes"), py::arg("stream"), WithoutGil());
 }

@@ -1,39 +1,27 @@
 #include "device_copy.h"
 
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <stdexcept>
 #include <string>
 
+#include "cuda_support.h"
+
 namespace mcore_ckpt {
 namespace {
 
-void check(cudaError_t error, const char* doing) {
-    if (error == cudaSuccess) return;
-    cudaGetLastError();  // else the next CUDA call of this thread, someone else's, reports this error again
-    throw std::runtime_error(std::string("CUDA failed ") + doing + ": " + cudaGetErrorString(error));
+// Where it is not, "the thread's current GPU" is only CUDA's default.
+bool thread_has_context() {
+    // Part of the driver, which the static runtime has loaded by now; not to be linked, since import must work without.
+    using Function = int (*)(void**);
+    static const auto current_context = [] {
+        void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+        return driver == nullptr ? nullptr : reinterpret_cast<Function>(::dlsym(driver, "cuCtxGetCurrent"));
+    }();
+    void* context = nullptr;
+    return current_context != nullptr && current_context(&context) == 0 && context != nullptr;
 }
-
-// Makes the GPU that owns `memory` the thread's current one. A writer thread starts out with GPU 0, whatever the rank's GPU
-// is, and the default streams (0, 1, 2) are those of the current one: the copy would not wait for the rank's kernels.
-class OnDeviceOf {
-  public:
-    explicit OnDeviceOf(const void* memory) {
-        check(cudaGetDevice(&previous_), "asking for the current GPU");
-        cudaPointerAttributes attributes{};
-        check(cudaPointerGetAttributes(&attributes, memory), "looking up a tensor's GPU");
-        if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
-            throw std::runtime_error("a tensor to copy from or to a GPU is not in GPU memory");
-        }
-        check(cudaSetDevice(attributes.device), "choosing the tensor's GPU");
-    }
-    ~OnDeviceOf() { cudaSetDevice(previous_); }
-    OnDeviceOf(const OnDeviceOf&) = delete;
-    OnDeviceOf& operator=(const OnDeviceOf&) = delete;
-
-  private:
-    int previous_ = 0;
-};
 
 void copy_all(const std::vector<Copy>& copies, std::uintptr_t stream_number, cudaMemcpyKind kind) {
     const auto stream = reinterpret_cast<cudaStream_t>(stream_number);
@@ -42,7 +30,8 @@ void copy_all(const std::vector<Copy>& copies, std::uintptr_t stream_number, cud
         if (copy.nbytes != 0 && first == nullptr) first = &copy;
     }
     if (first == nullptr) return;
-    const OnDeviceOf device(kind == cudaMemcpyDeviceToHost ? first->source : first->destination);
+    // The default streams (0, 1, 2) are those of the current GPU: the copy would not wait for the rank's kernels.
+    const CurrentDevice device(device_of(kind == cudaMemcpyDeviceToHost ? first->source : first->destination));
     cudaError_t queued = cudaSuccess;
     for (const Copy& copy : copies) {
         if (copy.nbytes == 0) continue;
@@ -59,6 +48,12 @@ void copy_all(const std::vector<Copy>& copies, std::uintptr_t stream_number, cud
 
 const bool BUILT_WITH_CUDA = true;
 
+void check(cudaError_t error, const char* doing) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // else the next CUDA call of this thread, someone else's, reports this error again
+    throw std::runtime_error(std::string("CUDA failed ") + doing + ": " + cudaGetErrorString(error));
+}
+
 void copy_to_host(const std::vector<Copy>& copies, std::uintptr_t stream) {
     copy_all(copies, stream, cudaMemcpyDeviceToHost);
 }
@@ -66,5 +61,76 @@ void copy_to_host(const std::vector<Copy>& copies, std::uintptr_t stream) {
 void copy_to_device(const std::vector<Copy>& copies, std::uintptr_t stream) {
     copy_all(copies, stream, cudaMemcpyHostToDevice);
 }
+
+int device_of(const void* memory) {
+    cudaPointerAttributes attributes{};
+    check(cudaPointerGetAttributes(&attributes, memory), "looking up a tensor's GPU");
+    if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
+        throw std::invalid_argument("a tensor to copy from or to a GPU is not in GPU memory");
+    }
+    return attributes.device;
+}
+
+void wait_for_device(int device) {
+    const CurrentDevice current(device);
+    check(cudaDeviceSynchronize(), "waiting for the GPU");
+}
+
+void wait_for_event(std::uintptr_t number) {
+    const auto* event = reinterpret_cast<const DeviceEvent*>(number);
+    const CurrentDevice current(event->device);
+    check(cudaEventSynchronize(event->handle.get()), "waiting for a copy");
+}
+
+void pin_memory(void* memory, std::size_t nbytes) {
+    check(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped), "pinning memory");
+}
+
+void unpin_memory(void* memory) noexcept {
+    // It fails only where the driver is gone already, at the end of the process.
+    if (cudaHostUnregister(memory) != cudaSuccess) cudaGetLastError();
+}
+
+CurrentDevice::CurrentDevice(int device) {
+    int previous = 0;
+    check(cudaGetDevice(&previous), "asking for the current GPU");
+    if (previous == device && thread_has_context()) return;
+    // A thread that has not used a GPU stays on this one: "back" would be GPU 0, and would set it up (DeviceEvent).
+    if (thread_has_context()) previous_ = previous;
+    check(cudaSetDevice(device), "choosing a GPU");
+}
+
+CurrentDevice::~CurrentDevice() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+void Destroy::operator()(CUstream_st* stream) const noexcept { cudaStreamDestroy(stream); }
+void Destroy::operator()(CUevent_st* event) const noexcept { cudaEventDestroy(event); }
+
+Stream make_stream() {
+    cudaStream_t stream = nullptr;
+    // Not blocking: waits for nothing that is queued on the default stream, nor is it waited for.
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+    return Stream(stream);
+}
+
+Event make_event(unsigned flags) {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | flags), "making an event");
+    return Event(event);
+}
+
+Upload::Upload()
+    : stream_(make_stream()), copied_{make_event(cudaEventBlockingSync), make_event(cudaEventBlockingSync)} {}
+
+Upload::~Upload() { cudaStreamSynchronize(stream_.get()); }
+
+void Upload::copy(void* device, const void* host, std::size_t nbytes) {
+    check(cudaMemcpyAsync(device, host, nbytes, cudaMemcpyHostToDevice, stream_.get()), "queueing an upload");
+}
+
+void Upload::record(int buffer) { check(cudaEventRecord(copied_[buffer].get(), stream_.get()), "recording an event"); }
+
+void Upload::wait(int buffer) { check(cudaEventSynchronize(copied_[buffer].get()), "waiting for an upload"); }
 
 }  // namespace mcore_ckpt

@@ -165,5 +165,5 @@ def test_the_copy_waits_for_what_is_on_its_stream() -> None:
 @needs_gpu
 def test_host_memory_where_gpu_memory_is_meant_is_refused() -> None:
     host, other = torch.zeros(8), torch.zeros(8)
-    with pytest.raises(RuntimeError, match="GPU memory"):
+    with pytest.raises(ValueError, match="GPU memory"):
         _native.copy_to_host([host.data_ptr()], [other.data_ptr()], [8], 0)

@@ -1,0 +1,115 @@
+"""What a save of GPU state costs: how long the trainer waits, and how fast the bytes leave the GPU.
+
+    python benchmarks/gpu.py [--gigabytes 1 10 40] [--pairs 9] [--json]
+
+The reference is torch's `copy_` of the same bytes into the same pinned memory, one cudaMemcpyAsync. Figures are medians
+over interleaved pairs. Sizes that do not fit into the GPU or into half of the host's memory are left out by name.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+from mcore_ckpt import _native
+
+GIGABYTE = 10**9
+GROUP_BYTES = 16 << 20
+
+
+def sizes_of(nbytes: int) -> list[int]:
+    """Like those of a model's state, cut as a save cuts them: no copy is larger than a group."""
+    pattern = [GROUP_BYTES] * 12 + [4 << 20] * 6 + [300_000] * 4 + [8192] * 8
+    sizes: list[int] = []
+    left = nbytes
+    while left > 0:
+        size = min(pattern[len(sizes) % len(pattern)], left)
+        sizes.append(size)
+        left -= size
+    return sizes
+
+
+def measure(copier: _native.DeviceCopier, sizes: list[int], pairs: int) -> dict[str, float]:
+    nbytes = sum(sizes)
+    state = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    starts = [0]
+    for size in sizes[:-1]:
+        starts.append(starts[-1] + size)
+    destinations = [host.data_ptr() + start for start in starts]
+    sources = [state.data_ptr() + start for start in starts]
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def ours() -> tuple[float, float]:
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        copier.start(destinations, sources, sizes, stream, GROUP_BYTES)
+        copier.hold(stream)
+        stall = time.perf_counter() - before
+        copier.wait()
+        return stall, time.perf_counter() - before
+
+    def reference() -> float:
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        host.copy_(state, non_blocking=True)
+        torch.cuda.synchronize()
+        return time.perf_counter() - before
+
+    ours(), reference()
+    times = [(*ours(), reference()) for _ in range(pairs)]
+    return {
+        "gigabytes": nbytes / GIGABYTE,
+        "tensors": len(sizes),
+        "stall_ms": statistics.median(stall for stall, _, _ in times) * 1e3,
+        "worst_stall_ms": max(stall for stall, _, _ in times) * 1e3,
+        "ours_gb_per_s": nbytes / statistics.median(ours for _, ours, _ in times) / 1e9,
+        "reference_gb_per_s": nbytes / statistics.median(reference for _, _, reference in times) / 1e9,
+        "ratio": statistics.median(reference / ours for _, ours, reference in times),
+    }
+
+
+def fits(nbytes: int) -> bool:
+    host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return nbytes < torch.cuda.mem_get_info()[0] and nbytes < host / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 10, 40], help="sizes of GPU state")
+    parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs of ours and the reference")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    if not (torch.cuda.is_available() and _native.built_with_cuda):
+        sys.exit("benchmarks/gpu.py needs a GPU and a mcore_ckpt built with CUDA")
+
+    cases = {f"{size:g} GB": sizes_of(int(size * GIGABYTE)) for size in arguments.gigabytes}
+    cases["10,000 x 40 KB"] = [40_960] * 10_000
+    copier = _native.DeviceCopier(torch.cuda.current_device())
+    results = {}
+    for name, sizes in cases.items():
+        if fits(sum(sizes)):
+            results[name] = measure(copier, sizes, arguments.pairs)
+            torch.cuda.empty_cache()
+        else:
+            print(f"{name}: left out, there is not enough memory", file=sys.stderr)
+    copier.close()
+
+    if arguments.json:
+        setting = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "pairs": arguments.pairs}
+        print(json.dumps(setting | {"results": results}, indent=2))
+        return
+    for name, result in results.items():
+        print(
+            f"{name}: {result['tensors']} tensors, "
+            f"stall {result['stall_ms']:.2f} ms (worst {result['worst_stall_ms']:.2f}), "
+            f"{result['ours_gb_per_s']:.1f} / {result['reference_gb_per_s']:.1f} GB/s, {result['ratio']:.2f} times"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+#include "file.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <system_error>
+
+namespace mcore_ckpt {
+namespace {
+
+// From Linux 6.6 on tmpfs takes O_DIRECT, ignores it, and has no disk to go to.
+bool in_memory(int descriptor) {
+    struct statfs system {};
+    return ::fstatfs(descriptor, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC);
+}
+
+int open_file(const std::string& path, int flags) {
+    for (;;) {
+        const int descriptor = ::open(path.c_str(), flags, 0666);
+        if (descriptor >= 0 || errno != EINTR) return descriptor;
+    }
+}
+
+}  // namespace
+
+FileError::FileError(int error, const std::string& doing, const std::string& file, std::uint64_t at)
+    : std::runtime_error(std::generic_category().message(error) + ", " + doing + " at byte " + std::to_string(at)),
+      number(error),
+      path(file),
+      offset(at) {}
+
+File::File(const std::string& path, Mode mode, bool direct) : path_(path), direct_(direct) {
+    const int flags = O_CLOEXEC | (mode == Mode::READ ? O_RDONLY : O_WRONLY | O_CREAT);
+    descriptor_ = open_file(path, flags | (direct ? O_DIRECT : 0));
+    if (descriptor_ < 0 && direct && errno == EINVAL) {
+        direct_ = false;
+        descriptor_ = open_file(path, flags);
+    }
+    if (descriptor_ < 0) throw FileError(errno, "opening", path, 0);
+    if (direct_ && in_memory(descriptor_)) direct_ = false;
+}
+
+File::~File() { ::close(descriptor_); }
+
+std::uint64_t File::size() const {
+    struct stat status {};
+    if (::fstat(descriptor_, &status) != 0) throw FileError(errno, "asking for the size", path_, 0);
+    return status.st_size;
+}
+
+void File::reserve(std::uint64_t offset, std::uint64_t nbytes) {
+    if (nbytes == 0) return;
+    while (::fallocate(descriptor_, 0, offset, nbytes) != 0) {
+        if (errno == EINTR) continue;
+        if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return;
+        throw FileError(errno, "reserving " + std::to_string(nbytes) + " bytes", path_, offset);
+    }
+}
+
+// Some file systems take O_DIRECT at open and refuse it later, or want more than pages. `was_direct`: before the call
+// that has failed; another thread may have given up O_DIRECT since.
+bool File::worth_another_try(int number, bool was_direct) const {
+    if (number == EINTR) return true;
+    if (number != EINVAL || !was_direct) return false;
+    const int flags = ::fcntl(descriptor_, F_GETFL);
+    if (flags < 0 || ::fcntl(descriptor_, F_SETFL, flags & ~O_DIRECT) != 0) return false;
+    direct_.store(false, std::memory_order_release);  // after the flag is gone: who sees it trusts that
+    return true;
+}
+
+void File::write(const void* data, std::size_t nbytes, std::uint64_t offset) {
+    std::vector<iovec> pieces{{const_cast<void*>(data), nbytes}};
+    write(pieces, offset);
+}
+
+void File::write(std::vector<iovec>& pieces, std::uint64_t offset) {
+    auto next = pieces.begin();
+    const auto pass = [&](std::size_t nbytes) {
+        for (; next != pieces.end() && nbytes >= next->iov_len; ++next) nbytes -= next->iov_len;
+        if (nbytes == 0) return;
+        next->iov_base = static_cast<std::uint8_t*>(next->iov_base) + nbytes;
+        next->iov_len -= nbytes;
+    };
+    pass(0);
+    while (next != pieces.end()) {
+        const bool was_direct = direct();
+        const int count = static_cast<int>(std::min<std::ptrdiff_t>(pieces.end() - next, IOV_MAX));
+        const ssize_t written = ::pwritev(descriptor_, &*next, count, offset);
+        if (written < 0) {
+            const int number = errno;
+            if (worth_another_try(number, was_direct)) continue;
+            throw FileError(number, "writing", path_, offset);
+        }
+        if (written == 0) throw FileError(EIO, "writing, nothing was taken", path_, offset);
+        offset += written;
+        pass(written);
+    }
+}
+
+std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std::size_t least) const {
+    auto* next = static_cast<std::uint8_t*>(data);
+    std::size_t done = 0;
+    while (done < nbytes) {
+        const bool was_direct = direct();
+        const ssize_t count = ::pread(descriptor_, next + done, nbytes - done, offset + done);
+        if (count < 0) {
+            const int number = errno;
+            if (worth_another_try(number, was_direct)) continue;
+            throw FileError(number, "reading", path_, offset + done);
+        }
+        done += count;
+        if (count == 0) break;
+        // A short direct read that ends inside a page is the end of the file: the next one would be refused as
+        // unaligned.
+        if (direct() && done % PAGE_BYTES != 0) break;
+    }
+    if (done < least) throw FileError(ENODATA, "the file ends", path_, offset + done);
+    return done;
+}
+
+void File::start_writeback(std::uint64_t offset, std::uint64_t nbytes) {
+    // Advice: where it fails, sync() does the work.
+    ::sync_file_range(descriptor_, offset, nbytes, SYNC_FILE_RANGE_WRITE);
+}
+
+void File::truncate(std::uint64_t size) {
+    while (::ftruncate(descriptor_, size) != 0) {
+        if (errno != EINTR) throw FileError(errno, "setting the size", path_, size);
+    }
+}
+
+void File::sync() {
+    while (::fdatasync(descriptor_) != 0) {
+        if (errno != EINTR) throw FileError(errno, "waiting for the disk", path_, 0);
+    }
+}
+
+}  // namespace mcore_ckpt

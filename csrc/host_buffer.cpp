@@ -1,0 +1,97 @@
+#include "host_buffer.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <limits>
+#include <stdexcept>
+#include <system_error>
+
+#include "device_copy.h"
+#include "file.h"
+#include "parallel.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; the headers may be older than the kernel
+#endif
+
+namespace mcore_ckpt {
+namespace {
+
+constexpr std::size_t HUGE_PAGE_BYTES = std::size_t{2} << 20;
+// What a thread fetches at a time.
+constexpr std::size_t SHARE_BYTES = std::size_t{32} << 20;
+
+// Returns errno, or 0.
+int fetch_pages(std::uint8_t* data, std::size_t nbytes) {
+    while (::madvise(data, nbytes, MADV_POPULATE_WRITE) != 0) {
+        if (errno == EINTR || errno == EAGAIN) continue;
+        if (errno != EINVAL) return errno;
+        // An older kernel. What it cannot give, it tells with a signal, as for any other memory.
+        for (std::size_t at = 0; at < nbytes; at += PAGE_BYTES) static_cast<volatile std::uint8_t*>(data)[at] = 0;
+        return 0;
+    }
+    return 0;
+}
+
+}  // namespace
+
+OutOfMemory::OutOfMemory(std::size_t nbytes, int number)
+    : words_("no " + std::to_string(nbytes) + " bytes of host memory: " + std::generic_category().message(number)) {}
+
+HostBuffer::HostBuffer(std::size_t nbytes, bool pinned, int threads)
+    : nbytes_(nbytes), pinned_(pinned), process_(::getpid()) {
+    if (nbytes == 0) throw std::invalid_argument("a buffer of 0 bytes");
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
+    map();
+    try {
+        fetch(threads);
+        if (pinned) pin_memory(data_, nbytes_);
+    } catch (...) {
+        unmap();
+        throw;
+    }
+}
+
+HostBuffer::~HostBuffer() {
+    // In a forked child the addresses of pinned memory may by now be those of something else.
+    if (::getpid() != process_) return;
+    if (pinned_) unpin_memory(data_);
+    unmap();
+}
+
+void HostBuffer::map() {
+    if (nbytes_ > std::numeric_limits<std::size_t>::max() / 2) throw OutOfMemory(nbytes_, ENOMEM);
+    const std::size_t size = page_ceil(nbytes_);
+    const int protection = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
+    void* found = ::mmap(nullptr, size + HUGE_PAGE_BYTES, protection, kind, -1, 0);
+    if (found == MAP_FAILED) throw OutOfMemory(nbytes_, errno);
+    auto* begin = static_cast<std::uint8_t*>(found);
+    const std::size_t head = -reinterpret_cast<std::uintptr_t>(begin) % HUGE_PAGE_BYTES;
+    data_ = begin + head;
+    if (head != 0) ::munmap(begin, head);
+    ::munmap(data_ + size, HUGE_PAGE_BYTES - head);
+    ::madvise(data_, size, MADV_HUGEPAGE);
+    // After a fork the parent's next write to a page would give it another one, while the GPU goes on with the first.
+    if (pinned_) ::madvise(data_, size, MADV_DONTFORK);
+}
+
+void HostBuffer::fetch(int threads) {
+    const std::size_t size = page_ceil(nbytes_);
+    std::atomic<std::size_t> next{0};
+    std::atomic<int> error{0};
+    run_on_threads(static_cast<int>(std::min<std::size_t>(threads, size / SHARE_BYTES + 1)), [&] {
+        for (std::size_t at = next.fetch_add(SHARE_BYTES); at < size && error == 0; at = next.fetch_add(SHARE_BYTES)) {
+            const int number = fetch_pages(data_ + at, std::min(SHARE_BYTES, size - at));
+            if (number != 0) error = number;
+        }
+    });
+    if (error != 0) throw OutOfMemory(nbytes_, error);
+}
+
+void HostBuffer::unmap() noexcept { ::munmap(data_, page_ceil(nbytes_)); }
+
+}  // namespace mcore_ckpt

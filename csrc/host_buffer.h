@@ -1,0 +1,48 @@
+// Host memory for whole file images and for the pieces that are read and written.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <string>
+
+namespace mcore_ckpt {
+
+// Becomes Python's MemoryError.
+class OutOfMemory : public std::bad_alloc {
+  public:
+    OutOfMemory(std::size_t nbytes, int number);
+    const char* what() const noexcept override { return words_.c_str(); }
+
+  private:
+    std::string words_;
+};
+
+// Begins on a huge page, is made of huge pages where the system gives them, and is there from the start: no page
+// fault later.
+class HostBuffer {
+  public:
+    // `threads` threads fetch the pages. Throws OutOfMemory, std::runtime_error in CUDA's words.
+    explicit HostBuffer(std::size_t nbytes, bool pinned = false, int threads = 1);
+    ~HostBuffer();
+    HostBuffer(const HostBuffer&) = delete;
+    HostBuffer& operator=(const HostBuffer&) = delete;
+
+    std::uint8_t* data() const { return data_; }
+    std::size_t nbytes() const { return nbytes_; }
+    bool pinned() const { return pinned_; }
+
+  private:
+    void map();
+    void fetch(int threads);
+    void unmap() noexcept;
+
+    const std::size_t nbytes_;
+    const bool pinned_;
+    const pid_t process_;
+    std::uint8_t* data_ = nullptr;
+};
+
+}  // namespace mcore_ckpt

@@ -1,0 +1,256 @@
+#include "read_job.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+#include <tuple>
+
+#include "crc32.h"
+#include "device_copy.h"
+#include "file.h"
+#include "host_copy.h"
+#include "parallel.h"
+
+namespace mcore_ckpt {
+namespace {
+
+// Bytes that nobody wants, but that cost less than the call that would leave them out.
+constexpr std::size_t GAP_BYTES = std::size_t{64} << 10;
+
+// Direct reads take memory page by page: on huge pages there are fewer to look up.
+constexpr std::size_t HUGE_PAGE_BYTES = std::size_t{2} << 20;
+
+class Buffer {
+  public:
+    Buffer(std::size_t nbytes, bool pinned)
+        : memory_(static_cast<std::uint8_t*>(std::aligned_alloc(HUGE_PAGE_BYTES, round_up(nbytes)))), pinned_(pinned) {
+        if (!memory_) throw std::bad_alloc();
+        ::madvise(memory_.get(), round_up(nbytes), MADV_HUGEPAGE);
+        if (pinned_) pin_memory(memory_.get(), nbytes);
+    }
+    ~Buffer() {
+        if (pinned_) unpin_memory(memory_.get());
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    std::uint8_t* data() const { return memory_.get(); }
+
+  private:
+    struct Free {
+        void operator()(void* memory) const { std::free(memory); }
+    };
+    static std::size_t round_up(std::size_t nbytes) {
+        return (nbytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+    }
+
+    const std::unique_ptr<std::uint8_t, Free> memory_;
+    const bool pinned_;
+};
+
+std::string range(std::uint64_t start, std::uint64_t stop) {
+    return "[" + std::to_string(start) + ", " + std::to_string(stop) + ")";
+}
+
+}  // namespace
+
+DamagedBlock::DamagedBlock(std::size_t number, std::uint64_t at, std::size_t size)
+    : std::runtime_error("bytes " + range(at, at + size) + " have a wrong CRC"),
+      read(number),
+      offset(at),
+      nbytes(size) {}
+
+// What one thread works with. The order of its members is the order in which they may go: first the uploads, which are
+// waited for, then the buffers that they read, then the GPU that the buffers are pinned for.
+class ReadJob::Lane {
+  public:
+    explicit Lane(ReadJob& job) : job_(job) {
+        const bool uploads = job.device_ >= 0;
+        if (uploads) device_.emplace(job.device_);
+        buffers_[0].emplace(job.buffer_bytes_, uploads);
+        if (uploads) buffers_[1].emplace(job.buffer_bytes_, true);
+        if (uploads) upload_.emplace();
+    }
+
+    void read(const Piece& piece) {
+        if (!file_ || file_number_ != piece.file) {
+            file_.emplace(job_.paths_[piece.file], File::Mode::READ, job_.settings_.direct);
+            file_number_ = piece.file;
+        }
+        if (upload_) upload_->wait(slot_);
+        const std::uint64_t start = page_floor(piece.start);
+        std::uint8_t* data = buffers_[slot_]->data();
+        job_.bytes_read_ += file_->read(data, page_ceil(piece.stop) - start, start, piece.stop - start);
+        for (std::size_t i = piece.first; i < piece.last;) i = deliver(i, piece.last, data - start);
+        if (upload_) {
+            upload_->record(slot_);
+            slot_ = 1 - slot_;
+        }
+    }
+
+    // Uploads may fail after they were queued.
+    void finish() {
+        if (!upload_) return;
+        upload_->wait(0);
+        upload_->wait(1);
+    }
+
+  private:
+    // Checks the block of slice `first`, and copies what it and the slices after it want of this block. Returns the
+    // first slice that wants another one.
+    std::size_t deliver(std::size_t first, std::size_t last, const std::uint8_t* file_start) {
+        const Slice& block = job_.slices_[first];
+        const std::uint8_t* data = file_start + block.offset;
+        const std::uint32_t crc = crc32(data, block.nbytes, 0);
+        std::size_t i = first;
+        for (; i < last; ++i) {
+            const Slice& slice = job_.slices_[i];
+            if (slice.offset != block.offset || slice.nbytes != block.nbytes) break;
+            if (slice.crc != crc) throw DamagedBlock(slice.read, slice.offset, slice.nbytes);
+            copy(slice, data + slice.start, slice.stop - slice.start);
+        }
+        return i;
+    }
+
+    void copy(const Slice& slice, const void* source, std::size_t nbytes) {
+        if (slice.on_device) {
+            upload_->copy(slice.destination, source, nbytes);
+        } else {
+            copy_host({{slice.destination, source, nbytes}}, 1);
+        }
+    }
+
+    ReadJob& job_;
+    std::optional<File> file_;
+    std::size_t file_number_ = 0;
+    std::optional<CurrentDevice> device_;
+    std::array<std::optional<Buffer>, 2> buffers_;
+    std::optional<Upload> upload_;
+    int slot_ = 0;
+};
+
+// The pages that hold a block are one more than its bytes fill.
+ReadJob::ReadJob(std::vector<std::string> paths, const Settings& settings)
+    : paths_(std::move(paths)),
+      settings_(settings),
+      buffer_bytes_(page_ceil(std::max(settings.piece_bytes, settings.block_bytes)) + PAGE_BYTES) {
+    if (settings.threads < 1) {
+        throw std::invalid_argument("threads must be at least 1, not " + std::to_string(settings.threads));
+    }
+    if (settings.block_bytes == 0) throw std::invalid_argument("block_bytes must not be 0");
+    if (std::max(settings.piece_bytes, settings.block_bytes) > SIZE_MAX / 2) {
+        throw std::invalid_argument("pieces or blocks that no memory can hold");
+    }
+}
+
+void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, std::size_t start,
+                     std::size_t stop, const void* destination, bool on_device) {
+    if (started_) throw std::invalid_argument("the job has run");
+    if (file >= paths_.size()) {
+        throw std::invalid_argument("no file " + std::to_string(file) + " among " + std::to_string(paths_.size()));
+    }
+    if (start > stop || stop > nbytes) {
+        throw std::invalid_argument(range(start, stop) + " is no range of a tensor of " + std::to_string(nbytes) +
+                                    " bytes");
+    }
+    // Signed: what pread takes.
+    if (offset > INT64_MAX || nbytes > INT64_MAX - offset) {
+        throw std::invalid_argument("no file has " + std::to_string(nbytes) + " bytes from byte " +
+                                    std::to_string(offset) + " on");
+    }
+    const std::size_t blocks = nbytes / settings_.block_bytes + (nbytes % settings_.block_bytes != 0);
+    if (crcs != blocks) {
+        throw std::invalid_argument(std::to_string(crcs) + " CRCs for " + std::to_string(blocks) + " blocks");
+    }
+    if (start == stop) return;
+    if (destination == nullptr) {
+        throw std::invalid_argument("null address for " + std::to_string(stop - start) + " bytes");
+    }
+    if (!on_device) return;
+    if (!settings_.pinned) throw std::invalid_argument("reads to a GPU need pinned buffers");
+    const int device = device_of(destination);
+    if (device_ >= 0 && device_ != device) throw std::invalid_argument("destinations on several GPUs");
+    device_ = device;
+}
+
+std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nbytes,
+                         const std::vector<std::uint32_t>& crcs, std::size_t start, std::size_t stop, void* destination,
+                         bool on_device) {
+    refuse(file, offset, nbytes, crcs.size(), start, stop, destination, on_device);
+    const std::size_t block_bytes = settings_.block_bytes;
+    auto* next = static_cast<std::uint8_t*>(destination);
+    for (std::size_t at = start; at < stop;) {
+        const std::size_t number = at / block_bytes, block = number * block_bytes;
+        const std::size_t end = block + std::min(block_bytes, nbytes - block);
+        const std::size_t until = std::min(end, stop);
+        slices_.push_back(
+            {file, offset + block, end - block, crcs[number], reads_, at - block, until - block, next, on_device});
+        next += until - at;
+        at = until;
+    }
+    return reads_++;
+}
+
+void ReadJob::cut_into_pieces() {
+    // Stable, so that of several reads of a damaged block the first is the one that is named.
+    std::stable_sort(slices_.begin(), slices_.end(), [](const Slice& a, const Slice& b) {
+        return std::tie(a.file, a.offset, a.nbytes) < std::tie(b.file, b.offset, b.nbytes);
+    });
+    for (std::size_t i = 0; i < slices_.size(); ++i) {
+        const Slice& slice = slices_[i];
+        const std::uint64_t stop = slice.offset + slice.nbytes;
+        if (!pieces_.empty()) {
+            Piece& piece = pieces_.back();
+            const std::uint64_t joined_stop = std::max(piece.stop, stop);
+            if (piece.file == slice.file && slice.offset <= piece.stop + GAP_BYTES &&
+                page_ceil(joined_stop) - page_floor(piece.start) <= buffer_bytes_) {
+                piece.stop = joined_stop;
+                piece.last = i + 1;
+                continue;
+            }
+        }
+        pieces_.push_back({slice.file, slice.offset, stop, i, i + 1});
+    }
+}
+
+std::size_t ReadJob::scratch_bytes() const {
+    return settings_.threads * buffer_bytes_ * (device_ >= 0 ? 2 : 1);
+}
+
+void ReadJob::run() {
+    if (started_.exchange(true)) throw std::invalid_argument("the job has run");
+    cut_into_pieces();
+    // What is queued on the GPU may still use the memory that the destinations lie in.
+    if (device_ >= 0) wait_for_device(device_);
+    const std::size_t threads = std::min<std::size_t>(settings_.threads, pieces_.size());
+    if (threads != 0) run_on_threads(static_cast<int>(threads), [this] { work(); });
+    if (error_) std::rethrow_exception(error_);
+    if (cancelled_) throw std::runtime_error("cancelled");
+}
+
+void ReadJob::work() noexcept {
+    try {
+        Lane lane(*this);
+        while (!cancelled_ && !failed_) {
+            const std::size_t number = next_piece_++;
+            if (number >= pieces_.size()) break;
+            lane.read(pieces_[number]);
+        }
+        lane.finish();
+    } catch (...) {
+        fail(std::current_exception());
+    }
+}
+
+void ReadJob::fail(std::exception_ptr error) {
+    const std::lock_guard lock(error_mutex_);
+    if (!error_) error_ = error;
+    failed_ = true;
+}
+
+}  // namespace mcore_ckpt

@@ -1,0 +1,96 @@
+// Reads ranges of files into memory. Every block is checked before a byte of it goes where it is wanted.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace mcore_ckpt {
+
+// Becomes Python's DamagedBlock(read, offset, nbytes).
+class DamagedBlock : public std::runtime_error {
+  public:
+    DamagedBlock(std::size_t read, std::uint64_t offset, std::size_t nbytes);
+
+    const std::size_t read;  // the number that add() gave
+    const std::uint64_t offset;
+    const std::size_t nbytes;
+};
+
+// A job runs once.
+class ReadJob {
+  public:
+    struct Settings {
+        int threads;
+        std::size_t piece_bytes;  // what one pread asks for at most, if that is not less than a block
+        std::size_t block_bytes;
+        bool direct;  // past the page cache
+        bool pinned;  // whether destinations may be GPU memory
+    };
+
+    ReadJob(std::vector<std::string> paths, const Settings& settings);
+
+    // A stored tensor: bytes [offset, offset + nbytes) of a file, with a CRC for each block; its bytes [start, stop)
+    // go to `destination`. Returns the number of the read. Throws std::invalid_argument for what cannot be meant.
+    std::size_t add(std::size_t file, std::uint64_t offset, std::size_t nbytes, const std::vector<std::uint32_t>& crcs,
+                    std::size_t start, std::size_t stop, void* destination, bool on_device);
+
+    // Returns when all is read. Throws the first error that any thread has met: FileError, DamagedBlock, what pinning
+    // or uploading throws; std::runtime_error("cancelled") after cancel(). Nothing is in flight any more then,
+    // either.
+    void run();
+
+    std::uint64_t progress() const { return bytes_read_; }
+    void cancel() { cancelled_ = true; }
+    std::size_t scratch_bytes() const;
+
+  private:
+    // What one read wants of one block.
+    struct Slice {
+        std::size_t file;
+        std::uint64_t offset;
+        std::size_t nbytes;
+        std::uint32_t crc;
+        std::size_t read;
+        std::size_t start, stop;  // in the block
+        std::uint8_t* destination;
+        bool on_device;
+    };
+    // Slices [first, last), and the bytes of the file that hold their blocks.
+    struct Piece {
+        std::size_t file;
+        std::uint64_t start, stop;
+        std::size_t first, last;
+    };
+    class Lane;
+
+    void refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, std::size_t start,
+                std::size_t stop, const void* destination, bool on_device);
+    void cut_into_pieces();
+    void work() noexcept;
+    void fail(std::exception_ptr error);
+
+    const std::vector<std::string> paths_;
+    const Settings settings_;
+    const std::size_t buffer_bytes_;
+
+    std::size_t reads_ = 0;
+    std::vector<Slice> slices_;
+    std::vector<Piece> pieces_;
+    int device_ = -1;  // the GPU of all destinations that are on one
+
+    std::atomic<bool> started_{false};
+    std::atomic<bool> cancelled_{false};
+    std::atomic<bool> failed_{false};
+    std::atomic<std::size_t> next_piece_{0};
+    std::atomic<std::uint64_t> bytes_read_{0};
+    std::mutex error_mutex_;
+    std::exception_ptr error_;
+};
+
+}  // namespace mcore_ckpt

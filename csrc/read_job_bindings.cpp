@@ -1,0 +1,58 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "read_job.h"
+
+namespace py = pybind11;
+
+namespace mcore_ckpt {
+namespace {
+
+PyObject* damaged_block = nullptr;
+
+void raise_damaged_block(std::exception_ptr thrown) {
+    try {
+        if (thrown) std::rethrow_exception(thrown);
+    } catch (const DamagedBlock& error) {
+        PyErr_SetObject(damaged_block, py::make_tuple(error.read, error.offset, error.nbytes).ptr());
+    }
+}
+
+}  // namespace
+
+void bind_read_job(py::module_& m) {
+    damaged_block = PyErr_NewException("mcore_ckpt._native.DamagedBlock", PyExc_ValueError, nullptr);
+    if (damaged_block == nullptr) throw py::error_already_set();
+    m.attr("DamagedBlock") = py::handle(damaged_block);
+    py::register_local_exception_translator(raise_damaged_block);
+
+    using WithoutGil = py::call_guard<py::gil_scoped_release>;
+    py::class_<ReadJob>(m, "ReadJob")
+        .def(py::init([](std::vector<std::string> paths, int threads, std::size_t piece_bytes, std::size_t block_bytes,
+                         bool direct, bool pinned) {
+                 return new ReadJob(std::move(paths), {threads, piece_bytes, block_bytes, direct, pinned});
+             }),
+             py::arg("paths"), py::kw_only(), py::arg("threads"), py::arg("piece_bytes"), py::arg("block_bytes"),
+             py::arg("direct") = true, py::arg("pinned") = false)
+        .def(
+            "add",
+            [](ReadJob& job, std::size_t file, std::uint64_t offset, std::size_t nbytes,
+               const std::vector<std::uint32_t>& crcs, std::size_t start, std::size_t stop, std::uintptr_t destination,
+               bool on_device) {
+                auto* address = reinterpret_cast<void*>(destination);
+                return job.add(file, offset, nbytes, crcs, start, stop, address, on_device);
+            },
+            py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("crcs"), py::arg("start"), py::arg("stop"),
+            py::arg("destination"), py::arg("on_device") = false)
+        .def("run", &ReadJob::run, WithoutGil())
+        .def("progress", &ReadJob::progress)
+        .def("cancel", &ReadJob::cancel)
+        .def_property_readonly("scratch_bytes", &ReadJob::scratch_bytes);
+}
+
+}  // namespace mcore_ckpt

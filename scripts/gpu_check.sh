@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# On a machine with a GPU, with or without network: builds mcore_ckpt with CUDA in place, runs the GPU tests and the GPU
+# benchmark, and prints a table for docs/benchmarks.md. Nothing is downloaded or installed.
+#
+#     scripts/gpu_check.sh [PYTHON]        # else $PYTHON, else .venv/bin/python, else python3; it must have torch with CUDA
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stop() {
+    echo "gpu_check: $1" >&2
+    exit 1
+}
+
+python=${1:-${PYTHON:-}}
+if [ -z "$python" ]; then
+    if [ -x .venv/bin/python ]; then python=.venv/bin/python; else python=python3; fi
+fi
+command -v "$python" >/dev/null || stop "there is no Python at $python."
+"$python" -c 'import torch' 2>/dev/null || stop "$python has no torch: name a Python that has it (gpu_check.sh PYTHON)."
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    stop "torch in $python sees no GPU (built for CUDA: $("$python" -c 'import torch; print(torch.version.cuda)'))."
+for module in pybind11 setuptools pytest hypothesis; do
+    "$python" -c "import $module" 2>/dev/null || stop "$python has no $module, which the build and the tests need."
+done
+command -v "${CXX:-g++}" >/dev/null || stop "the C++ compiler ${CXX:-g++} is missing."
+
+"$python" setup.py -q build_ext --inplace --force
+"$python" -c 'import sys; from mcore_ckpt import _native; sys.exit(not _native.built_with_cuda)' ||
+    stop "the build has found no CUDA (its reason is above): set CUDA_HOME to a toolkit that has nvcc."
+
+"$python" -m pytest -q tests/gpu tests/native
+
+results=$(mktemp)
+trap 'rm -f "$results"' EXIT
+PYTHONPATH=. "$python" benchmarks/gpu.py --json >"$results"
+"$python" - "$results" <<'TABLE'
+import json
+import sys
+
+with open(sys.argv[1]) as file:
+    measured = json.load(file)
+print(f"\n{measured['gpu']}, torch {measured['torch']}, medians of {measured['pairs']} interleaved pairs\n")
+print("| GPU state | tensors | stall, ms (worst) | copy, GB/s | one cudaMemcpyAsync, GB/s | ratio |")
+print("|---|---|---|---|---|---|")
+for name, r in measured["results"].items():
+    print(
+        f"| {name} | {r['tensors']:,} | {r['stall_ms']:.2f} ({r['worst_stall_ms']:.2f}) | {r['ours_gb_per_s']:.1f} "
+        f"| {r['reference_gb_per_s']:.1f} | {r['ratio']:.2f} |"
+    )
+TABLE

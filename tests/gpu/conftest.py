@@ -1,0 +1,12 @@
+import pytest
+import torch
+
+from mcore_ckpt import _native
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if not _native.built_with_cuda:
+        pytest.skip("mcore_ckpt was built without CUDA")

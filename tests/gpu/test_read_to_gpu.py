@@ -1,0 +1,75 @@
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt import _native
+
+BLOCK = 1 << 20
+POISON = 0xA5
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> bytes:
+    data = random.Random(1).randbytes(50_000_003)
+    (tmp_path / "file").write_bytes(data)
+    return data
+
+
+def job_of(folder: Path, threads: int) -> _native.ReadJob:
+    return _native.ReadJob(
+        [str(folder / "file")], threads=threads, piece_bytes=4 * BLOCK, block_bytes=BLOCK, pinned=True
+    )
+
+
+def crcs(data: bytes) -> list[int]:
+    return [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_ranges_arrive_on_the_gpu_and_nothing_else(tmp_path: Path, data: bytes, threads: int) -> None:
+    order = random.Random(threads)
+    for _ in range(20):
+        job = job_of(tmp_path, threads)
+        wanted = torch.full((60_000_000,), POISON, dtype=torch.uint8, device="cuda")
+        expected = bytearray([POISON]) * wanted.numel()
+        end = 1
+        while end < 45_000_000:
+            start = order.randrange(len(data))
+            stop = min(len(data), start + order.choice([1, 1000, 12_000_000]))
+            job.add(0, 0, len(data), crcs(data), start, stop, wanted.data_ptr() + end, on_device=True)
+            expected[end : end + stop - start] = data[start:stop]
+            end += stop - start + 5
+        job.run()
+        assert wanted.cpu().numpy().tobytes() == bytes(expected)
+
+
+def test_what_is_queued_on_the_gpu_comes_first(tmp_path: Path, data: bytes) -> None:
+    wanted = torch.empty(len(data), dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(500_000_000)
+    wanted.fill_(POISON)
+    job = job_of(tmp_path, 2)
+    job.add(0, 0, len(data), crcs(data), 0, len(data), wanted.data_ptr(), on_device=True)
+    job.run()
+    assert wanted.cpu().numpy().tobytes() == data
+
+
+def test_bytes_of_a_damaged_block_do_not_reach_the_gpu(tmp_path: Path, data: bytes) -> None:
+    with (tmp_path / "file").open("r+b") as file:
+        file.seek(7 * BLOCK + 5)
+        file.write(bytes([data[7 * BLOCK + 5] ^ 1]))
+    wanted = torch.full((len(data),), POISON, dtype=torch.uint8, device="cuda")
+    job = job_of(tmp_path, 3)
+    job.add(0, 0, len(data), crcs(data), 0, len(data), wanted.data_ptr(), on_device=True)
+    with pytest.raises(_native.DamagedBlock) as error:
+        job.run()
+    assert error.value.args == (0, 7 * BLOCK, BLOCK)
+    assert wanted[7 * BLOCK : 8 * BLOCK].eq(POISON).all()
+
+
+def test_host_memory_is_no_gpu_memory(tmp_path: Path, data: bytes) -> None:
+    target = torch.zeros(10, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="not in GPU memory"):
+        job_of(tmp_path, 1).add(0, 0, 10, [1], 0, 10, target.data_ptr(), on_device=True)

@@ -1,0 +1,315 @@
+#include "fake_cuda.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "gather.h"
+
+struct CUstream_st {
+    int device;
+    struct Step {
+        std::function<void()> kernel;
+        CUstream_st* awaited = nullptr;  // and then: not before `until` steps of that stream have been done
+        std::uint64_t until = 0;
+        const void* host = nullptr;  // memory that must stay pinned until then
+        std::size_t nbytes = 0;
+    };
+    std::deque<Step> steps;
+    std::uint64_t queued = 0, done = 0;
+};
+
+struct CUevent_st {
+    int device;
+    CUstream_st* stream = nullptr;
+    std::uint64_t until = 0;
+};
+
+namespace {
+
+std::recursive_mutex everything;
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+struct Memory {
+    int device;  // -1: pinned host memory
+    std::size_t nbytes;
+};
+std::map<std::uintptr_t, Memory> memories;
+std::map<CUstream_st*, bool> streams;
+int events = 0;
+fake_cuda::Calls counted{};
+std::string failing;
+int calls_before_failing = 0;
+thread_local int current_device = 0;
+
+[[noreturn]] void misuse(const char* what) {
+    std::fprintf(stderr, "fake CUDA: %s\n", what);
+    std::abort();
+}
+
+void require(bool holds, const char* what) {
+    if (!holds) misuse(what);
+}
+
+bool fails(const char* name) { return failing == name && calls_before_failing-- <= 0; }
+
+const Memory* find(const void* memory, std::size_t nbytes = 1) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    auto next = memories.upper_bound(address);
+    if (next == memories.begin()) return nullptr;
+    --next;
+    return address + nbytes <= next->first + next->second.nbytes ? &next->second : nullptr;
+}
+
+CUstream_st* default_stream() {
+    static auto& made = *new std::map<int, CUstream_st*>;  // never freed: the process owns them
+    CUstream_st*& stream = made[current_device];
+    if (stream == nullptr) streams[stream = new CUstream_st{current_device, {}}] = true;
+    return stream;
+}
+
+CUstream_st* resolve(cudaStream_t stream) {
+    CUstream_st* known = stream == nullptr ? default_stream() : stream;
+    require(streams.count(known) == 1, "a stream that does not exist");
+    return known;
+}
+
+void run_until(CUstream_st* stream, std::uint64_t until) {
+    while (stream->done < until) {
+        CUstream_st::Step step = std::move(stream->steps.front());
+        stream->steps.pop_front();
+        if (step.awaited != nullptr && streams.count(step.awaited) == 1) run_until(step.awaited, step.until);
+        if (step.kernel) step.kernel();
+        ++stream->done;
+    }
+}
+
+void push(CUstream_st* stream, CUstream_st::Step step) {
+    stream->steps.push_back(std::move(step));
+    ++stream->queued;
+}
+
+void queue_copy(CUstream_st* stream, void* destination, const void* source, std::size_t nbytes) {
+    const Memory *to = find(destination, nbytes), *from = find(source, nbytes);
+    require(to != nullptr && from != nullptr, "a copy from or to memory that is neither pinned nor a GPU's");
+    require((to->device < 0) != (from->device < 0), "a copy that is not between host and GPU");
+    const void* host = to->device < 0 ? destination : source;
+    push(stream, {[=] { std::memcpy(destination, source, nbytes); }, nullptr, 0, host, nbytes});
+}
+
+}  // namespace
+
+namespace fake_cuda {
+
+void* device_malloc(int device, std::size_t nbytes) {
+    const Lock lock(everything);
+    void* memory = std::malloc(nbytes);
+    memories[reinterpret_cast<std::uintptr_t>(memory)] = {device, nbytes};
+    return memory;
+}
+
+void device_free(void* memory) {
+    const Lock lock(everything);
+    memories.erase(reinterpret_cast<std::uintptr_t>(memory));
+    std::free(memory);
+}
+
+void queue(cudaStream_t stream, std::function<void()> kernel) {
+    const Lock lock(everything);
+    push(resolve(stream), {std::move(kernel), nullptr, 0, nullptr, 0});
+}
+
+void fail(const char* name, int calls_before) {
+    const Lock lock(everything);
+    failing = name == nullptr ? "" : name;
+    calls_before_failing = calls_before;
+}
+
+int handles() {
+    const Lock lock(everything);
+    return static_cast<int>(streams.size()) + events;
+}
+
+Calls calls() {
+    const Lock lock(everything);
+    return counted;
+}
+
+}  // namespace fake_cuda
+
+extern "C" {
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "as the test wants"; }
+
+cudaError_t cudaDriverGetVersion(int* version) {
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+    *device = current_device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+    current_device = device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() {
+    const Lock lock(everything);
+    for (const auto& [stream, exists] : streams) {
+        if (stream->device == current_device) run_until(stream, stream->queued);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+    const Lock lock(everything);
+    const Memory* memory = find(pointer);
+    *attributes = {};
+    attributes->type = memory == nullptr     ? cudaMemoryTypeUnregistered
+                       : memory->device < 0 ? cudaMemoryTypeHost
+                                            : cudaMemoryTypeDevice;
+    attributes->device = memory == nullptr || memory->device < 0 ? 0 : memory->device;
+    attributes->devicePointer = memory == nullptr ? nullptr : const_cast<void*>(pointer);
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostRegister(void* memory, size_t nbytes, unsigned) {
+    const Lock lock(everything);
+    if (fails("cudaHostRegister")) return cudaErrorMemoryAllocation;
+    memories[reinterpret_cast<std::uintptr_t>(memory)] = {-1, nbytes};
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void* memory) {
+    const Lock lock(everything);
+    const auto found = memories.find(reinterpret_cast<std::uintptr_t>(memory));
+    require(found != memories.end() && found->second.device < 0, "memory to unpin was never pinned");
+    const auto start = found->first, stop = start + found->second.nbytes;
+    for (const auto& [stream, exists] : streams) {
+        for (const auto& step : stream->steps) {
+            const auto host = reinterpret_cast<std::uintptr_t>(step.host);
+            require(host + step.nbytes <= start || host >= stop, "memory is unpinned while a copy needs it");
+        }
+    }
+    memories.erase(found);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+    const Lock lock(everything);
+    require(flags == cudaStreamNonBlocking, "a stream that waits for the default stream");
+    if (fails("cudaStreamCreateWithFlags")) return cudaErrorMemoryAllocation;
+    streams[*stream = new CUstream_st{current_device, {}}] = true;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    const Lock lock(everything);
+    require(resolve(stream)->steps.empty(), "a stream is destroyed that has work left");
+    streams.erase(stream);
+    delete stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    const Lock lock(everything);
+    run_until(resolve(stream), resolve(stream)->queued);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    const Lock lock(everything);
+    push(resolve(stream), {nullptr, event->stream, event->until, nullptr, 0});
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+    const Lock lock(everything);
+    require((flags & cudaEventDisableTiming) != 0, "an event that takes the time");
+    if (fails("cudaEventCreateWithFlags")) return cudaErrorMemoryAllocation;
+    *event = new CUevent_st{current_device};
+    ++events;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    const Lock lock(everything);
+    delete event;
+    --events;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    const Lock lock(everything);
+    CUstream_st* recorded = resolve(stream);
+    require(event->device == recorded->device, "an event and a stream of different GPUs");
+    if (fails("cudaEventRecord")) return cudaErrorUnknown;
+    event->stream = recorded;
+    event->until = recorded->queued;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    const Lock lock(everything);
+    if (fails("cudaEventSynchronize")) return cudaErrorUnknown;
+    if (event->stream != nullptr) run_until(event->stream, event->until);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    const Lock lock(everything);
+    return event->stream == nullptr || event->stream->done >= event->until ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+    const Lock lock(everything);
+    if (fails("cudaMemcpyAsync")) return cudaErrorUnknown;
+    ++counted.copies;
+    queue_copy(resolve(stream), destination, source, nbytes);
+    return cudaSuccess;
+}
+
+#if CUDART_VERSION >= 13000
+cudaError_t cudaMemcpyBatchAsync(void* const* destinations, const void* const* sources, const size_t* sizes,
+                                 size_t count, cudaMemcpyAttributes* attributes, size_t* first, size_t kinds,
+                                 cudaStream_t stream) {
+#elif CUDART_VERSION >= 12080
+cudaError_t cudaMemcpyBatchAsync(void** destinations, void** sources, size_t* sizes, size_t count,
+                                 cudaMemcpyAttributes* attributes, size_t* first, size_t kinds, size_t*,
+                                 cudaStream_t stream) {
+#endif
+#if CUDART_VERSION >= 12080
+    const Lock lock(everything);
+    if (fails("cudaMemcpyBatchAsync")) return cudaErrorUnknown;
+    require(count != 0 && kinds == 1 && *first == 0, "attributes that do not fit the batch");
+    require(attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream, "a batch that does not keep to its stream");
+    require(stream != nullptr, "a batch on the default stream");
+    ++counted.batches;
+    for (size_t i = 0; i < count; ++i) queue_copy(resolve(stream), destinations[i], sources[i], sizes[i]);
+    return cudaSuccess;
+}
+#endif
+
+}  // extern "C"
+
+// Stands in for gather.cu.
+cudaError_t mcore_ckpt::launch_gather(const GatherTable& table, cudaStream_t stream) {
+    const Lock lock(everything);
+    if (fails("launch_gather")) return cudaErrorUnknown;
+    require(current_device == resolve(stream)->device, "a kernel is started on another GPU's stream");
+    ++counted.gathers;
+    for (std::size_t i = 0; i < table.count; ++i) {
+        queue_copy(resolve(stream), table.rows[i].destination, table.rows[i].source, table.rows[i].nbytes);
+    }
+    return cudaSuccess;
+}

@@ -1,0 +1,151 @@
+// Random reads of random files, with damage, cut files and cancels, for the sanitizers: ReadJob without Python.
+//
+//     g++ -std=c++17 -g -O1 -fsanitize=thread -pthread -Icsrc tests/native/read_stress.cpp -o read_stress
+//         csrc/{read_job,file,crc32,host_copy,parallel,device_copy_none}.cpp
+//     ./read_stress FOLDER [ROUNDS] [SEED]
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "crc32.h"
+#include "file.h"
+#include "read_job.h"
+
+namespace {
+
+using namespace mcore_ckpt;
+using Bytes = std::vector<std::uint8_t>;
+
+constexpr std::uint8_t POISON = 0xA5;
+
+std::mt19937_64 generator;
+
+std::size_t below(std::size_t bound) { return generator() % bound; }
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "read_stress: %s\n", what);
+    std::exit(1);
+}
+
+struct Tensor {
+    std::uint64_t offset;
+    std::size_t nbytes;
+    std::vector<std::uint32_t> crcs;
+};
+
+struct Stored {
+    std::string path;
+    Bytes bytes;
+    std::vector<Tensor> tensors;
+};
+
+void store(const std::string& path, const Bytes& bytes) {
+    std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+Stored make_file(const std::string& path, std::size_t block_bytes) {
+    Stored file{path, {}, {}};
+    std::size_t end = below(5000);
+    for (std::size_t i = 0; i < 12; ++i) {
+        const std::size_t nbytes = below(2) ? below(300) : below(200'000);
+        file.tensors.push_back({end, nbytes, {}});
+        end += nbytes + (below(2) ? 0 : below(90'000));
+    }
+    file.bytes.resize(end);
+    for (auto& byte : file.bytes) byte = static_cast<std::uint8_t>(generator());
+    for (Tensor& tensor : file.tensors) {
+        tensor.crcs = crc32_blocks(file.bytes.data() + tensor.offset, tensor.nbytes, block_bytes, 1);
+    }
+    store(path, file.bytes);
+    return file;
+}
+
+struct Wanted {
+    std::size_t file, tensor, start, stop;
+    Bytes destination;
+};
+
+// Every byte is the file's, or none has arrived yet in its block.
+void require_right_or_none(const std::vector<Wanted>& reads, const std::vector<Stored>& files, bool all) {
+    for (const Wanted& read : reads) {
+        const Stored& file = files[read.file];
+        const std::uint8_t* right = file.bytes.data() + file.tensors[read.tensor].offset + read.start;
+        for (std::size_t i = 0; i < read.destination.size(); ++i) {
+            const std::uint8_t got = read.destination[i];
+            require(got == right[i] || (!all && got == POISON), "a byte that is not the file's");
+        }
+    }
+}
+
+enum class Trouble { NONE, DAMAGE, CUT, CANCEL };
+
+void one_round(const std::string& folder) {
+    const std::size_t block_bytes = 1 + below(20'000);
+    std::vector<Stored> files;
+    for (std::size_t i = 0; i < 3; ++i) files.push_back(make_file(folder + "/" + std::to_string(i), block_bytes));
+
+    std::vector<std::string> paths;
+    for (const Stored& file : files) paths.push_back(file.path);
+    const int threads = static_cast<int>(1 + below(6));
+    ReadJob job(paths, {threads, below(200'000), block_bytes, below(2) == 0, false});
+    std::vector<Wanted> reads(below(40));
+    for (Wanted& read : reads) {
+        read.file = below(files.size());
+        read.tensor = below(files[read.file].tensors.size());
+        const Tensor& tensor = files[read.file].tensors[read.tensor];
+        read.start = below(tensor.nbytes + 1);
+        read.stop = read.start + below(tensor.nbytes - read.start + 1);
+        read.destination.assign(read.stop - read.start, POISON);
+        job.add(read.file, tensor.offset, tensor.nbytes, tensor.crcs, read.start, read.stop, read.destination.data(),
+                false);
+    }
+
+    const auto trouble = static_cast<Trouble>(below(4));
+    Stored& victim = files[below(files.size())];
+    if (trouble == Trouble::DAMAGE) {
+        Bytes damaged = victim.bytes;
+        damaged[below(damaged.size())] ^= 1;
+        store(victim.path, damaged);
+    } else if (trouble == Trouble::CUT) {
+        require(::truncate(victim.path.c_str(), below(victim.bytes.size())) == 0, "truncate");
+    }
+    std::thread canceller;
+    if (trouble == Trouble::CANCEL) canceller = std::thread([&job] { job.cancel(); });
+
+    bool done = false;
+    try {
+        job.run();
+        done = true;
+    } catch (const DamagedBlock& error) {
+        require(trouble == Trouble::DAMAGE, error.what());
+    } catch (const FileError& error) {
+        require(trouble == Trouble::CUT && error.number == ENODATA, error.what());
+    } catch (const std::runtime_error& error) {
+        require(trouble == Trouble::CANCEL && std::string(error.what()) == "cancelled", error.what());
+    }
+    if (canceller.joinable()) canceller.join();
+    require(done || trouble != Trouble::NONE, "a failure without a reason");
+    require_right_or_none(reads, files, done);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    if (count < 2) {
+        std::fprintf(stderr, "usage: read_stress FOLDER [ROUNDS] [SEED]\n");
+        return 2;
+    }
+    const int rounds = count > 2 ? std::atoi(arguments[2]) : 200;
+    generator.seed(count > 3 ? std::atoll(arguments[3]) : 1);
+    for (int i = 0; i < rounds; ++i) one_round(arguments[1]);
+    return 0;
+}

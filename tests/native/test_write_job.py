@@ -1,0 +1,369 @@
+import errno
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from images import PAGE, Reference, page_cuts, references
+
+from mcore_ckpt import _native
+from mcore_ckpt.storage.pt_image import build_image
+
+MEBIBYTE = 1 << 20
+TAIL = b"what comes after the image"
+
+
+class Memory:
+    """A file's payload in host memory: tensors here and there, or all in place in a buffer whose gaps are poisoned."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self.payloads = [
+            torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else torch.empty(0) for b in reference.payloads
+        ]
+        self.sources = [payload.data_ptr() for payload in self.payloads]
+        self.buffers: list[_native.HostBuffer] = []
+
+    def in_place(self, start: int, stop: int) -> int:
+        buffer = _native.HostBuffer(max(1, stop - start))
+        self.buffers.append(buffer)
+        data = bytearray(b"\xa5" * self.reference.end)
+        for offset, payload in zip(self.reference.offsets, self.reference.payloads, strict=True):
+            data[offset : offset + len(payload)] = payload
+        memoryview(buffer)[: stop - start] = data[start:stop]
+        return buffer.address
+
+    def add(self, job: _native.WriteJob, path: Path, start: int, stop: int, in_place: bool) -> int:
+        image = self.reference.image()
+        if in_place:
+            return job.add_file(path, image, start, stop, None, self.in_place(start, stop))
+        return job.add_file(path, image, start, stop, self.sources, 0)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """On a disk, with O_DIRECT, and where there is none."""
+    if request.param == "disk":
+        yield tmp_path
+    elif os.path.ismount("/dev/shm"):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+            yield Path(shared)
+    else:
+        pytest.skip("no /dev/shm")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    reference=references(),
+    piece=st.sampled_from([4096, 8192, 1 << 16]),
+    threads=st.integers(1, 4),
+    direct=st.booleans(),
+    data=st.data(),
+)
+def test_any_file_by_any_writers(
+    folder: Path, reference: Reference, piece: int, threads: int, direct: bool, data: st.DataObject
+) -> None:
+    path = folder / "file.pt"
+    path.write_bytes(b"\xee" * data.draw(st.sampled_from([0, 100, reference.end + 9999])))  # left by an earlier try
+    cuts = data.draw(page_cuts(reference.end))
+    image, memory = reference.image(), Memory(reference)
+    ranges = list(itertools.pairwise(cuts))
+    jobs = {}
+    parts: dict[int, list[int]] = {}
+    for k in data.draw(st.permutations(range(len(ranges)))):
+        jobs[k] = _native.WriteJob(threads=threads, piece_bytes=piece, direct=direct)
+        assert memory.add(jobs[k], path, *ranges[k], in_place=data.draw(st.booleans())) == 0
+        jobs[k].start()
+        if data.draw(st.booleans()):
+            jobs[k].wait(0)
+    last = len(ranges) - 1
+    for k, (start, stop) in enumerate(ranges):
+        crcs_of_parts = jobs[k].wait(0)
+        assert crcs_of_parts is not None
+        parts[k] = crcs_of_parts
+        assert parts[k] == reference.part_crcs(start, stop)
+        assert jobs[k].progress() == stop - start
+        if stop != reference.end:
+            jobs[k].finish(0, None)
+    crcs = image.slot_crcs(image.join(cuts, [parts[k] for k in range(len(ranges))]))
+    patches = [(at, crcs[slot]) for at, slot in image.foreign_descriptors(cuts)]
+    for k, (_, stop) in enumerate(ranges):
+        if stop == reference.end and k != last:
+            jobs[k].finish(0, TAIL)
+    jobs[last].finish(0, TAIL, patches)
+    assert path.read_bytes() == reference.data + TAIL
+    assert image.file_crc(crcs) == zlib.crc32(reference.data)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["sources", "in place"])
+def test_large_pieces_and_several_files(folder: Path, in_place: bool) -> None:
+    reference = Reference([5 * MEBIBYTE + 3, 0, 700, 3000, 40_000, 6 * MEBIBYTE], [70] * 6, 999, MEBIBYTE)
+    memory = Memory(reference)
+    job = _native.WriteJob(threads=3, piece_bytes=2 * MEBIBYTE)
+    numbers = [memory.add(job, folder / f"file{i}", 0, reference.end, in_place) for i in range(3)]
+    job.start()
+    for number in numbers:
+        assert job.wait(number) == reference.part_crcs(0, reference.end)
+        job.finish(number, TAIL)
+        assert (folder / f"file{number}").read_bytes() == reference.data + TAIL
+    copied, written = job.times()
+    assert (copied == 0) == in_place
+    assert copied <= written < 60
+    job.close()
+    job.close()
+
+
+def test_a_file_of_torch(folder: Path) -> None:
+    tree = {"weights": {f"layer.{i}": torch.randn(200 + i, 301) for i in range(30)}, "none": torch.empty(0), "step": 7}
+    tensors = [*tree["weights"].values(), tree["none"]]  # type: ignore[attr-defined]
+    image = build_image(tree, tensors)
+    layout = _native.FileImage(
+        [slot.offset for slot in image.slots],
+        [slot.nbytes for slot in image.slots],
+        [-1 if slot.descriptor_crc_at is None else slot.descriptor_crc_at for slot in image.slots],
+        list(image.gaps),
+        image.records_end,
+        MEBIBYTE,
+    )
+    job = _native.WriteJob(threads=2, piece_bytes=1 << 16)
+    path = folder / "model_states.pt"
+    file = job.add_file(path, layout, 0, image.records_end, [tensor.data_ptr() for tensor in tensors], 0)
+    job.start()
+    parts = job.wait(file)
+    assert parts is not None
+    crcs = layout.slot_crcs(layout.join([0, image.records_end], [parts]))
+    tail = image.tail(crcs, b"{}", zlib.crc32(b"{}"))
+    job.finish(file, tail)
+    assert zlib.crc32(path.read_bytes()) == zlib.crc32(tail, layout.file_crc(crcs))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    for mmap in [False, True]:
+        torch.testing.assert_close(torch.load(path, weights_only=True, mmap=mmap), tree, rtol=0, atol=0)
+
+
+def small_job(reference: Reference, paths: list[Path], threads: int = 2) -> tuple[_native.WriteJob, Memory]:
+    memory = Memory(reference)
+    job = _native.WriteJob(threads=threads, piece_bytes=PAGE)
+    for path in paths:
+        memory.add(job, path, 0, reference.end, False)
+    return job, memory
+
+
+SMALL = Reference([10_000, 20_000], [50, 60], 100, 4096)
+
+
+def test_an_error_in_the_second_of_three_files_is_told_for_it_and_what_follows(folder: Path) -> None:
+    job, _memory = small_job(SMALL, [folder / "0", folder / "missing" / "1", folder / "2"])
+    job.start()
+    for number in [1, 2, 1]:
+        with pytest.raises(FileNotFoundError, match="opening at byte 0") as error:
+            job.wait(number)
+        assert error.value.filename == str(folder / "missing" / "1")
+    assert job.wait(0) == SMALL.part_crcs(0, SMALL.end)
+    job.finish(0, TAIL)
+    assert (folder / "0").read_bytes() == SMALL.data + TAIL
+    with pytest.raises(FileNotFoundError):
+        job.finish(2, TAIL)
+
+
+def test_a_path_that_is_no_utf_8_and_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    path.mkdir()
+    job, _memory = small_job(SMALL, [path])
+    job.start()
+    with pytest.raises(IsADirectoryError) as error:
+        job.wait(0)
+    assert error.value.filename == str(path)
+
+
+def test_a_folder_that_vanishes_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "staging").mkdir()
+    job, _memory = small_job(SMALL, [tmp_path / "staging" / "file"])
+    (tmp_path / "staging").rmdir()
+    job.start()
+    with pytest.raises(FileNotFoundError):
+        job.wait(0)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_that_may_not_grow(tmp_path: Path, direct: bool) -> None:
+    script = f"""
+import resource, signal, errno, torch
+from mcore_ckpt import _native
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+source = torch.zeros(4 << 20, dtype=torch.uint8)
+def write(end, tail):
+    gaps = [(end - 96, bytes(96))]
+    image = _native.FileImage([0], [end - 96], [end - 90], gaps, end, 1 << 20)
+    job = _native.WriteJob(threads=2, piece_bytes=1 << 16, direct={direct})
+    job.add_file({str(tmp_path / "file")!r}, image, 0, end, [source.data_ptr()], 0)
+    job.start()
+    job.wait(0)
+    job.finish(0, tail)
+for end, tail in [(4 << 20, b""), (1 << 20, b"x")]:
+    try:
+        write(end, tail)
+    except OSError as error:
+        assert error.errno == errno.EFBIG and error.filename == {str(tmp_path / "file")!r}, error
+        assert "at byte" in str(error), error
+    else:
+        raise SystemExit("no error")
+write(1 << 20, b"")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode != 0:
+        pytest.skip("may not mount a tmpfs")
+    try:
+        reference = Reference([2 * MEBIBYTE], [10], 100, MEBIBYTE)
+        job, _memory = small_job(reference, [mount / "file"])
+        job.start()
+        with pytest.raises(OSError, match="at byte") as error:
+            job.wait(0)
+        assert error.value.errno == errno.ENOSPC
+        job.close()
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    job, _memory = small_job(SMALL, [tmp_path / "file"])
+    job.start()
+    with pytest.raises(PermissionError):
+        job.wait(0)
+
+
+def test_cancel(tmp_path: Path) -> None:
+    job, _memory = small_job(SMALL, [tmp_path / str(i) for i in range(300)])
+    job.start()
+    assert job.wait(0) == SMALL.part_crcs(0, SMALL.end)
+    job.cancel()
+    with pytest.raises(RuntimeError, match=r"^cancelled$"):
+        job.wait(299)
+    job.finish(0, TAIL)  # what has been written may be finished
+    job.close()
+    with pytest.raises(RuntimeError, match=r"^cancelled$"):
+        job.finish(299, TAIL)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_job_may_be_dropped_at_any_time(tmp_path: Path, started: bool) -> None:
+    for _ in range(20):
+        job, memory = small_job(SMALL, [tmp_path / str(i) for i in range(20)])
+        if started:
+            job.start()
+        del job
+        memory.payloads.clear()
+
+
+def test_a_wait_ends_at_its_timeout(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # to open it for writing is to wait for a reader
+    job, _memory = small_job(SMALL, [tmp_path / "pipe"])
+    job.start()
+    assert job.wait(0, 0) is None
+    assert job.wait(0, -1.0) is None
+    assert job.wait(0, 0.2) is None
+    with pytest.raises(RuntimeError, match="not written yet"):
+        job.finish(0, TAIL)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY)
+    with pytest.raises(OSError, match="at byte"):
+        job.wait(0)
+    os.close(reader)
+
+
+def test_an_event_without_a_gpu_is_an_error_of_the_file(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    memory = Memory(SMALL)
+    job = _native.WriteJob(threads=2, piece_bytes=PAGE)
+    job.add_file(tmp_path / "file", SMALL.image(), 0, SMALL.end, None, memory.in_place(0, SMALL.end), [(SMALL.end, 1)])
+    job.start()
+    with pytest.raises(RuntimeError):
+        job.wait(0)
+
+
+def test_a_forked_child_leaves_the_job_alone(tmp_path: Path) -> None:
+    job, _memory = small_job(SMALL, [tmp_path / str(i) for i in range(100)])
+    job.start()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            job.wait(0)
+        except RuntimeError:
+            job.close()
+            del job
+            status = 0
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert job.wait(99) == SMALL.part_crcs(0, SMALL.end)
+
+
+def test_a_wrong_order_is_refused(tmp_path: Path) -> None:
+    job, memory = small_job(SMALL, [tmp_path / "file"])
+    with pytest.raises(RuntimeError, match="has not been started"):
+        job.wait(0)
+    job.start()
+    with pytest.raises(RuntimeError, match="started once"):
+        job.start()
+    with pytest.raises(RuntimeError, match="before the job is started"):
+        memory.add(job, tmp_path / "other", 0, SMALL.end, False)
+    job.wait(0)
+    for number in [1, -1, 2**40]:
+        with pytest.raises(ValueError, match=f"there is no file {number}"):
+            job.wait(number)
+        with pytest.raises(ValueError, match=f"there is no file {number}"):
+            job.finish(number, TAIL)
+    with pytest.raises(ValueError, match="a tail belongs to the range that ends the file"):
+        job.finish(0, None)
+    with pytest.raises(ValueError, match="beyond the end"):
+        job.finish(0, TAIL, [(SMALL.end - 3, 1)])
+    job.finish(0, TAIL)
+    with pytest.raises(RuntimeError, match="closed already"):
+        job.finish(0, TAIL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"start": 1}, "multiples of 4096"),
+        ({"stop": 4097}, "multiples of 4096"),
+        ({"stop": 2**40}, "no range of a file"),
+        ({"start": 8192, "stop": 4096}, "no range of a file"),
+        ({"sources": [1]}, "1 sources for 2 slots"),
+        ({"sources": [1, 0]}, "null address for slot 1"),
+        ({"buffer": 4096}, "either sources or"),
+        ({"sources": None}, "either sources or"),
+        ({"sources": None, "buffer": 4097}, "not a multiple of 4096"),
+        ({"ready": [(1, 1)]}, "sources have no events"),
+        ({"sources": None, "buffer": 4096, "ready": [(2, 1), (1, 1)]}, "not ascending"),
+        ({"sources": None, "buffer": 4096, "ready": [(2, 1)]}, "from 2 on"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    job = _native.WriteJob(threads=1, piece_bytes=PAGE)
+    arguments = {"start": 0, "stop": SMALL.end, "sources": [1, 1], "buffer": 0, **change}
+    with pytest.raises(ValueError, match=message):
+        job.add_file(tmp_path / "file", SMALL.image(), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("threads", "piece"), [(0, 4096), (1, 0), (1, 4097)])
+def test_unusable_settings_are_refused(threads: int, piece: int) -> None:
+    with pytest.raises(ValueError, match=r"at least 1|a multiple of 4096"):
+        _native.WriteJob(threads=threads, piece_bytes=piece)
