@@ -10,6 +10,8 @@ from mcore_ckpt.errors import UnsupportedError
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
+_CHOICES = {"async_mode": ("snapshot", "lazy"), "if_busy": ("wait", "raise"), "if_failed": ("raise", "warn")}
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -19,7 +21,17 @@ class CheckpointConfig:
         save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state),
             `hf_model`.
         load_contents: the same words; what is asked for must be in the checkpoint.
-        async_save: save in the background.
+        async_save: `save` returns as soon as the training state may change again; the rest goes on beside training.
+        async_mode: with async_save, when that is. "snapshot": when the state has been copied. "lazy": at once; a state
+            on a GPU is copied under the next forward and backward pass, and what changes it next (`optimizer.step()`,
+            a parameter gather, loading) waits for that on its stream. What else changes it must call
+            `manager.before_step()` first. A state in CPU memory is copied before `save` returns in both modes.
+        if_busy: what `save` does while an earlier one is still under way: "wait" for it, or "raise" BusyError.
+        if_failed: what the next call does when a save that was under way has failed: "raise" its error on every rank,
+            or "warn" in the log and go on.
+        shared_writes: replicas of data and context parallelism write a part of each replicated file; off, the first
+            replica writes it all.
+        max_host_bytes: most host memory this rank may keep for copies of its state; None for as much as it takes.
         max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all.
         roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
         timeout_s: deadline of every wait for another rank, in seconds.
@@ -37,6 +49,11 @@ class CheckpointConfig:
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     async_save: bool = False
+    async_mode: str = "snapshot"
+    if_busy: str = "wait"
+    if_failed: str = "raise"
+    shared_writes: bool = True
+    max_host_bytes: int | None = None
     max_to_keep: int | None = None
     roles: tuple[str, ...] | None = None
     timeout_s: float = 600.0
@@ -51,8 +68,11 @@ class CheckpointConfig:
             raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
         if self.roles is not None:
             object.__setattr__(self, "roles", check_roles(self.roles))
-        if self.async_save:
-            raise UnsupportedError("async_save=True is not available yet: saves are synchronous; leave it False")
+        for field, choices in _CHOICES.items():
+            if getattr(self, field) not in choices:
+                raise ValueError(f"{field} is {getattr(self, field)!r}: use one of {', '.join(map(repr, choices))}")
+        if self.max_host_bytes is not None and self.max_host_bytes < 1:
+            raise ValueError(f"max_host_bytes is {self.max_host_bytes}: use 1 or more, or None for no limit")
 
 
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:

@@ -36,6 +36,10 @@ class CommitError(CheckpointError):
     """A save did not become a checkpoint: a rank failed, died or was late. The previous checkpoint stays."""
 
 
+class BusyError(CheckpointError):
+    """A save was asked for while another one is under way, and `if_busy` is "raise". Nothing has been done."""
+
+
 class AgreementError(CheckpointError):
     """The ranks could not agree outside a save: one is missing, late, or the key-value store is gone."""
 
@@ -49,6 +53,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         CheckpointMismatchError,
         UnsupportedError,
         CommitError,
+        BusyError,
         AgreementError,
     )
 }

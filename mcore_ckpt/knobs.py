@@ -7,15 +7,25 @@ import os
 # More threads than this do not make a memory bus faster, and training wants the cores.
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
-# Large enough for a disk to run at its limit, small enough that a few fit a cache-friendly pipeline.
-WRITE_BYTES = 16 << 20
+# Mostly asleep while the disk works: enough to have a write under way while another piece is copied and checksummed.
+IO_THREADS = 4
 
-# What one reader holds in host memory at a time; whole CRC blocks.
-READ_CHUNK_BYTES = 16 << 20
+# Large enough for a disk to run at its limit, small enough to keep several under way in little memory.
+WRITE_BYTES = 16 << 20
+READ_BYTES = 16 << 20
+
+# A range of a file that replicas share is at least this long: below it, agreeing costs more than writing.
+SHARE_BYTES = 16 << 20
+
+# Copies out of a GPU are reported done in groups of this size, so that writing can begin before the last one.
+COPY_GROUP_BYTES = 64 << 20
 
 # How often a rank asks the key-value store while it waits for others: at first, and at most (seconds).
-POLL_FIRST_S = 0.002
+POLL_FIRST_S = 0.0005
 POLL_MOST_S = 0.2
 
 # How much longer than rank 0 the other ranks wait, at most (seconds).
 HEAR_OUT_S = 10.0
+
+# How long an interpreter that ends waits for other ranks to commit a save under way (seconds).
+EXIT_WAIT_S = 60.0

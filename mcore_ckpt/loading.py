@@ -21,17 +21,16 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from mcore_ckpt.knobs import READ_CHUNK_BYTES
-from mcore_ckpt.planning import LoadPlan, TensorFill, plan_load
+from mcore_ckpt.planning import LoadPlan, plan_load
 from mcore_ckpt.session import Session
-from mcore_ckpt.staging.copy import as_bytes
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
-from mcore_ckpt.storage.reader import RangeReader
+from mcore_ckpt.storage.reader import read_ranges
+from mcore_ckpt.storage.transaction import EarlierSaveError
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,19 @@ class LoadResult:
     report: LoadReport
 
 
-def load_checkpoint(session: Session, step: int | None, path: Path | None) -> LoadResult:
+def load_checkpoint(session: Session, step: int | None, path: Path | None, failure: Record | None = None) -> LoadResult:
     """Loads the newest complete checkpoint, or the one asked for.
 
     A checkpoint that turns out bad is passed over for the next older one, by all ranks together, unless one was asked
     for or `strict` is set.
 
+    Args:
+        session: this rank's trainer.
+        step, path: which one; None for the newest.
+        failure: how an earlier save of this rank ended, if nobody was told yet.
+
     Raises:
+        EarlierSaveError: a rank has such a failure; on all ranks, and nothing is loaded.
         CheckpointNotFoundError: there is none.
         CheckpointMismatchError: it does not fit; nothing has changed.
         CheckpointCorruptError: it is damaged, and there is no other to take. The message says whether anything has
@@ -78,10 +83,14 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None) -> Lo
     request = {"root": str(session.root), "step": step, "path": path and str(path)}
 
     def combine(records: Sequence[Record]) -> Record:
-        same_everywhere(records, "the checkpoint to load")
-        return _candidates(session, step, path)
+        same_everywhere([record["request"] for record in records], "the checkpoint to load")
+        failures = [record["failure"] for record in records if record["failure"]]
+        return {"failure": failures[0]} if failures else _candidates(session, step, path)
 
-    found = decide(session.agreement, "finding a checkpoint", lambda: request, combine)
+    told = {"request": request, "failure": failure}
+    found = decide(session.agreement, "finding a checkpoint", lambda: told, combine)
+    if "failure" in found:
+        raise EarlierSaveError(found["failure"])
     candidates = [(int(number), Path(folder)) for number, folder in found["candidates"]]
     skipped: list[str] = []
     changed = False
@@ -169,25 +178,26 @@ def _apply_together(session: Session, plan: LoadPlan) -> int:
 
 def _apply(session: Session, plan: LoadPlan) -> int:
     files = {file.path: file for file in plan.manifest.files}
-    with torch.no_grad(), RangeReader(plan.role_dir, files, session.arena.take(READ_CHUNK_BYTES)) as reader:
-        for fill in plan.fills:
-            _apply_fill(reader, fill)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what still uses the old state must not meet the new one
+    with torch.no_grad():
+        targets = [fill.target() for fill in plan.fills]
+        memories = [
+            tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for tensor in targets
+        ]
+        reads = [(read, memory) for fill, memory in zip(plan.fills, memories, strict=True) for read in fill.reads]
+        nbytes = read_ranges(plan.role_dir, files, reads)
+        for fill, tensor, memory in zip(plan.fills, targets, memories, strict=True):
+            if memory is not tensor:
+                tensor.copy_(memory)
+            if fill.finish is not None:
+                fill.finish(tensor)
     if plan.common is not None:
         _apply_common(session, plan)
     if plan.rng is not None:
         write_rng(plan.rng)
-    return reader.nbytes
-
-
-def _apply_fill(reader: RangeReader, fill: TensorFill) -> None:
-    tensor = fill.target()
-    memory = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    for read in fill.reads:
-        reader.read(read, as_bytes(memory))
-    if memory is not tensor:
-        tensor.copy_(memory)
-    if fill.finish is not None:
-        fill.finish(tensor)
+    return nbytes
 
 
 def _apply_common(session: Session, plan: LoadPlan) -> None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_ckpt import layout
+from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.config import CheckpointConfig, check_roles
 from mcore_ckpt.loading import LoadResult, load_checkpoint
-from mcore_ckpt.saving import SaveReport, save_checkpoint
+from mcore_ckpt.saving import Save, SaveResources
 from mcore_ckpt.session import Session
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.host_image import ImageCache
+from mcore_ckpt.staging.guards import Guards
+from mcore_ckpt.staging.staging import Staging
 from mcore_ckpt.state.model import as_chunks, chunk_layers, read_model, unwrap
+from mcore_ckpt.state.optimizer import optimizer_parts
 from mcore_ckpt.state.unsupported import (
     refuse_unsupported_experts,
     refuse_unsupported_model,
@@ -26,7 +31,8 @@ from mcore_ckpt.state.unsupported import (
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.manifest import StageRecord
-from mcore_ckpt.topology import Topology, is_first_optimizer_instance, read_topology
+from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
+from mcore_ckpt.topology import Topology, is_first_optimizer_instance, read_replicas, read_topology
 
 logger = logging.getLogger(__name__)
 
@@ -34,21 +40,6 @@ LARGEST_STEP = 1 << 62  # what the manifest can hold
 
 # Managers of one role, made one after the other in one process, must not read each other's keys.
 _managers_made: dict[str, itertools.count[int]] = defaultdict(itertools.count)
-
-
-class SaveHandle:
-    """One save. Saves are synchronous: by the time there is a handle the checkpoint is committed."""
-
-    def __init__(self, report: SaveReport) -> None:
-        self.report = report
-
-    @property
-    def committed(self) -> bool:
-        return True
-
-    def wait(self, timeout: float | None = None) -> SaveReport:
-        """Returns the report once the checkpoint is committed."""
-        return self.report
 
 
 class CheckpointManager:
@@ -97,7 +88,7 @@ class CheckpointManager:
         root = Path(root).absolute()
         agreement = _agreement(role, rank, topology.world_size, config.timeout_s)
         _set_up_together(agreement, root, role, config, chunks, optimizer, topology)
-        self._session = Session(
+        session = Session(
             root=root,
             role=role,
             chunks=chunks,
@@ -111,10 +102,15 @@ class CheckpointManager:
             stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
             num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
             first_instance=is_first_optimizer_instance(topology),
+            replicas=read_replicas(),
             agreement=agreement,
-            arena=Arena(),
-            images=ImageCache(),
+            commits=_agreement(role, rank, topology.world_size, config.timeout_s),
+            staging=Staging(config.max_host_bytes),
         )
+        self._session = session
+        self._resources = SaveResources()
+        self._background = BackgroundSaves(session.commits, warns=config.if_failed == "warn")
+        self._guards = Guards(_changers(session) if _is_lazy(config) else [], session.staging.hold)
         self._closed = False
         self._has_saved = False
 
@@ -122,6 +118,8 @@ class CheckpointManager:
         self, step: int, extra_state: Mapping[str, Any] | None = None, *, roles: Sequence[str] | None = None
     ) -> SaveHandle:
         """Saves what `save_contents` names as step `step`. Every rank calls it, at the same point of training.
+
+        Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
 
         Args:
             step: at least 0. An older checkpoint of the same step stays until the new one is committed.
@@ -132,8 +130,12 @@ class CheckpointManager:
         Raises:
             CommitError: a rank failed, died or was late. The same on all ranks; the previous checkpoint stays.
             UnsupportedError: a value that cannot be stored without pickling a class; the message names the field.
+            BusyError: an earlier save is under way, and `if_busy` is "raise".
+            CheckpointError: an earlier save that was under way has failed, and nobody was told yet. This one has not
+                been made.
         """
         topic = f"saving step {step} of {self._session.role}"
+        started = time.perf_counter()
         with self._in_step(topic):
             self._check_save(step, extra_state)
             declared = check_roles(roles or self._session.config.roles or ())
@@ -141,7 +143,25 @@ class CheckpointManager:
             if not self._has_saved and self._session.agreement.is_coordinator:
                 commit.sweep(self._session.root, self._session.role, alone=True)
             self._has_saved = True
-        return SaveHandle(save_checkpoint(self._session, topic, step, extra_state, declared))
+            busy, failure = self._unsettled()
+            # While another save is under way the host memory is its own.
+            save = None if busy or failure else Save(self._session, self._resources, topic, step, extra_state, declared)
+        try:
+            if save is None:
+                role_dir = layout.step_dir(self._session.root, step) / self._session.role
+                open_together(self._session.agreement, topic, role_dir, busy, failure)
+                raise AssertionError("unreachable: told that this rank is not ready, all ranks raise")
+            save.begin()
+        except EarlierSaveError as earlier:
+            self._background.was_told()
+            raise earlier.error from None
+        handle = SaveHandle(save)
+        if self._session.config.async_save:
+            self._background.launch(handle, time.perf_counter() - started)
+        else:
+            handle.run(None)
+            handle.wait()
+        return handle
 
     def load(self, *, step: int | None = None, path: str | Path | None = None) -> LoadResult:
         """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank
@@ -151,27 +171,59 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no such checkpoint.
             CheckpointMismatchError: it does not fit this model, optimizer or layout; nothing has been changed.
             CheckpointCorruptError: it is damaged, and there is no other to take; the message says what state is left.
+            CheckpointError: an earlier save that was under way has failed, and nobody was told yet; nothing has been
+                loaded.
         """
         with self._in_step("finding a checkpoint"):
             self._check_open()
+            self._background.settle()
             self._check_contents("load_contents")
             if step is not None and path is not None:
                 raise ValueError("step and path are both given: use one")
-        return load_checkpoint(self._session, step, None if path is None else Path(path))
+        try:
+            return load_checkpoint(
+                self._session, step, None if path is None else Path(path), self._background.failure()
+            )
+        except EarlierSaveError as earlier:
+            self._background.was_told()
+            raise earlier.error from None
 
     def latest_step(self) -> int | None:
         """The newest complete step of this role, or None. What one rank sees: no agreement, no check of the bytes."""
         found = [s.step for s in steps.complete_steps(self._session.root) if self._session.role in s.committed]
         return found[-1] if found else None
 
+    def before_step(self) -> None:
+        """What the current CUDA stream is given from now on waits until a lazy save has copied the state.
+
+        For trainers that change parameters by other means than `optimizer.step()`, parameter gathers and loading,
+        which call it by themselves. The host does not wait; without a copy under way nothing happens.
+        """
+        self._session.staging.hold()
+
     def wait(self) -> None:
-        """Returns once no save is under way."""
+        """Returns once no save is under way. Every rank calls it.
+
+        Raises:
+            CheckpointError: the save that was under way has failed, and nobody was told yet.
+        """
         self._check_open()
+        self._background.settle()
+        self._background.raise_failure()
 
     def close(self) -> None:
-        """Frees the host memory saves use. The manager cannot be used after."""
-        self._session.arena.release()
+        """Ends a save that is under way, and frees the host memory that saves use. The manager cannot be used after.
+
+        Raises:
+            CheckpointError: as `wait`; the manager is closed all the same.
+        """
+        if self._closed:
+            return
         self._closed = True
+        self._background.settle()
+        self._guards.remove()
+        self._session.staging.close()
+        self._background.raise_failure()
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
@@ -181,6 +233,13 @@ class CheckpointManager:
         except Exception as error:
             self._session.agreement.withdraw(topic, error)
             raise
+
+    def _unsettled(self) -> tuple[bool, Record | None]:
+        """Whether an earlier save is still under way, or has failed without anyone being told."""
+        if self._session.config.if_busy == "raise" and self._background.busy:
+            return True, None
+        self._background.settle()
+        return False, self._background.failure()
 
     def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
         self._check_open()
@@ -222,6 +281,10 @@ def _set_up_together(
             "save_contents": config.save_contents,
             "load_contents": config.load_contents,
             "has_optimizer": optimizer is not None,
+            "async_save": config.async_save,
+            "if_busy": config.if_busy,
+            "if_failed": config.if_failed,
+            "shared_writes": config.shared_writes,
         }
 
     def combine(records: Sequence[Record]) -> Record:
@@ -230,6 +293,22 @@ def _set_up_together(
         return {}
 
     decide(agreement, "setting up a CheckpointManager", work, combine)
+
+
+def _is_lazy(config: CheckpointConfig) -> bool:
+    return config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()
+
+
+def _changers(session: Session) -> list[tuple[Any, str]]:
+    """Methods of megatron (0.16.1) that write to parameters or to the optimizer's state."""
+    optimizers = [] if session.optimizer is None else [session.optimizer]
+    optimizers += [part.megatron for part in optimizer_parts(session.optimizer)] if optimizers else []
+    by_optimizer = ("step", "step_with_ready_grads", "reload_model_params", "load_state_dict")
+    by_chunk = ("start_param_sync", "load_state_dict")
+    unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
+    return [(optimizer, name) for optimizer in unique for name in by_optimizer] + [
+        (chunk, name) for chunk in session.chunks for name in by_chunk
+    ]
 
 
 def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:

@@ -2,98 +2,269 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
-import platform
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CommitError
 from mcore_ckpt.hf.assets import save_assets
+from mcore_ckpt.save_planning import SavePlanner
+from mcore_ckpt.sealing import TensorNames, describe, read_common, report
 from mcore_ckpt.session import Session
-from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, runs
-from mcore_ckpt.staging.host_image import fill_image
+from mcore_ckpt.staging.capture import Capture
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.model import read_model, sync_parameters
+from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
-from mcore_ckpt.state.scheduler import read_scheduler
-from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Record
-from mcore_ckpt.storage.dtypes import dtype_name
 from mcore_ckpt.storage.files import sync_dir, sync_file
-from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, StageRecord
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.transaction import commit_together
-from mcore_ckpt.storage.writer import write_image, write_plain
-from mcore_ckpt.topology import RankCoordinates
+from mcore_ckpt.storage.requests import WrittenFile
+from mcore_ckpt.storage.transaction import Attempt, commit_together, open_together
+from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did on this rank.
+    """What a save did on this rank. Times are in seconds.
 
     Attributes:
         step: the step saved.
         path: the checkpoint's folder.
         nbytes: written by this rank.
-        seconds: from the call to the commit.
+        seconds: from the call of `save` to the commit.
+        stall_s: until `save` returned.
+        plan_s: what neither copied, nor wrote, nor waited for the commit: checks, the plan, the ranks' meeting.
+        copy_s: until the state had been copied out; of a state that is written from where it is, while others wrote.
+        write_s: from the first write until all of this rank's files were on the disk.
+        commit_s: from then until the checkpoint was in place, waiting for slower ranks included.
     """
 
     step: int
     path: Path
     nbytes: int
     seconds: float
+    stall_s: float
+    plan_s: float
+    copy_s: float
+    write_s: float
+    commit_s: float
+
+    @property
+    def copy_gb_per_s(self) -> float:
+        """10**9 bytes a second."""
+        return self.nbytes / self.copy_s / 1e9 if self.copy_s else 0.0
+
+    @property
+    def disk_gb_per_s(self) -> float:
+        """10**9 bytes a second."""
+        return self.nbytes / self.write_s / 1e9 if self.write_s else 0.0
 
 
-def save_checkpoint(
-    session: Session, topic: str, step: int, extra_state: Mapping[str, Any] | None, roles: tuple[str, ...]
-) -> SaveReport:
-    """Writes and commits one checkpoint. Every rank calls it with the same step.
+@dataclass(frozen=True)
+class PlainState:
+    """The small part of the state, as it was when the save was asked for."""
+
+    rng: dict[str, Any] | None
+    extra: dict[str, Any] | None
+    common: dict[str, Any]
+    optimizer_steps: list[float | int | None]
+
+
+class SaveResources:
+    """What one save leaves to the next: the plan, and which names rank 0 knows."""
+
+    def __init__(self) -> None:
+        self.planner = SavePlanner()
+        self.names = TensorNames()
+
+
+class Save:
+    """One save of this rank, in the order `Save(...)`, `begin`, `finish`.
+
+    Making one checks and plans: whatever can fail on one rank alone, before the ranks meet.
 
     Raises:
-        CommitError: a rank failed, died or was late; raised on all ranks, and the previous checkpoint stays.
         UnsupportedError: something that cannot be saved whole.
+        MemoryError: no memory for a copy of the state.
     """
-    started = time.monotonic()
-    role_dir = layout.step_dir(session.root, step) / session.role
-    written: list[WrittenFile] = []
-    common: dict[str, Any] = {}
 
-    def write(staging: Path) -> Record:
-        # Before gigabytes are written: what may have to be refused.
-        plain = None if extra_state is None else to_plain(extra_state, "extra_state")
-        optimizer_steps = _optimizer_steps(session)
-        if session.agreement.is_coordinator and "optimizer" in session.config.save_contents:
-            common.update(_common_state(session))
-        written.extend(_write_all(session, staging, plain))
-        return _report(session, written, optimizer_steps)
+    def __init__(
+        self,
+        session: Session,
+        resources: SaveResources,
+        topic: str,
+        step: int,
+        extra_state: Mapping[str, Any] | None,
+        roles: tuple[str, ...],
+    ) -> None:
+        self._started = time.perf_counter()
+        self._session = session
+        self._resources = resources
+        self._topic = topic
+        self._step = step
+        self._roles = roles
+        self._role_dir = layout.step_dir(session.root, step) / session.role
+        self._plain = _read_plain(session, extra_state)
+        self._plan = resources.planner.plan(session)
+        self._in_place = not session.config.async_save and not self._plan.on_gpu
+        self._address = 0 if self._in_place else session.staging.reserve(self._plan.files)
+        self._attempt: Attempt | None = None
+        self._capture: Capture | Exception | None = None
+        self._writer: ImageWriter | None = None
+        self._times: dict[str, float] = {}
 
-    commit_together(
-        session.agreement,
-        topic,
-        role_dir,
-        lambda: sync_parameters(session.chunks),
-        write,
-        lambda staging, attempt, records: _describe(session, staging, common, step, roles, attempt, records),
-        lambda: _update_tracker(session, step),
+    def begin(self) -> None:
+        """Meets the other ranks and copies the state. When this returns, training may go on if the save is async.
+
+        Raises:
+            CheckpointError, EarlierSaveError: see open_together. The same on all ranks.
+        """
+        self._attempt = open_together(self._session.agreement, self._topic, self._role_dir)
+        sync_parameters(self._session.chunks)
+        self._times["planned"] = time.perf_counter()
+        try:
+            self._capture = self._captured()
+        except Exception as error:
+            self._capture = error  # told to all ranks by `finish`, which they are on their way to
+        self._times["captured"] = time.perf_counter()
+
+    def _captured(self) -> Capture:
+        session, plan = self._session, self._plan
+        if self._in_place:
+            return session.staging.capture_in_place(plan.files, plan.tensors)
+        # Synchronous saves of a GPU's state: nothing changes it meanwhile, so writing need not wait for the copies.
+        if not session.config.async_save:
+            return session.staging.capture(plan.files, plan.tensors, self._address, lazy=())
+        lazy = session.config.async_mode == "lazy" and not gradients_share_memory(session.chunks)
+        return session.staging.capture(plan.files, plan.tensors, self._address, plan.buffers if lazy else None)
+
+    def finish(self, stall_s: float | None = None) -> SaveReport:
+        """Writes and commits.
+
+        Args:
+            stall_s: how long the trainer was held up; None: until this returns.
+
+        Raises:
+            CheckpointError: on all ranks the same type; the previous checkpoint stays.
+        """
+        session = self._session
+        assert self._attempt is not None, "begin comes first"
+        written: list[WrittenFile] = []
+
+        def write(staging: Path) -> Record:
+            written.extend(self._write(staging))
+            names = self._resources.names.to_tell(self._plan.files)
+            return report(session, written, names, self._plain.optimizer_steps)
+
+        commit_together(
+            session.commits,
+            self._topic,
+            self._attempt,
+            write,
+            self._describe,
+            lambda: _update_tracker(session, self._step),
+        )
+        self._resources.names.were_told(self._plan.files)
+        return self._report(stall_s, sum(file.size for file in written))
+
+    def after_commit(self) -> None:
+        """Deletes what is too old: after all ranks know of the commit, because it may take long."""
+        if self._session.agreement.is_coordinator:
+            _delete_old(self._session, self._step)
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensors that this rank has written, and has to write."""
+        total = sum(plan.nbytes for plan in self._plan.files)
+        writer = self._writer
+        return (0 if writer is None else writer.progress()), total
+
+    def _write(self, staging: Path) -> list[WrittenFile]:
+        """This rank's files, durably."""
+        if isinstance(self._capture, Exception):
+            raise self._capture
+        assert self._capture is not None
+        self._times["writing"] = time.perf_counter()
+        with ImageWriter(staging, self._capture.writes, self._session.commits) as writer:
+            self._writer = writer
+            writer.start()
+            written = self._write_small(staging)  # while the disk has the large ones
+            written += writer.finish()
+            self._times["copied"] = writer.times()[0] if self._in_place else self._capture.seconds
+            self._writer = None
+        for folder in {(staging / file.path).parent for file in written}:
+            sync_dir(folder)
+        self._times["written"] = time.perf_counter()
+        return written
+
+    def _write_small(self, staging: Path) -> list[WrittenFile]:
+        place, written = self._session.coordinates.place, []
+        for path, kind, value in (
+            (layout.rng_file(*place), "rng", self._plain.rng),
+            (layout.extra_file(*place), "extra", self._plain.extra),
+        ):
+            if value is not None:
+                written.append(write_plain(staging, path, kind, pickle_plain(value)))
+        if self._session.agreement.is_coordinator:
+            written += _write_assets(self._session, staging)
+        return written
+
+    def _describe(self, records: Any) -> Any:
+        assert self._attempt is not None
+        return describe(
+            self._session,
+            self._resources.names,
+            self._attempt.staging,
+            self._plain.common,
+            self._step,
+            self._roles,
+            self._attempt.number,
+            records,
+        )
+
+    def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
+        times, now = self._times, time.perf_counter()
+        seconds = now - self._started
+        return SaveReport(
+            step=self._step,
+            path=self._role_dir,
+            nbytes=nbytes,
+            seconds=seconds,
+            stall_s=seconds if stall_s is None else stall_s,
+            plan_s=times["planned"] - self._started + times["writing"] - times["captured"],
+            copy_s=times["copied"],
+            write_s=times["written"] - times["writing"],
+            commit_s=now - times["written"],
+        )
+
+
+def _read_plain(session: Session, extra_state: Mapping[str, Any] | None) -> PlainState:
+    contents = session.config.save_contents
+    with_optimizer = "optimizer" in contents
+    parts = optimizer_state.optimizer_parts(session.optimizer) if with_optimizer else []
+    return PlainState(
+        rng=read_rng() if "extra" in contents else None,
+        extra=None if extra_state is None else to_plain(extra_state, "extra_state"),
+        common=read_common(session) if with_optimizer and session.agreement.is_coordinator else {},
+        optimizer_steps=[optimizer_state.read_step(part) for part in parts],
     )
-    if session.agreement.is_coordinator:
-        _delete_old(session, step)
-    return SaveReport(step, role_dir, sum(file.size for file in written), time.monotonic() - started)
+
+
+def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
+    paths = save_assets(staging / layout.HUGGINGFACE_DIR, session.hf_config, session.processing_class)
+    written = []
+    for path in paths:
+        sync_file(path)
+        data = path.read_bytes()
+        name = path.relative_to(staging).as_posix()
+        written.append(WrittenFile(name, "huggingface", len(data), zlib.crc32(data)))
+    return written
 
 
 def _update_tracker(session: Session, step: int) -> None:
@@ -110,208 +281,9 @@ def _update_tracker(session: Session, step: int) -> None:
 
 
 def _delete_old(session: Session, step: int) -> None:
-    """After all ranks know of the commit: deleting may take long."""
     if session.config.max_to_keep is None:
         return
     try:
         steps.delete_old_steps(session.root, session.config.max_to_keep, commit.new_attempt(), step)
     except OSError as error:
         logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
-
-
-# -- this rank's files ------------------------------------------------------------------------------------
-
-
-def _write_all(session: Session, staging: Path, extra_state: dict[str, Any] | None) -> list[WrittenFile]:
-    contents = session.config.save_contents
-    model = read_model(session.chunks)
-    requests: list[WriteRequest] = []
-    if "model" in contents:
-        requests += _model_requests(session, model)
-    if "optimizer" in contents:
-        requests.append(_optimizer_request(session, model))
-    written = []
-    for request in requests:
-        host = fill_image(request, session.images, session.arena)
-        written.append(write_image(staging, request, host.image, host.buffer))
-    if "extra" in contents:
-        written += _write_extra(session.coordinates, staging, extra_state)
-    if session.agreement.is_coordinator:
-        written += _write_assets(session, staging)
-    for folder in {(staging / file.path).parent for file in written}:
-        sync_dir(folder)
-    return written
-
-
-def _model_requests(session: Session, model: Iterable[LocalShard]) -> list[WriteRequest]:
-    at, apart = session.coordinates, session.topology.experts_apart
-    own = [shard for shard in model if not shard.replica]
-    dense = [shard for shard in own if not (apart and shard.expert)]
-    experts = [shard for shard in own if apart and shard.expert]
-    requests = []
-    if at.writes_dense:
-        requests.append(_model_request(layout.model_file(at.tp, at.pp), "model", dense))
-    if at.writes_experts and experts:
-        requests.append(_model_request(layout.expert_file(at.etp, at.pp, at.ep), "experts", experts))
-    return requests
-
-
-def _model_request(path: str, kind: str, shards: Iterable[LocalShard]) -> WriteRequest:
-    writes = (TensorWrite((s.key.name,), s.key, s.region, s.tensor, tuple(s.tensor.shape)) for s in shards)
-    return WriteRequest(path, kind, tuple(writes))
-
-
-def _optimizer_request(session: Session, model: Sequence[LocalShard]) -> WriteRequest:
-    at = session.coordinates
-    parts = optimizer_state.read_optimizer(session.optimizer, model, session.first_instance)
-    writes: list[TensorWrite] = []
-    aliases: list[Alias] = []
-    for part, states in zip(optimizer_state.optimizer_parts(session.optimizer), parts, strict=True):
-        for state in states:
-            if _writes_state(session, part, state):
-                _add_state(state, "model" in session.config.save_contents, writes, aliases)
-    path = layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
-    return WriteRequest(path, "optimizer", tuple(writes), tuple(aliases), tree=("state",))
-
-
-def _writes_state(session: Session, part: optimizer_state.OptimizerPart, state: ParameterState) -> bool:
-    if state.replica:
-        return False
-    if part.is_sharded:
-        return True
-    apart = session.topology.experts_apart and state.expert
-    return session.coordinates.writes_experts if apart else session.coordinates.writes_dense
-
-
-def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorWrite], aliases: list[Alias]) -> None:
-    tensors = dict(state.moments)
-    if state.is_model_view and model_is_saved:
-        key = ShardKey(state.name, PARAM)
-        aliases.append(Alias(key, MODEL, state.region, dtype_name(state.main.dtype)))
-    else:
-        tensors = {PARAM: state.main, **tensors}
-    for kind, tensor in tensors.items():
-        key = ShardKey(state.name, kind)
-        writes.append(TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,)))
-
-
-def _write_extra(at: RankCoordinates, staging: Path, extra_state: dict[str, Any] | None) -> list[WrittenFile]:
-    place = (at.pp, at.tp, at.cp, at.dp)
-    written = [write_plain(staging, layout.rng_file(*place), "rng", read_rng())]
-    if extra_state is not None:
-        written.append(write_plain(staging, layout.extra_file(*place), "extra", extra_state))
-    return written
-
-
-def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
-    paths = save_assets(staging / layout.HUGGINGFACE_DIR, session.hf_config, session.processing_class)
-    written = []
-    for path in paths:
-        sync_file(path)
-        data = path.read_bytes()
-        name = path.relative_to(staging).as_posix()
-        written.append(WrittenFile(name, "huggingface", len(data), zlib.crc32(data)))
-    return written
-
-
-# -- what ranks tell rank 0, and what it makes of it -------------------------------------------------------
-
-
-def _optimizer_steps(session: Session) -> list[float | int | None]:
-    if "optimizer" not in session.config.save_contents:
-        return []
-    return [optimizer_state.read_step(part) for part in optimizer_state.optimizer_parts(session.optimizer)]
-
-
-def _report(session: Session, written: Iterable[WrittenFile], optimizer_steps: list[float | int | None]) -> Record:
-    return {
-        "files": [asdict(file) for file in written],
-        "coordinates": asdict(session.coordinates),
-        "stages": [asdict(stage) for stage in session.stages],
-        "steps": optimizer_steps,
-    }
-
-
-def _describe(
-    session: Session,
-    staging: Path,
-    common: dict[str, Any],
-    step: int,
-    roles: tuple[str, ...],
-    attempt: str,
-    records: Sequence[Record],
-) -> Manifest:
-    """Rank 0's part before the commit: the file all ranks share, and the manifest."""
-    files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
-    commit.check_files(staging, files)
-    if "optimizer" in session.config.save_contents:
-        for number, part in enumerate(common["optimizers"]):
-            part["step"] = _common_step(number, [record["steps"][number] for record in records])
-        files.append((session.agreement.rank, write_plain(staging, layout.COMMON_FILE, "common", common)))
-    names = sorted({name for _, file in files for name in file.names}, key=natural_order)
-    position = {name: number for number, name in enumerate(names)}
-    stages = {
-        (s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"]))
-        for r in records
-        for s in r["stages"]
-    }
-    return Manifest(
-        step=step,
-        role=session.role,
-        roles=roles,
-        attempt=attempt,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        versions=_versions(),
-        contents=session.config.save_contents,
-        topology=session.topology,
-        ranks=tuple(RankCoordinates(**record["coordinates"]) for record in records),
-        stages=tuple(stage for _, stage in sorted(stages.items())),
-        tensors=tuple(names),
-        files=tuple(_file_record(rank, file, position) for rank, file in files),
-    )
-
-
-def _written(item: Record) -> WrittenFile:
-    index = IndexPlace(**item["index"]) if item["index"] else None
-    return WrittenFile(item["path"], item["kind"], item["size"], item["crc32"], index, tuple(item["names"]))
-
-
-def _file_record(rank: int, file: WrittenFile, position: Mapping[str, int]) -> FileRecord:
-    holds = tuple(runs(position[name] for name in file.names))
-    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
-
-
-def _common_state(session: Session) -> dict[str, Any]:
-    """What all ranks share of optimizer and scheduler, but for the steps, which rank 0 may not know."""
-    return {
-        "optimizers": [
-            {
-                "kind": optimizer_state.kind_of(part),
-                "param_groups": optimizer_state.read_param_groups(part),
-                "grad_scaler": optimizer_state.read_grad_scaler(part),
-            }
-            for part in optimizer_state.optimizer_parts(session.optimizer)
-        ],
-        "lr_scheduler": read_scheduler(session.lr_scheduler),
-    }
-
-
-def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | int | None:
-    """The step of one chained optimizer: ranks that own nothing do not know it."""
-    known = {step for step in by_rank if step is not None}
-    if len(known) > 1:
-        told = {step: by_rank.index(step) for step in sorted(known)}
-        raise CommitError(
-            f"optimizer {part} has done different numbers of steps on different ranks: {told} (step: first rank)"
-        )
-    return known.pop() if known else None
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name, package in (("mcore_ckpt", "mcore_ckpt"), ("megatron_core", "megatron-core")):
-        try:
-            versions[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[name] = "unknown"
-    return versions

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.host_image import ImageCache
+from mcore_ckpt.staging.staging import Staging
 from mcore_ckpt.storage.agreement import Agreement
 from mcore_ckpt.storage.manifest import StageRecord
-from mcore_ckpt.topology import RankCoordinates, Topology
+from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """Everything a CheckpointManager was given and has found out, fixed for its life."""
+    """Everything a CheckpointManager was given and has found out, fixed for its life.
+
+    `agreement` is the trainer's thread's, `commits` that of the thread that ends a save: a wait blocks its client.
+    """
 
     root: Path
     role: str
@@ -30,9 +32,10 @@ class Session:
     config: CheckpointConfig
     coordinates: RankCoordinates
     topology: Topology
+    replicas: Replicas
     stages: tuple[StageRecord, ...]
     first_instance: bool
     num_layers: int
     agreement: Agreement
-    arena: Arena
-    images: ImageCache
+    commits: Agreement
+    staging: Staging

@@ -18,13 +18,17 @@ class RankCoordinates:
     edp: int = 0
 
     @property
-    def writes_dense(self) -> bool:
-        """Dense tensors are replicated over context and data parallelism: the first replica writes them."""
-        return self.cp == 0 and self.dp == 0
+    def place(self) -> tuple[int, int, int, int]:
+        """(pp, tp, cp, dp), as in the names of files that each rank writes."""
+        return (self.pp, self.tp, self.cp, self.dp)
 
-    @property
-    def writes_experts(self) -> bool:
-        return self.edp == 0
+
+@dataclass(frozen=True)
+class Replicas:
+    """World ranks that hold the same dense tensors, and the same experts, as this one. The first owns their file."""
+
+    dense: tuple[int, ...] = (0,)
+    experts: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -103,3 +107,19 @@ def is_first_optimizer_instance(topology: Topology) -> bool:
     from megatron.core import parallel_state as ps
 
     return ps.get_inter_distributed_optimizer_instance_group().rank() == 0
+
+
+def read_replicas() -> Replicas:
+    """Dense tensors are replicated over data and context parallelism, experts over expert data parallelism.
+
+    A group's ranks ascend, so its first has cp = dp = 0 (edp = 0).
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Replicas()
+    from megatron.core import parallel_state as ps
+
+    dense = ps.get_data_parallel_group(with_context_parallel=True)
+    experts = ps.get_expert_data_parallel_group()
+    return Replicas(tuple(dist.get_process_group_ranks(dense)), tuple(dist.get_process_group_ranks(experts)))

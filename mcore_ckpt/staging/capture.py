@@ -2,77 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
 
 import torch
 
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.copy import copy_out
-from mcore_ckpt.storage.pt_image import PtImage, build_image
-from mcore_ckpt.storage.requests import WriteRequest
+from mcore_ckpt import _native
+from mcore_ckpt.knobs import HOST_THREADS
+from mcore_ckpt.staging.device import DeviceCopies
+from mcore_ckpt.storage.file_plan import FilePlan, page_ceil
+from mcore_ckpt.storage.requests import ImageWrite
+
+Tensors = Sequence[Sequence[torch.Tensor]]
+"""The tensors to save, by file, in the order of the file's request."""
 
 
 @dataclass(frozen=True, eq=False)
-class HostImage:
-    """A file's bytes up to its index, in host memory; CRCs are not filled in yet."""
+class Capture:
+    """The bytes to write, or the way to them.
 
-    request: WriteRequest
-    image: PtImage
-    buffer: torch.Tensor
+    Attributes:
+        writes: one for each file this rank writes a part of.
+        nbytes: copied, or to be copied, out of the training state.
+        seconds: what copying took before this was returned.
+        keep: what must live until the bytes are on the disk.
+    """
+
+    writes: tuple[ImageWrite, ...]
+    nbytes: int
+    seconds: float
+    keep: tuple[object, ...]
 
 
-class ImageCache:
-    """File images by structure: they are made once and serve every save of the same tensors."""
+def arena_bytes(files: Sequence[FilePlan]) -> int:
+    """Host memory that images of this rank's parts take; each begins on a page."""
+    return sum(page_ceil(plan.nbytes) for plan in files)
+
+
+def capture_in_place(files: Sequence[FilePlan], tensors: Tensors) -> Capture:
+    """For tensors in host memory that do not change until they are on the disk: nothing is copied beforehand."""
+    writes, keep = [], []
+    for plan, members in zip(files, tensors, strict=True):
+        contiguous, addresses = _addresses(members)
+        keep.append(contiguous)
+        writes.append(ImageWrite(plan, addresses, 0, []))
+    return Capture(tuple(writes), sum(plan.nbytes for plan in files), 0.0, (keep,))
+
+
+def capture_copies(files: Sequence[FilePlan], tensors: Tensors, address: int, device: DeviceCopies | None) -> Capture:
+    """Copies the tensors to their places in images.
+
+    When this returns, tensors in host memory may change. Those on a GPU may once `device` says so.
+
+    Args:
+        files, tensors: what to copy.
+        address: of `arena_bytes(files)` bytes of host memory, pinned if there is a GPU.
+        device: copies from GPUs; None if there are none.
+    """
+    started = time.perf_counter()
+    host, on_device = _Columns(), _Columns()
+    keep: list[object] = []
+    places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
+    for plan, members in zip(files, tensors, strict=True):
+        contiguous, addresses = _addresses(members)
+        keep.append(contiguous)
+        parts = plan.parts
+        destinations = [address - plan.start + at for at in parts.at]
+        sources = [addresses[tensor] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
+        is_cuda = _on_gpu(contiguous, parts.tensor)
+        host.add(destinations, sources, parts.nbytes, [not cuda for cuda in is_cuda])
+        before = len(on_device.nbytes)
+        on_device.add(destinations, sources, parts.nbytes, is_cuda)
+        offsets = compress(parts.at, is_cuda)
+        places.append((plan, address, list(enumerate(offsets, before + 1))))
+        address += page_ceil(plan.nbytes)
+    events: list[tuple[int, int]] = []
+    if on_device.nbytes:
+        assert device is not None, "tensors on a GPU without copies from it"
+        events = device.start(on_device.destinations, on_device.sources, on_device.nbytes, tensors)
+    if host.nbytes:
+        _native.copy_host(host.destinations, host.sources, host.nbytes, HOST_THREADS)
+    writes = tuple(ImageWrite(plan, None, at, _ready(plan, copies, events)) for plan, at, copies in places)
+    nbytes = sum(host.nbytes) + sum(on_device.nbytes)
+    return Capture(writes, nbytes, time.perf_counter() - started, tuple(keep))
+
+
+class _Columns:
+    """Copies as the native calls take them."""
 
     def __init__(self) -> None:
-        self._images: dict[str, tuple[object, PtImage]] = {}
+        self.destinations: list[int] = []
+        self.sources: list[int] = []
+        self.nbytes: list[int] = []
 
-    def get(self, request: WriteRequest) -> PtImage:
-        structure = [(t.path, t.shape, t.tensor.dtype) for t in request.tensors]
-        cached = self._images.get(request.path)
-        if cached is None or cached[0] != structure:
-            cached = (structure, _new_image(request))
-            self._images[request.path] = cached
-        return cached[1]
-
-
-def _new_image(request: WriteRequest) -> PtImage:
-    # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store
-    # that.
-    copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
-    tree: dict[str, Any] = {}
-    for name in request.tree:
-        tree[name] = {}
-    for write, copy in zip(request.tensors, copies, strict=True):
-        branch = tree
-        for part in write.path[:-1]:
-            branch = branch.setdefault(part, {})
-        branch[write.path[-1]] = copy
-    if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
-        # torch numbers its records in the order of the tree: slots would go to other tensors.
-        raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
-    return build_image(tree, copies)
+    def add(
+        self, destinations: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], which: Sequence[bool]
+    ) -> None:
+        self.destinations += compress(destinations, which)
+        self.sources += compress(sources, which)
+        self.nbytes += compress(nbytes, which)
 
 
-def _leaves(tree: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for value in tree.values():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield value
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """The tensors, copied where their elements are not in a row, and where they begin."""
+    # A TorchFunctionMode, as profilers are, would be asked at each attribute of thousands of tensors.
+    with torch._C.DisableTorchFunction():
+        contiguous = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
+        return contiguous, [tensor.data_ptr() for tensor in contiguous]
 
 
-def fill_image(request: WriteRequest, images: ImageCache, arena: Arena) -> HostImage:
-    """Copies a request's tensors out.
+def _on_gpu(tensors: Sequence[torch.Tensor], which: Sequence[int]) -> list[bool]:
+    with torch._C.DisableTorchFunction():
+        return [tensors[number].is_cuda for number in which]
 
-    When this returns, the training state may change; the arena must not be taken again.
+
+def _ready(
+    plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Up to which offset of the file each event vouches for.
+
+    Args:
+        plan: the file.
+        copies: (how many copies from the GPU are done with this one, its offset in the file).
+        events: (how many copies are done, the event that says so), ascending.
     """
-    image = images.get(request)
-    buffer = arena.take(image.records_end)
-    data = memoryview(buffer.numpy())
-    for offset, gap in image.gaps:
-        data[offset : offset + len(gap)] = gap
-    copy_out([write.tensor for write in request.tensors], buffer, [slot.offset for slot in image.slots])
-    return HostImage(request, image, buffer)
+    counts = [count for count, _ in copies]
+    ready: list[tuple[int, int]] = []
+    for done, event in events:
+        covered = bisect_right(counts, done)
+        if covered:
+            ready.append((copies[covered][1] if covered < len(copies) else plan.stop, event))
+        if covered == len(copies):
+            break
+    return ready

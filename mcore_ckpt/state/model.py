@@ -62,6 +62,32 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
+def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether parameters live where gradients will be put: the next backward pass then writes over them.
+
+    So DistributedDataParallel (0.16.1) does with `reuse_grad_buf_for_mxfp8_param_ag`.
+    """
+    for chunk in chunks:
+        for buffer in _ddp_buffers(chunk):
+            if buffer.param_data is not None and _start(buffer.param_data) == _start(buffer.grad_data):
+                return True
+    return False
+
+
+def _ddp_buffers(chunk: Any) -> list[Any]:
+    return [*_listed(chunk, "buffers"), *_listed(chunk, "expert_parallel_buffers")]
+
+
+def _listed(chunk: Any, name: str) -> list[Any]:
+    # Every torch module has a *method* `buffers`; DistributedDataParallel hides it behind its list of buckets.
+    found = getattr(chunk, name, ())
+    return [] if callable(found) else list(found)
+
+
+def _start(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
     numbers = chunk_names(unwrap(chunk)).layers
     decoder, mtp = (
@@ -140,8 +166,18 @@ def _opaque_shard(name: str, value: Any, owner: torch.nn.Module) -> LocalShard:
             f"{name} is a {type(value).__name__}: only the uint8 tensors of transformer-engine 2 are supported"
         )
     data = value.detach().reshape(-1)
+
+    def refresh() -> torch.Tensor:
+        return owner.get_extra_state().detach().reshape(-1)
+
     return LocalShard(
-        ShardKey(name, OPAQUE), Region.whole((data.numel(),)), data, is_expert(name), restore=owner.set_extra_state
+        ShardKey(name, OPAQUE),
+        Region.whole((data.numel(),)),
+        data,
+        is_expert(name),
+        is_buffer=True,
+        refresh=refresh,
+        restore=owner.set_extra_state,
     )
 
 
@@ -155,7 +191,8 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
     replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
     # A copy kept by a later pipeline stage goes by the name of the original, which is its sharded key.
     key = ShardKey(sharded.key if replica else name, MODEL)
-    return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica)
+    is_buffer = not isinstance(tensor, torch.nn.Parameter)
+    return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica, is_buffer)
 
 
 def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:

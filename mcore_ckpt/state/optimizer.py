@@ -15,7 +15,7 @@ from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 
-_STEP = "step"
+STEP = "step"
 # What the user's new configuration decides if megatron's scheduler is told to override the saved one.
 _RATES = ("lr", "max_lr", "min_lr", "weight_decay")
 
@@ -129,7 +129,7 @@ def _moments(part: OptimizerPart, shard: LocalShard, main: torch.Tensor) -> dict
     state = part.inner.state.get(main, {})
     moments = {}
     for kind, value in state.items():
-        if kind == _STEP or value is None:
+        if kind == STEP or value is None:
             continue
         if not isinstance(value, torch.Tensor) or value.numel() != main.numel():
             raise UnsupportedError(
@@ -153,9 +153,9 @@ def read_step(part: OptimizerPart) -> float | int | None:
     if part.inner is None:
         return None
     if part.steps_in_groups:
-        steps = {group[_STEP] for group in part.param_groups if group["params"] and _STEP in group}
+        steps = {group[STEP] for group in part.param_groups if group["params"] and STEP in group}
     else:
-        steps = {_number(state[_STEP]) for state in part.inner.state.values() if _STEP in state}
+        steps = _numbers([state[STEP] for state in part.inner.state.values() if STEP in state])
     if len(steps) > 1:
         raise UnsupportedError(
             f"parameters of {type(part.inner).__name__} have done different numbers of steps: {sorted(steps)}"
@@ -163,8 +163,20 @@ def read_step(part: OptimizerPart) -> float | int | None:
     return steps.pop() if steps else None
 
 
-def _number(step: Any) -> float | int:
-    return step.item() if isinstance(step, torch.Tensor) else step
+def _numbers(steps: Sequence[Any]) -> set[float | int]:
+    found: set[float | int] = set()
+    on_device = []
+    # A TorchFunctionMode, as profilers are, would be asked at each of thousands.
+    with torch._C.DisableTorchFunction():
+        for step in steps:
+            if not isinstance(step, torch.Tensor):
+                found.add(step)
+            elif step.is_cpu:
+                found.add(step.item())
+            else:
+                on_device.append(step)
+    # In one transfer: each waits for the device.
+    return found | set(torch.stack(on_device).tolist() if on_device else ())
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
@@ -173,7 +185,7 @@ def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
         {
             key: to_plain(value, f"param_groups[{i}][{key!r}]")
             for key, value in group.items()
-            if key not in ("params", _STEP)
+            if key not in ("params", STEP)
         }
         for i, group in enumerate(part.param_groups)
     ]
@@ -251,16 +263,16 @@ def write_step(part: OptimizerPart, step: float | int | None) -> None:
         return
     if part.steps_in_groups:
         for group in part.param_groups:
-            group.pop(_STEP, None)
+            group.pop(STEP, None)
             if step is not None:
-                group[_STEP] = int(step)
+                group[STEP] = int(step)
         return
     if step is None:
         return
     on_device = {id(p) for g in part.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for parameter, state in part.inner.state.items():
         device = parameter.device if id(parameter) in on_device else torch.device("cpu")
-        state[_STEP] = torch.tensor(float(step), dtype=torch.float32, device=device)
+        state[STEP] = torch.tensor(float(step), dtype=torch.float32, device=device)
 
 
 def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> None:

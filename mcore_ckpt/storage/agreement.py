@@ -7,16 +7,25 @@ cannot both be right.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt import knobs
-from mcore_ckpt.errors import AgreementError, CheckpointError, from_record, to_record
+from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError, from_record, to_record
 from mcore_ckpt.storage import json_fields as fields
 
 Record = dict[str, Any]
+
+
+@dataclass
+class Limit:
+    """A point of time (of `time.monotonic()`) that no wait goes beyond, whatever its own deadline."""
+
+    at: float = math.inf
 
 
 class Agreement:
@@ -37,6 +46,8 @@ class Agreement:
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rounds = 0
+        self._given: list[str] = []
+        self._limit = Limit()
 
     @property
     def is_coordinator(self) -> bool:
@@ -45,11 +56,42 @@ class Agreement:
     def begin(self, topic: str) -> Round:
         """The next round; all ranks must begin the same rounds in the same order."""
         self._rounds += 1
+        # Whoever begins this round has left the last one, and so have those who had taken this.
+        while self._given:
+            self._store.delete_key(self._given.pop())
         # Keys of the round before last are no longer read by anyone: whoever begins this round has left the last one,
         # and rank 0 leaves a round only when all have submitted to it, which they do after leaving the one before.
         if self._rounds > 2 and self.is_coordinator:
             self._forget(self._rounds - 2)
-        return Round(self._store, self.rank, self.world_size, self._prefix(self._rounds), topic, self._timeout_s)
+        prefix = self._prefix(self._rounds)
+        return Round(self._store, self.rank, self.world_size, prefix, topic, self._timeout_s, self._limit)
+
+    def give(self, key: str, record: Record) -> None:
+        """Tells the rank that will `take` it something within the present round, before this rank submits."""
+        path = self._given_key(key, self.rank)
+        self._store.set(path, fields.encode(record))
+        self._given.append(path)
+
+    def take(self, key: str, rank: int) -> Record:
+        """What `rank` gives within the present round.
+
+        Raises CommitError if it does not: it has failed, died, or is late.
+        """
+        given, submitted = self._given_key(key, rank), _submission_keys(self._prefix(self._rounds), rank + 1)[-1]
+        deadline = time.monotonic() + self._timeout_s
+        if not _poll(lambda: self._store.check([given]) or self._store.check([submitted]), deadline, self._limit):
+            raise CommitError(f"{key}: no word from rank {rank} within {self._timeout_s:g} s: dead or stuck")
+        if not self._store.check([given]):
+            error = fields.decode(self._store.get(submitted)).get("error")
+            raise from_record(error, CommitError) if error else CommitError(f"{key}: rank {rank} has no part of it")
+        return fields.decode(self._store.get(given))
+
+    def shorten(self, seconds: float) -> None:
+        """From now on no wait, the present ones included, lasts longer than this; for an interpreter that ends."""
+        self._limit.at = time.monotonic() + seconds
+
+    def _given_key(self, key: str, rank: int) -> str:
+        return f"{self._prefix(self._rounds)}/given/{rank}/{key}"
 
     def withdraw(self, topic: str, error: BaseException) -> None:
         """This rank cannot take part in the next round: the others learn why, and all stay in step."""
@@ -74,12 +116,15 @@ def _submission_keys(prefix: str, world_size: int) -> list[str]:
 class Round:
     """One decision. Call `submit` or `fail` once, then `collect` and `announce` on rank 0, `outcome` on the others."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float, limit: Limit
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._prefix = prefix
         self._topic = topic
+        self._limit = limit
         # Rank 0 knows who is silent: the others wait a little longer, to hear it from there.
         self._timeout_s = timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, knobs.HEAR_OUT_S)
         self._deadline = time.monotonic() + self._timeout_s
@@ -171,15 +216,22 @@ class Round:
         self._store.set(key, fields.encode(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        # Asking again and again, not store.wait(): a timed-out wait leaves noise on stderr, and its client blocked.
-        pause = knobs.POLL_FIRST_S
-        while not ready():
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, knobs.POLL_MOST_S)
-        return True
+        return _poll(ready, self._deadline, self._limit)
+
+
+def _poll(ready: Callable[[], bool], deadline: float, limit: Limit) -> bool:
+    """False if the deadline passes first.
+
+    Asking again and again, not store.wait(): a timed-out wait leaves noise on stderr, and its client blocked.
+    """
+    pause = knobs.POLL_FIRST_S
+    while not ready():
+        left = min(deadline, limit.at) - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, knobs.POLL_MOST_S)
+    return True
 
 
 @contextmanager

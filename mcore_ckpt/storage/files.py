@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.knobs import WRITE_BYTES
 
 
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
@@ -51,8 +50,7 @@ def _sync(path: Path, flags: int) -> None:
 
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
-        written = os.write(descriptor, data[:WRITE_BYTES])
-        data = data[written:]
+        data = data[os.write(descriptor, data) :]
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -66,12 +64,7 @@ def replace_file(path: Path, data: bytes) -> None:
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
     """`nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before."""
     data = bytearray(nbytes)
-    read_exact_into(descriptor, memoryview(data), offset, path)
-    return bytes(data)
-
-
-def read_exact_into(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
-    """Fills `target` from `offset`. Raises CheckpointCorruptError if the file ends before."""
+    target = memoryview(data)
     while target:
         try:
             count = os.preadv(descriptor, [target], offset)
@@ -83,3 +76,4 @@ def read_exact_into(descriptor: int, target: memoryview, offset: int, path: Path
             )
         target = target[count:]
         offset += count
+    return bytes(data)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt import _native, knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.knobs import HOST_THREADS, READ_CHUNK_BYTES
-from mcore_ckpt.sharding.plan import ReadRange, StoredShard
+from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.storage.dtypes import item_bytes
-from mcore_ckpt.storage.files import read_exact, read_exact_into
+from mcore_ckpt.storage.files import read_exact
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, decode_index
 from mcore_ckpt.storage.json_fields import FieldError
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, NewerFormatError, decode_manifest
@@ -106,67 +106,48 @@ def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
     return value
 
 
-class RangeReader:
-    """Reads element ranges of stored shards into tensors, at most a scratch buffer of `READ_CHUNK_BYTES` at a time.
+def read_ranges(
+    role_dir: Path, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]]
+) -> int:
+    """Fills tensors with ranges of stored shards, on several threads. Returns how many bytes were read.
 
-    Keeps the files it has opened until it is closed.
+    Args:
+        role_dir: the folder of the files.
+        files: the manifest's records, by path.
+        reads: each range, and the contiguous tensor that is the wanted shard's memory, on the CPU or a GPU.
+
+    Raises:
+        CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. Nothing of a bad block has been
+            applied, other blocks may have.
     """
-
-    def __init__(self, role_dir: Path, files: Mapping[str, FileRecord], scratch: torch.Tensor) -> None:
-        self._role_dir = role_dir
-        self._files = files
-        self._scratch = scratch
-        self._open: dict[str, int] = {}
-        self._stack = ExitStack()
-        self.nbytes = 0
-
-    def __enter__(self) -> RangeReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-        self._open.clear()
-
-    def read(self, read: ReadRange, target: torch.Tensor) -> None:
-        """Fills bytes of `target` (uint8, flat: the wanted shard's memory) from one range.
-
-        Raises:
-            CheckpointCorruptError: a block's CRC is wrong. Nothing of that block has been applied, blocks before it
-                have.
-        """
-        stored = read.stored
-        if read.start == read.stop:
-            return
-        item = item_bytes(stored.dtype)
+    paths = sorted({read.stored.file for read, _ in reads})
+    for path in paths:
+        with open_file(role_dir, files[path]):
+            pass
+    numbers = {path: number for number, path in enumerate(paths)}
+    job = _native.ReadJob(
+        [str(role_dir / path) for path in paths],
+        threads=knobs.IO_THREADS,
+        piece_bytes=knobs.READ_BYTES,
+        block_bytes=BLOCK_BYTES,
+        pinned=any(memory.is_cuda for _, memory in reads),
+    )
+    for read, memory in reads:
+        stored, item = read.stored, item_bytes(read.stored.dtype)
+        destination = memory.data_ptr() + read.destination * item
         start, stop = read.start * item, read.stop * item
-        destination = read.destination * item
-        for chunk_start in range(start - start % BLOCK_BYTES, stop, READ_CHUNK_BYTES):
-            chunk = self._checked_chunk(stored, chunk_start, stop)
-            low, high = max(start, chunk_start), min(stop, chunk_start + chunk.numel())
-            target[destination + low - start : destination + high - start].copy_(
-                chunk[low - chunk_start : high - chunk_start]
-            )
-
-    def _checked_chunk(self, stored: StoredShard, start: int, stop: int) -> torch.Tensor:
-        """Whole blocks from byte `start` (a block's first) of the shard, at least up to `stop` if they fit a chunk."""
-        end = min(start + READ_CHUNK_BYTES, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, stored.nbytes)
-        chunk = self._scratch[: end - start]
-        path = self._role_dir / stored.file
-        read_exact_into(self._descriptor(stored.file), memoryview(chunk.numpy()), stored.offset + start, path)
-        self.nbytes += end - start
-        first = start // BLOCK_BYTES
-        for number, crc in enumerate(
-            _native.crc32_blocks(chunk.data_ptr(), end - start, BLOCK_BYTES, HOST_THREADS), first
-        ):
-            if crc != stored.crc32[number]:
-                at = stored.offset + number * BLOCK_BYTES
-                end = min(at + BLOCK_BYTES, stored.offset + stored.nbytes)
-                raise CheckpointCorruptError(
-                    f"{path}: tensor {stored.key}: bytes [{at}, {end}) have a wrong CRC: damaged"
-                )
-        return chunk
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(open_file(self._role_dir, self._files[file]))
-        return self._open[file]
+        crcs = list(stored.crc32)
+        job.add(numbers[stored.file], stored.offset, stored.nbytes, crcs, start, stop, destination, memory.is_cuda)
+    try:
+        job.run()
+    except _native.DamagedBlock as damage:
+        number, offset, nbytes = damage.args
+        stored = reads[number][0].stored
+        raise CheckpointCorruptError(
+            f"{role_dir / stored.file}: tensor {stored.key}: bytes [{offset}, {offset + nbytes}) have a wrong CRC: "
+            "damaged"
+        ) from None
+    except OSError as error:
+        cut = ": the file was cut" if error.errno == errno.ENODATA else ""
+        raise CheckpointCorruptError(f"{error.filename}: cannot be read: {error.strerror}{cut}") from error
+    return job.progress()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,36 +13,71 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.storage.index import Alias
 from mcore_ckpt.storage.manifest import IndexPlace
 
+if TYPE_CHECKING:
+    from mcore_ckpt.storage.file_plan import FilePlan
+
 
 @dataclass(frozen=True, eq=False)
 class TensorWrite:
-    """One tensor of a file: where it stands in the pickled tree, and what it is."""
+    """One tensor of a file: where it stands in the pickled tree, and what it is.
+
+    Attributes:
+        is_buffer: neither parameter nor optimizer state: it may change at any point of a training step.
+        refresh: makes the tensor anew, where the live one is another (`_extra_state`).
+    """
 
     path: tuple[str, ...]
     key: ShardKey
     region: Region
     tensor: torch.Tensor
     shape: tuple[int, ...]
+    is_buffer: bool = False
+    refresh: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class WriteRequest:
-    """One indexed `.pt` file: `path` below the role's folder, its tensors, and the aliases its index names."""
+    """One indexed `.pt` file: `path` below the role's folder, its tensors, and the aliases its index names.
+
+    Attributes:
+        tree: dicts that are there even if empty.
+        writers: world ranks that hold all of its tensors and may write a part of it each; the first owns the file.
+            Empty: this rank alone.
+    """
 
     path: str
     kind: str
     tensors: tuple[TensorWrite, ...]
     aliases: tuple[Alias, ...] = ()
-    tree: tuple[str, ...] = ()  # dicts that are there even if empty
+    tree: tuple[str, ...] = ()
+    writers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ImageWrite:
+    """This rank's part of a file, and where its bytes are now.
+
+    Attributes:
+        plan: the file, and the range of it that is this rank's.
+        sources: the address of each tensor's bytes; None if they have been copied to `buffer`.
+        buffer: the address of the range's first byte in host memory (page-aligned); 0 with `sources`.
+        ready: `(file offset, CUDA event)`: what lies before the offset is in `buffer` when the event has happened.
+            Empty: all of it is there.
+    """
+
+    plan: FilePlan
+    sources: list[int] | None
+    buffer: int
+    ready: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written, for the manifest. `names` are the global tensors the file holds."""
+    """What was written, for the manifest. `holds` is the digest of the list of global tensors the file holds."""
 
     path: str
     kind: str
     size: int
     crc32: int
     index: IndexPlace | None = None
-    names: tuple[str, ...] = ()
+    holds: str = ""

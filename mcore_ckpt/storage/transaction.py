@@ -1,37 +1,98 @@
-"""One save of all ranks, from an empty staging folder to a checkpoint in its place, or to the same error everywhere."""
+"""One save of all ranks, from an empty staging folder to a checkpoint in its place, or to the same error everywhere.
+
+Two rounds: `open_together` on the trainer's thread, when all ranks are known to be there, and `commit_together`, when
+all have written, on whatever thread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError, from_record
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.manifest import Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_manifest
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One save of all ranks: its id, where it is written, and where it goes."""
+
+    number: str
+    staging: Path
+    role_dir: Path
+
+
+def open_together(
+    agreement: Agreement, topic: str, role_dir: Path, busy: bool = False, failure: Record | None = None
+) -> Attempt:
+    """Rank 0 makes the staging folder, all learn of it.
+
+    Args:
+        agreement: this rank's seat on the trainer's thread.
+        topic: what is being saved, for messages.
+        role_dir: where the checkpoint goes; what is there stays whole until then.
+        busy: on this rank an earlier save is still under way.
+        failure: how an earlier save of this rank ended, if nobody was told yet (errors.to_record).
+
+    Raises:
+        BusyError: a rank is busy.
+        EarlierSaveError: holds the failure that a rank was not told yet; on all ranks.
+        CheckpointError: a rank is missing, or the folder cannot be made.
+    """
+    number = commit.new_attempt()
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere([{"folder": record["folder"]} for record in records], "the folder to save to", CommitError)
+        for rank, record in enumerate(records):
+            if record["busy"]:
+                raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
+        failures = [record["failure"] for record in records if record["failure"]]
+        if failures:
+            return {"failure": failures[0]}
+        commit.open_staging(role_dir, number)
+        return {"attempt": number}
+
+    told = {"folder": str(role_dir), "busy": busy, "failure": failure}
+    try:
+        outcome = decide(agreement, topic, lambda: told, combine, CommitError)
+    except Exception:
+        # Another rank may have given up after rank 0 has made the folder.
+        commit.discard(layout.staging_dir(role_dir, number))
+        raise
+    if "failure" in outcome:
+        raise EarlierSaveError(outcome["failure"])
+    return Attempt(outcome["attempt"], layout.staging_dir(role_dir, outcome["attempt"]), role_dir)
+
+
+class EarlierSaveError(Exception):
+    """A save that was under way has failed, and this is told now: on all ranks, instead of a new save."""
+
+    def __init__(self, failure: Record) -> None:
+        super().__init__(failure["message"])
+        self.error = from_record(failure, CommitError)
+
+
 def commit_together(
     agreement: Agreement,
     topic: str,
-    role_dir: Path,
-    prepare: Callable[[], None],
+    attempt: Attempt,
     write: Callable[[Path], Record],
-    describe: Callable[[Path, str, Sequence[Record]], Manifest],
+    describe: Callable[[Sequence[Record]], Manifest],
     after: Callable[[], object],
 ) -> None:
     """Every rank writes its files, rank 0 commits them.
 
     Args:
-        agreement: this rank's seat.
+        agreement: this rank's seat, of the thread this is called on.
         topic: what is being saved, for messages.
-        role_dir: where the checkpoint goes; what is there stays whole until then.
-        prepare: a collective of the trainer. Called when all ranks are known to be there, and before anything that one
-            of them may fail at alone.
+        attempt: what was opened.
         write: this rank's part: writes files below the staging folder it is given, durably, and reports to rank 0.
-        describe: on rank 0, the manifest, from the staging folder, the attempt's id, and what all ranks told.
+        describe: on rank 0, the manifest, from what all ranks told.
         after: on rank 0, once the checkpoint is in place, before the others are told. It must
             not raise: the checkpoint is there whatever happens to the tracker.
 
@@ -39,54 +100,34 @@ def commit_together(
         CheckpointError: on all ranks the same type, a CommitError if nothing says otherwise. No checkpoint has come,
             and the one before is untouched.
     """
-    attempt = _open_together(agreement, topic, role_dir)
-    staging = layout.staging_dir(role_dir, attempt)
 
     def work() -> Record:
-        prepare()
-        if not staging.is_dir():
+        if not attempt.staging.is_dir():
             raise CommitError(
-                f"{staging}, made by rank 0, cannot be seen: all ranks must save to one shared file system"
+                f"{attempt.staging}, made by rank 0, cannot be seen: all ranks must save to one shared file system"
             )
-        return write(staging)
+        return write(attempt.staging)
 
     def combine(records: Sequence[Record]) -> Record:
-        commit.seal(staging, encode_manifest(describe(staging, attempt, records)))
+        commit.seal(attempt.staging, encode_manifest(describe(records)))
         return {}
 
     def act() -> None:
-        commit.publish(staging, role_dir, attempt)
+        commit.publish(attempt.staging, attempt.role_dir, attempt.number)
         after()
 
     try:
         decide(agreement, topic, work, combine, CommitError, act)
     except Exception:
         # Rank 0 may have died, or this rank given up, between the rename and the word of it: the disk decides.
-        if not _is_committed(role_dir, attempt):
+        if not _is_committed(attempt):
             if agreement.is_coordinator:
-                commit.discard(staging)
+                commit.discard(attempt.staging)
             raise
 
 
-def _open_together(agreement: Agreement, topic: str, role_dir: Path) -> str:
-    """The first round: rank 0 makes the staging folder, all learn the attempt's id."""
-    attempt = commit.new_attempt()
-
-    def combine(records: Sequence[Record]) -> Record:
-        same_everywhere(records, "the folder to save to", CommitError)
-        commit.open_staging(role_dir, attempt)
-        return {"attempt": attempt}
-
+def _is_committed(attempt: Attempt) -> bool:
     try:
-        return decide(agreement, topic, lambda: {"folder": str(role_dir)}, combine, CommitError)["attempt"]
-    except Exception:
-        # Another rank may have given up after rank 0 has made the folder.
-        commit.discard(layout.staging_dir(role_dir, attempt))
-        raise
-
-
-def _is_committed(role_dir: Path, attempt: str) -> bool:
-    try:
-        return read_manifest(role_dir, layout.MANIFEST_FILE).attempt == attempt
+        return read_manifest(attempt.role_dir, layout.MANIFEST_FILE).attempt == attempt.number
     except (CheckpointNotFoundError, CheckpointCorruptError):
         return False

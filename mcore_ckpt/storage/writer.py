@@ -3,87 +3,139 @@
 from __future__ import annotations
 
 import io
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from mcore_ckpt import _native
-from mcore_ckpt.knobs import HOST_THREADS
-from mcore_ckpt.sharding.plan import StoredShard
-from mcore_ckpt.storage.dtypes import dtype_name
+from mcore_ckpt import _native, knobs
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.storage.agreement import Record
+from mcore_ckpt.storage.file_plan import FilePlan
 from mcore_ckpt.storage.files import make_folders, write_file
-from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, encode_index
 from mcore_ckpt.storage.manifest import IndexPlace
-from mcore_ckpt.storage.pt_image import PtImage
-from mcore_ckpt.storage.requests import WriteRequest, WrittenFile
+from mcore_ckpt.storage.requests import ImageWrite, WrittenFile
 
 
-def write_image(role_dir: Path, request: WriteRequest, image: PtImage, buffer: torch.Tensor) -> WrittenFile:
-    """Writes one indexed file durably.
+class Exchange(Protocol):
+    """How the writers of one file reach its owner; see Agreement."""
+
+    rank: int
+
+    def give(self, key: str, record: Record) -> None: ...
+    def take(self, key: str, rank: int) -> Record: ...
+
+
+class ImageWriter:
+    """Writes one rank's parts of indexed files durably, on native threads.
 
     Args:
-        role_dir: the folder the request's path is below.
-        request: what the tensors are.
-        image: the file's structure.
-        buffer: host memory (uint8) of `image.records_end` bytes: gaps and payload; the payloads' CRCs are filled in
-            here.
+        role_dir: the folder the files' paths are below.
+        writes: the parts; what they point to must stay as it is until `finish` has returned.
+        exchange: reaches the other writers of shared files.
 
-    Raises:
-        OSError: the disk is full, a folder is not writable, ...
+    Example:
+        >>> with ImageWriter(role_dir, writes, agreement) as writer:  # doctest: +SKIP
+        ...     writer.start()
+        ...     written = writer.finish()
     """
-    data = memoryview(buffer.numpy())
-    shards = _checksum(request, image, buffer)
-    crcs = [_join_blocks(shard) for shard in shards]
-    for slot, crc in zip(image.slots, crcs, strict=True):
-        if slot.descriptor_crc_at is not None:
-            struct.pack_into("<I", data, slot.descriptor_crc_at, crc)
-    index = encode_index(FileIndex(tuple(shards), request.aliases))
-    index_crc = zlib.crc32(index)
-    tail = image.tail(crcs, index, index_crc)
-    make_folders(role_dir, request.path)
-    write_file(role_dir / request.path, [data, tail])
-    return WrittenFile(
-        request.path,
-        request.kind,
-        size=image.records_end + len(tail),
-        crc32=zlib.crc32(tail, _file_crc(image, data, crcs)),
-        index=IndexPlace(image.index_offset, len(index), index_crc),
-        names=tuple(
-            dict.fromkeys(key.name for key in [*(t.key for t in request.tensors), *(a.key for a in request.aliases)])
-        ),
-    )
 
+    def __init__(self, role_dir: Path, writes: Sequence[ImageWrite], exchange: Exchange) -> None:
+        self._role_dir = role_dir
+        self._writes = writes
+        self._exchange = exchange
+        self._job = _native.WriteJob(threads=knobs.IO_THREADS, piece_bytes=knobs.WRITE_BYTES)
 
-def _checksum(request: WriteRequest, image: PtImage, buffer: torch.Tensor) -> list[StoredShard]:
-    shards = []
-    for write, slot in zip(request.tensors, image.slots, strict=True):
-        crcs = _native.crc32_blocks(buffer.data_ptr() + slot.offset, slot.nbytes, BLOCK_BYTES, HOST_THREADS)
-        dtype = dtype_name(write.tensor.dtype)
-        shards.append(StoredShard(write.key, write.region, dtype, request.path, slot.offset, slot.nbytes, tuple(crcs)))
-    return shards
+    def __enter__(self) -> ImageWriter:
+        return self
 
+    def __exit__(self, *exc: object) -> None:
+        """Stops what is still being written; when this returns nothing is."""
+        self._job.close()
 
-def _join_blocks(shard: StoredShard) -> int:
-    crc, remaining = 0, shard.nbytes
-    for block in shard.crc32:
-        size = min(BLOCK_BYTES, remaining)
-        crc = _native.crc32_combine(crc, block, size)
-        remaining -= size
-    return crc
+    def start(self) -> None:
+        """Begins writing. Raises OSError if a folder cannot be made."""
+        for write in self._writes:
+            plan = write.plan
+            make_folders(self._role_dir, plan.request.path)
+            path = str(self._role_dir / plan.request.path)
+            self._job.add_file(path, plan.image, plan.start, plan.stop, write.sources, write.buffer, write.ready)
+        self._job.start()
 
+    def finish(self) -> list[WrittenFile]:
+        """Waits for the bytes to be on the disk; the files this rank owns.
 
-def _file_crc(image: PtImage, data: memoryview, crcs: Sequence[int]) -> int:
-    """CRC of `[0, records_end)` from those of its payloads and the few bytes between them."""
-    spans = [(offset, len(gap), zlib.crc32(data[offset : offset + len(gap)])) for offset, gap in image.gaps]
-    spans += [(slot.offset, slot.nbytes, crc) for slot, crc in zip(image.slots, crcs, strict=True)]
-    crc = 0
-    for _, nbytes, part in sorted(spans):
-        crc = _native.crc32_combine(crc, part, nbytes)
-    return crc
+        Raises:
+            OSError: the disk is full, a folder is gone, ...; the message says where.
+            CommitError: another writer of a shared file failed, or the writing was cancelled.
+        """
+        written, shared = [], []
+        for number, write in enumerate(self._writes):
+            crcs = self._wait(number)
+            share = write.plan.share
+            if share.owner != self._exchange.rank:
+                self._job.finish(number, None)
+                part = {"structure": write.plan.structure, "crc32": crcs}
+                self._exchange.give(write.plan.request.path, part)
+            elif len(share.writers) > 1:
+                shared.append((number, write.plan, crcs))
+            else:
+                written.append(self._complete(number, write.plan, [crcs]))
+        # Only when all that others may wait for has been given: two owners of each other's files would wait for ever.
+        for number, plan, crcs in shared:
+            written.append(self._complete(number, plan, [*self._parts_of_others(plan), crcs]))
+        return written
+
+    def progress(self) -> int:
+        """Bytes of tensors written so far."""
+        return self._job.progress()
+
+    def times(self) -> tuple[float, float]:
+        """Seconds from the start to the last copy out of the training state, and to the last write."""
+        return self._job.times()
+
+    def cancel(self) -> None:
+        """Makes `finish`, in another thread, stop soon and raise."""
+        self._job.cancel()
+
+    def _wait(self, number: int) -> list[int]:
+        try:
+            crcs = self._job.wait(number)
+        except RuntimeError as error:
+            raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
+        assert crcs is not None, "without a timeout there is an end"
+        return crcs
+
+    def _parts_of_others(self, plan: FilePlan) -> list[list[int]]:
+        parts = []
+        for rank in plan.share.writers[:-1]:
+            record = self._exchange.take(plan.request.path, rank)
+            if record["structure"] != plan.structure:
+                raise CommitError(
+                    f"{self._role_dir / plan.request.path}: rank {rank} has other tensors than rank "
+                    f"{self._exchange.rank}, though they should be replicas: use shared_writes=False"
+                )
+            parts.append(record["crc32"])
+        return parts
+
+    def _complete(self, number: int, plan: FilePlan, crcs: list[list[int]]) -> WrittenFile:
+        blocks = plan.image.join(list(plan.share.cuts), crcs)
+        slots = plan.image.slot_crcs(blocks)
+        index = plan.index.encode(blocks)
+        index_crc = zlib.crc32(index)
+        tail = plan.pt.tail(slots, index, index_crc)
+        patches = [(offset, slots[slot]) for offset, slot in plan.image.foreign_descriptors(list(plan.share.cuts))]
+        self._job.finish(number, tail, patches)
+        return WrittenFile(
+            plan.request.path,
+            plan.request.kind,
+            size=plan.pt.records_end + len(tail),
+            crc32=zlib.crc32(tail, plan.image.file_crc(slots)),
+            index=IndexPlace(plan.pt.index_offset, len(index), index_crc),
+            holds=plan.holds,
+        )
 
 
 def pickle_plain(value: Mapping[str, Any]) -> bytes:
@@ -98,9 +150,8 @@ def pickle_plain(value: Mapping[str, Any]) -> bytes:
     return data
 
 
-def write_plain(role_dir: Path, path: str, kind: str, value: Mapping[str, Any]) -> WrittenFile:
-    """Writes a small `.pt` file of plain values durably. Raises OSError, ValueError."""
-    data = pickle_plain(value)
+def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFile:
+    """Writes a small `.pt` file, made by `pickle_plain`, durably. Raises OSError."""
     make_folders(role_dir, path)
     write_file(role_dir / path, [data])
     return WrittenFile(path, kind, len(data), zlib.crc32(data))

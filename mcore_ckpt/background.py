@@ -1,0 +1,161 @@
+"""Saves that end beside the training: the thread, the handle, and how a failure finds its way to the trainer."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+
+from mcore_ckpt import knobs
+from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
+from mcore_ckpt.saving import Save, SaveReport
+from mcore_ckpt.storage.agreement import Agreement, Record
+
+logger = logging.getLogger(__name__)
+
+
+class SaveHandle:
+    """One save, under way or ended.
+
+    Example:
+        >>> handle = manager.save(100)  # doctest: +SKIP
+        >>> handle.wait().disk_gb_per_s  # doctest: +SKIP
+        3.1
+    """
+
+    def __init__(self, save: Save) -> None:
+        self._save: Save | None = save
+        self._ended = threading.Event()
+        self._total = save.progress()[1]
+        self._report: SaveReport | None = None
+        self._exception: CheckpointError | None = None
+        self.told = False
+        """Whether the trainer has been told of a failure."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._ended.is_set()
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is in place. False while the save is under way, and for ever if it fails."""
+        return self._report is not None
+
+    @property
+    def exception(self) -> CheckpointError | None:
+        """Why it failed; None if it has not, or not yet."""
+        return self._exception
+
+    @property
+    def report(self) -> SaveReport | None:
+        """What the save did on this rank; None until it is committed."""
+        return self._report
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensors that this rank has written, and has to write."""
+        save = self._save
+        return (self._total, self._total) if save is None else save.progress()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Returns the report once the checkpoint is committed.
+
+        Raises:
+            TimeoutError: it is not within `timeout` seconds; the save goes on.
+            CheckpointError: it failed; the previous checkpoint stays.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the save is still under way after {timeout:g} s")
+        if self._exception is not None:
+            self.told = True
+            raise self._exception
+        assert self._report is not None
+        return self._report
+
+    def run(self, stall_s: float | None) -> None:
+        """Ends the save, on the calling thread. Raises nothing: `wait` does."""
+        assert self._save is not None
+        try:
+            self._report = self._save.finish(stall_s)
+        except CheckpointError as error:
+            self._exception = error
+        except Exception as error:
+            logger.exception("a save has failed in a way that it should not")
+            self._exception = CommitError(f"{type(error).__name__}: {error}")
+        save, self._save = self._save, None
+        self._ended.set()
+        if self._exception is None:
+            save.after_commit()
+
+
+class BackgroundSaves:
+    """The one save of a manager that may be under way beside the training.
+
+    Args:
+        commits: the agreement that saves end with.
+        warns: a failure is logged and not raised.
+    """
+
+    def __init__(self, commits: Agreement, warns: bool) -> None:
+        self._commits = commits
+        self._warns = warns
+        self._handle: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        _at_exit.add(self)
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def launch(self, handle: SaveHandle, stall_s: float) -> None:
+        """Ends a save on a thread of its own. None may be under way."""
+        self._handle = handle
+        # A daemon, or the interpreter would wait for it without an end in sight: _finish_all does, with one.
+        self._thread = threading.Thread(target=handle.run, args=(stall_s,), name="mcore_ckpt save", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Waits until no save is under way, which every save sees to by its deadlines."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def failure(self) -> Record | None:
+        """How the last save failed, if the trainer was not told yet."""
+        handle = self._handle
+        if handle is None or handle.exception is None or handle.told:
+            return None
+        if self._warns:
+            logger.warning("going on without a checkpoint: %s", handle.exception)
+            handle.told = True
+            return None
+        record = to_record(handle.exception, self._commits.rank)
+        return record | {"message": f"an earlier save has failed: {record['message']}"}
+
+    def was_told(self) -> None:
+        if self._handle is not None:
+            self._handle.told = True
+
+    def raise_failure(self) -> None:
+        """Raises how the last save failed, if the trainer was not told yet."""
+        record = self.failure()
+        if record is not None:
+            self.was_told()
+            raise from_record(record, CommitError)
+
+    def end_with_interpreter(self) -> None:
+        """Ends what is under way; does not wait for dead ranks as long as a training would."""
+        if self.busy:
+            self._commits.shorten(knobs.EXIT_WAIT_S)
+            self.settle()
+
+
+_at_exit: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for saves in list(_at_exit):
+        saves.end_with_interpreter()

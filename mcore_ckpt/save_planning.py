@@ -1,0 +1,209 @@
+"""The plan of a save: which tensor goes where in which file.
+
+Made once, and used as long as the tensors are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.session import Session
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.live import live_objects
+from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.shards import LocalShard, ParameterState
+from mcore_ckpt.storage.dtypes import dtype_name
+from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.storage.index import Alias
+from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
+
+Kind = tuple[torch.Size, torch.dtype, torch.device]
+_KIND = attrgetter("shape", "dtype", "device")
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """The files that this rank writes parts of, and the tensors to write, by file.
+
+    Attributes:
+        kinds: what the tensors must still be like, by file: a new `.data` may be another in all of it.
+        buffers: those of the tensors that may change at any point of a training step: (file, tensor) numbers.
+        on_gpu: whether any of them is.
+    """
+
+    files: tuple[FilePlan, ...]
+    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    kinds: tuple[tuple[Kind, ...], ...]
+    buffers: tuple[tuple[int, int], ...]
+    on_gpu: bool
+
+
+class SavePlanner:
+    """Keeps the last plan, and finds out whether it still holds."""
+
+    def __init__(self) -> None:
+        self._images = ImageCache()
+        self._objects: list[object] = []
+        self._plan: SavePlan | None = None
+
+    def plan(self, session: Session) -> SavePlan:
+        """This rank's plan: no copy, no communication.
+
+        Raises:
+            UnsupportedError: something that cannot be saved whole.
+        """
+        objects = live_objects(session.chunks, session.optimizer)
+        if self._plan is not None and len(objects) == len(self._objects) and all(map(is_, objects, self._objects)):
+            current = _refreshed(self._plan)
+            if current is not None:
+                return current
+        self._plan, self._objects = None, []
+        self._plan = _new_plan(session, self._images)
+        self._objects = objects
+        return self._plan
+
+
+def _refreshed(plan: SavePlan) -> SavePlan | None:
+    """The plan with its tensors as they are now, or None if one has another shape or dtype (a new `.data`)."""
+    by_file = [list(members) for members in plan.tensors]
+    for file, number in plan.buffers:
+        refresh = plan.files[file].request.tensors[number].refresh
+        if refresh is not None:
+            by_file[file][number] = refresh()
+    if tuple(map(_kinds, by_file)) != plan.kinds:
+        return None
+    return replace(plan, tensors=tuple(map(tuple, by_file)))
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
+    # A TorchFunctionMode, as profilers and ways to run megatron on CPU are, would be asked at each of thousands.
+    with torch._C.DisableTorchFunction():
+        return tuple(map(_KIND, tensors))
+
+
+def _new_plan(session: Session, images: ImageCache) -> SavePlan:
+    contents = session.config.save_contents
+    model = read_model(session.chunks)
+    requests: list[WriteRequest] = []
+    if "model" in contents:
+        requests += _model_requests(session, model)
+    if "optimizer" in contents:
+        requests += _optimizer_requests(session, model)
+    plans = (plan_file(request, session.agreement.rank, images) for request in requests)
+    files = tuple(plan for plan in plans if plan.nbytes)
+    for file in files:
+        _refuse_other_devices(file.request)
+    tensors = tuple(tuple(write.tensor for write in file.request.tensors) for file in files)
+    return SavePlan(
+        files,
+        tensors,
+        kinds=tuple(map(_kinds, tensors)),
+        buffers=tuple(
+            (number, position)
+            for number, file in enumerate(files)
+            for position, write in enumerate(file.request.tensors)
+            if write.is_buffer
+        ),
+        on_gpu=any(tensor.is_cuda for members in tensors for tensor in members),
+    )
+
+
+def _refuse_other_devices(request: WriteRequest) -> None:
+    for write in request.tensors:
+        if write.tensor.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"tensor {write.key} is on device {write.tensor.device}: only CPU and CUDA are supported"
+            )
+
+
+def _model_requests(session: Session, model: Iterable[LocalShard]) -> Iterator[WriteRequest]:
+    at, apart, replicas = session.coordinates, session.topology.experts_apart, session.replicas
+    own = [shard for shard in model if not shard.replica]
+    dense = [shard for shard in own if not (apart and shard.expert)]
+    experts = [shard for shard in own if apart and shard.expert]
+    yield from _shared(
+        session, replicas.dense, WriteRequest(layout.model_file(at.tp, at.pp), "model", _model_writes(dense))
+    )
+    if experts:
+        path = layout.expert_file(at.etp, at.pp, at.ep)
+        yield from _shared(session, replicas.experts, WriteRequest(path, "experts", _model_writes(experts)))
+
+
+def _shared(session: Session, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
+    """A file of replicated tensors: one rank writes it, or all write a part each."""
+    # Opaque states need not be as long on every replica, and then the replicas' files would not be laid out alike.
+    alike = not any(write.refresh is not None and write.tensor.numel() for write in request.tensors)
+    if session.config.shared_writes and alike:
+        yield replace(request, writers=tuple(ranks))
+    elif session.agreement.rank == ranks[0]:
+        yield request
+
+
+def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
+    return tuple(
+        TensorWrite((s.key.name,), s.key, s.region, s.tensor, tuple(s.tensor.shape), s.is_buffer, s.refresh)
+        for s in shards
+    )
+
+
+def _optimizer_requests(session: Session, model: Sequence[LocalShard]) -> Iterator[WriteRequest]:
+    """This rank's own file, and its part of what a replicated optimizer keeps in the file of the first replica."""
+    parts = optimizer_state.optimizer_parts(session.optimizer)
+    by_part = optimizer_state.read_optimizer(session.optimizer, model, session.first_instance)
+    states = list(zip(parts, by_part, strict=True))
+    rank, dense = session.agreement.rank, session.replicas.dense
+    own = _optimizer_request(session, session.coordinates.place, states, rank)
+    # Of experts the replicas are other ranks than of dense tensors, though one file holds both: left to one writer.
+    replicated = not any(part.is_sharded for part in parts) and not session.topology.experts_apart
+    if not replicated:
+        yield own
+        return
+    at = session.coordinates
+    if rank != dense[0]:
+        yield own
+    yield from _shared(session, dense, _optimizer_request(session, (at.pp, at.tp, 0, 0), states, dense[0]))
+
+
+def _optimizer_request(
+    session: Session,
+    place: tuple[int, int, int, int],
+    states: Iterable[tuple[optimizer_state.OptimizerPart, Sequence[ParameterState]]],
+    writer: int,
+) -> WriteRequest:
+    """The optimizer file of one place (pp, tp, cp, dp), as rank `writer` has it."""
+    writes: list[TensorWrite] = []
+    aliases: list[Alias] = []
+    for part, members in states:
+        for state in members:
+            if _writes_state(session, part, state, writer):
+                _add_state(state, "model" in session.config.save_contents, writes, aliases)
+    return WriteRequest(layout.optimizer_file(*place), "optimizer", tuple(writes), tuple(aliases), tree=("state",))
+
+
+def _writes_state(session: Session, part: optimizer_state.OptimizerPart, state: ParameterState, writer: int) -> bool:
+    if state.replica:
+        return False
+    if part.is_sharded:
+        return True
+    apart = session.topology.experts_apart and state.expert
+    return writer == (session.replicas.experts if apart else session.replicas.dense)[0]
+
+
+def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorWrite], aliases: list[Alias]) -> None:
+    tensors: Mapping[str, Any] = dict(state.moments)
+    if state.is_model_view and model_is_saved:
+        key = ShardKey(state.name, PARAM)
+        aliases.append(Alias(key, MODEL, state.region, dtype_name(state.main.dtype)))
+    else:
+        tensors = {PARAM: state.main, **tensors}
+    for kind, tensor in tensors.items():
+        key = ShardKey(state.name, kind)
+        writes.append(TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,)))

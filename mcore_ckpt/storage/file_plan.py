@@ -1,0 +1,202 @@
+"""What of one indexed file stays the same from save to save: its image, its index, and who writes which part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from mcore_ckpt import _native, knobs
+from mcore_ckpt.sharding.plan import StoredShard
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.dtypes import dtype_name
+from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, IndexTemplate
+from mcore_ckpt.storage.pt_image import PtImage, build_image
+from mcore_ckpt.storage.requests import WriteRequest
+
+PAGE_BYTES = 4096
+
+
+def page_floor(offset: int) -> int:
+    return offset // PAGE_BYTES * PAGE_BYTES
+
+
+def page_ceil(offset: int) -> int:
+    return page_floor(offset + PAGE_BYTES - 1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rank writes which bytes of a file's image.
+
+    Attributes:
+        writers: world ranks, in the order of their ranges. The last one owns the file: it writes the index and the zip
+            directory behind its range, and what only is known when all have written.
+        cuts: `[0, ..., end]`, multiples of a page but for the end; writer i has `[cuts[i], cuts[i + 1])`.
+    """
+
+    writers: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        return self.writers[-1]
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        if rank not in self.writers:
+            return (0, 0)
+        position = self.writers.index(rank)
+        return self.cuts[position], self.cuts[position + 1]
+
+
+def share_out(ranks: tuple[int, ...], end: int, least: int) -> Share:
+    """Equal ranges of `[0, end)` bytes for as many of the ranks as get at least `least` bytes; the first owns the file.
+
+    Example:
+        >>> share_out((4, 5, 6), 40960, 16384)
+        Share(writers=(5, 4), cuts=(0, 20480, 40960))
+    """
+    count = max(1, min(len(ranks), end // least))
+    cuts = [page_floor(end * number // count) for number in range(count)]
+    return Share((*ranks[1:count], ranks[0]), (*cuts, end))
+
+
+class TensorParts(NamedTuple):
+    """In columns: bytes `[skip, skip + nbytes)` of tensor number `tensor` go to byte `at` of the file."""
+
+    tensor: tuple[int, ...]
+    skip: tuple[int, ...]
+    at: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """One file to write.
+
+    Attributes:
+        request: its tensors.
+        pt: its structure.
+        image: the same for the native writer.
+        index: its index without CRCs.
+        share: who writes what.
+        start, stop: this rank's bytes.
+    """
+
+    request: WriteRequest
+    pt: PtImage
+    image: _native.FileImage
+    index: IndexTemplate
+    share: Share
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def parts(self) -> TensorParts:
+        """What of each tensor lies in this rank's range, ascending; in pieces that can be waited for one by one."""
+        rows = []
+        for number, slot in enumerate(self.pt.slots):
+            low, high = max(slot.offset, self.start), min(slot.offset + slot.nbytes, self.stop)
+            for at in range(low, high, knobs.COPY_GROUP_BYTES):
+                rows.append((number, at - slot.offset, at, min(knobs.COPY_GROUP_BYTES, high - at)))
+        return TensorParts(*zip(*rows, strict=True)) if rows else TensorParts((), (), (), ())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The global tensors the file holds, aliases among them."""
+        keys = [*(write.key for write in self.request.tensors), *(alias.key for alias in self.request.aliases)]
+        return tuple(dict.fromkeys(key.name for key in keys))
+
+    @cached_property
+    def holds(self) -> str:
+        """A digest of `names`, which are too many to be told at every save."""
+        return _digest(self.names)
+
+    @cached_property
+    def structure(self) -> str:
+        """A digest of all that the writers of one file must agree on: who wrote where would else not fit together."""
+        tensors = [[*write.path, list(write.shape), dtype_name(write.tensor.dtype)] for write in self.request.tensors]
+        return _digest([tensors, self.pt.records_end, self.share.writers, self.share.cuts])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(fields.encode({"value": value})).hexdigest()[:32]
+
+
+class ImageCache:
+    """File images by structure: making one takes torch a while, and most saves are of the same tensors."""
+
+    def __init__(self) -> None:
+        self._images: dict[str, tuple[object, PtImage]] = {}
+
+    def get(self, request: WriteRequest) -> PtImage:
+        structure = [(t.path, t.shape, t.tensor.dtype) for t in request.tensors]
+        cached = self._images.get(request.path)
+        if cached is None or cached[0] != structure:
+            cached = (structure, _new_image(request))
+            self._images[request.path] = cached
+        return cached[1]
+
+
+def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
+    """The plan of a file of which world rank `rank` is one writer.
+
+    Raises ValueError if the tensors are not listed in the order of the tree they are in.
+    """
+    pt = images.get(request)
+    share = share_out(request.writers or (rank,), pt.records_end, knobs.SHARE_BYTES)
+    start, stop = share.range_of(rank)
+    return FilePlan(request, pt, _native_image(pt), _index_template(request, pt), share, start, stop)
+
+
+def _native_image(pt: PtImage) -> _native.FileImage:
+    return _native.FileImage(
+        [slot.offset for slot in pt.slots],
+        [slot.nbytes for slot in pt.slots],
+        [-1 if slot.descriptor_crc_at is None else slot.descriptor_crc_at for slot in pt.slots],
+        list(pt.gaps),
+        pt.records_end,
+        BLOCK_BYTES,
+    )
+
+
+def _index_template(request: WriteRequest, pt: PtImage) -> IndexTemplate:
+    shards = (
+        StoredShard(w.key, w.region, dtype_name(w.tensor.dtype), request.path, slot.offset, slot.nbytes, ())
+        for w, slot in zip(request.tensors, pt.slots, strict=True)
+    )
+    return IndexTemplate(FileIndex(tuple(shards), request.aliases))
+
+
+def _new_image(request: WriteRequest) -> PtImage:
+    # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store
+    # that.
+    copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
+    tree: dict[str, Any] = {}
+    for name in request.tree:
+        tree[name] = {}
+    for write, copy in zip(request.tensors, copies, strict=True):
+        branch = tree
+        for part in write.path[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[write.path[-1]] = copy
+    if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
+        # torch numbers its records in the order of the tree: slots would go to other tensors.
+        raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
+    return build_image(tree, copies)
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield value
