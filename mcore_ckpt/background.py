@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-import weakref
 
 from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
@@ -26,8 +25,9 @@ class SaveHandle:
 
     def __init__(self, save: Save) -> None:
         self._save: Save | None = save
+        self.step = save.step
         self._ended = threading.Event()
-        self._total = save.progress()[1]
+        self._progress = save.progress()
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
         self.told = False
@@ -57,7 +57,7 @@ class SaveHandle:
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and has to write."""
         save = self._save
-        return (self._total, self._total) if save is None else save.progress()
+        return self._progress if save is None else save.progress()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Returns the report once the checkpoint is committed.
@@ -84,7 +84,9 @@ class SaveHandle:
         except Exception as error:
             logger.exception("a save has failed in a way that it should not")
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-        save, self._save = self._save, None
+        save = self._save
+        self._progress = save.progress()
+        self._save = None
         self._ended.set()
         if self._exception is None:
             save.after_commit()
@@ -103,18 +105,26 @@ class BackgroundSaves:
         self._warns = warns
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        _at_exit.add(self)
 
     @property
     def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        """Whether a save has not ended yet. One that is committed has, though old ones may still be deleted."""
+        return self._handle is not None and not self._handle.done
 
     def launch(self, handle: SaveHandle, stall_s: float) -> None:
         """Ends a save on a thread of its own. None may be under way."""
         self._handle = handle
         # A daemon, or the interpreter would wait for it without an end in sight: _finish_all does, with one.
-        self._thread = threading.Thread(target=handle.run, args=(stall_s,), name="mcore_ckpt save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(stall_s,), name="mcore_ckpt save", daemon=True)
+        _under_way.add(self)
         self._thread.start()
+
+    def _run(self, stall_s: float) -> None:
+        assert self._handle is not None
+        try:
+            self._handle.run(stall_s)
+        finally:
+            _under_way.discard(self)
 
     def settle(self) -> None:
         """Waits until no save is under way, which every save sees to by its deadlines."""
@@ -132,7 +142,7 @@ class BackgroundSaves:
             handle.told = True
             return None
         record = to_record(handle.exception, self._commits.rank)
-        return record | {"message": f"an earlier save has failed: {record['message']}"}
+        return record | {"message": f"an earlier save, of step {handle.step}, has failed: {record['message']}"}
 
     def was_told(self) -> None:
         if self._handle is not None:
@@ -145,17 +155,19 @@ class BackgroundSaves:
             self.was_told()
             raise from_record(record, CommitError)
 
-    def end_with_interpreter(self) -> None:
-        """Ends what is under way; does not wait for dead ranks as long as a training would."""
-        if self.busy:
-            self._commits.shorten(knobs.EXIT_WAIT_S)
-            self.settle()
+    def shorten(self) -> None:
+        """From now on dead ranks are not waited for as long as a training would."""
+        self._commits.shorten(knobs.EXIT_WAIT_S)
 
 
-_at_exit: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
+# Keeps them alive: a trainer may have dropped its manager with a save under way.
+_under_way: set[BackgroundSaves] = set()
 
 
 @atexit.register
 def _finish_all() -> None:
-    for saves in list(_at_exit):
-        saves.end_with_interpreter()
+    saves = list(_under_way)
+    for each in saves:
+        each.shorten()
+    for each in saves:
+        each.settle()

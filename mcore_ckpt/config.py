@@ -71,8 +71,8 @@ class CheckpointConfig:
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} is {getattr(self, field)!r}: use one of {', '.join(map(repr, choices))}")
-        if self.max_host_bytes is not None and self.max_host_bytes < 1:
-            raise ValueError(f"max_host_bytes is {self.max_host_bytes}: use 1 or more, or None for no limit")
+        if self.max_host_bytes is not None and (not isinstance(self.max_host_bytes, int) or self.max_host_bytes < 1):
+            raise ValueError(f"max_host_bytes is {self.max_host_bytes!r}: use 1 or more, or None for no limit")
 
 
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ import os
 # More threads than this do not make a memory bus faster, and training wants the cores.
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
-# Mostly asleep while the disk works: enough to have a write under way while another piece is copied and checksummed.
-IO_THREADS = 4
+# Mostly asleep while the disk works: enough to have writes under way while other pieces are copied and checksummed.
+IO_THREADS = 8
 
-# Large enough for a disk to run at its limit, small enough to keep several under way in little memory.
-WRITE_BYTES = 16 << 20
+# A disk runs at its limit with pieces of this size, and those of all threads stay in the cache until they are written.
+WRITE_BYTES = 4 << 20
+# Longer: what is read is looked at once.
 READ_BYTES = 16 << 20
 
 # A range of a file that replicas share is at least this long: below it, agreeing costs more than writing.
@@ -20,8 +21,10 @@ SHARE_BYTES = 16 << 20
 # Copies out of a GPU are reported done in groups of this size, so that writing can begin before the last one.
 COPY_GROUP_BYTES = 64 << 20
 
-# How often a rank asks the key-value store while it waits for others: at first, and at most (seconds).
+# How long a rank that waits for others pauses before it asks the key-value store again (seconds): at least this, or
+# this for each rank of the job if that is more; and at most.
 POLL_FIRST_S = 0.0005
+POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
 
 # How much longer than rank 0 the other ranks wait, at most (seconds).

@@ -317,15 +317,11 @@ def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
 
 
 def _agreement(role: str, rank: int, world_size: int, timeout_s: float) -> Agreement:
-    namespace = f"mcore_ckpt/{role}/{next(_managers_made[role])}"
-    return Agreement(_store(), rank, world_size, namespace, timeout_s)
-
-
-def _store() -> Any:
-    """A client of the job's key-value store that nobody else waits on; a store of its own for a single process."""
+    """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process."""
     import torch.distributed as dist
 
+    namespace = f"mcore_ckpt/{role}/{next(_managers_made[role])}"
     if not (dist.is_available() and dist.is_initialized()):
-        return dist.HashStore()  # type: ignore[attr-defined]
+        return Agreement(dist.HashStore(), rank, world_size, namespace, timeout_s)  # type: ignore[attr-defined]
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
+    return Agreement(store.clone(), rank, world_size, namespace, timeout_s, host=store)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, is_
-from typing import Any
+from itertools import chain, repeat
+from operator import attrgetter, call, eq, is_
+from typing import Any, cast
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -17,7 +19,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.live import live_objects
+from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.model import read_model
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage.dtypes import dtype_name
@@ -25,8 +27,32 @@ from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, plan_file
 from mcore_ckpt.storage.index import Alias
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
-Kind = tuple[torch.Size, torch.dtype, torch.device]
-_KIND = attrgetter("shape", "dtype", "device")
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """What the tensors of a file are like, in columns."""
+
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+
+    @staticmethod
+    def of(tensors: Iterable[torch.Tensor]) -> Kinds:
+        tensors = list(tensors)
+        return Kinds(*(tuple(map(attribute, tensors)) for attribute in (_SHAPE, _DTYPE, _DEVICE)))
+
+    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+        # A TorchFunctionMode, as profilers and ways to run megatron on CPU are, would be asked at each of thousands;
+        # and thousands of objects kept at a time would set off a garbage collection that takes longer than all this.
+        with torch._C.DisableTorchFunction():
+            return (
+                all(map(eq, map(_SHAPE, tensors), self.shapes))
+                and all(map(eq, map(_DTYPE, tensors), self.dtypes))
+                and all(map(eq, map(_DEVICE, tensors), self.devices))
+            )
+
+
+_SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,16 +60,42 @@ class SavePlan:
     """The files that this rank writes parts of, and the tensors to write, by file.
 
     Attributes:
-        kinds: what the tensors must still be like, by file: a new `.data` may be another in all of it.
         buffers: those of the tensors that may change at any point of a training step: (file, tensor) numbers.
         on_gpu: whether any of them is.
     """
 
     files: tuple[FilePlan, ...]
     tensors: tuple[tuple[torch.Tensor, ...], ...]
-    kinds: tuple[tuple[Kind, ...], ...]
     buffers: tuple[tuple[int, int], ...]
     on_gpu: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A plan between two saves: it holds no tensor, so that a trainer may offload them."""
+
+    live: LiveObjects
+    files: tuple[FilePlan, ...]
+    references: tuple[tuple[ReferenceType[torch.Tensor], ...], ...]
+    kinds: tuple[Kinds, ...]
+    buffers: tuple[tuple[int, int], ...]
+    on_gpu: bool
+
+    def plan(self) -> SavePlan | None:
+        """The plan with the tensors as they are now; None if it no longer holds."""
+        if not self.live.are_still_there():
+            return None
+        tensors: list[tuple[torch.Tensor | None, ...]] = [tuple(map(call, members)) for members in self.references]
+        for file, number in self.buffers:
+            refresh = self.files[file].request.tensors[number].refresh
+            if refresh is not None:
+                tensors[file] = (*tensors[file][:number], refresh(), *tensors[file][number + 1 :])
+        if any(map(is_, chain(*tensors), repeat(None))):
+            return None
+        found = cast("list[tuple[torch.Tensor, ...]]", tensors)
+        if not all(kinds.fit(members) for kinds, members in zip(self.kinds, found, strict=True)):
+            return None
+        return SavePlan(self.files, tuple(found), self.buffers, self.on_gpu)
 
 
 class SavePlanner:
@@ -51,8 +103,7 @@ class SavePlanner:
 
     def __init__(self) -> None:
         self._images = ImageCache()
-        self._objects: list[object] = []
-        self._plan: SavePlan | None = None
+        self._kept: _Kept | None = None
 
     def plan(self, session: Session) -> SavePlan:
         """This rank's plan: no copy, no communication.
@@ -60,33 +111,15 @@ class SavePlanner:
         Raises:
             UnsupportedError: something that cannot be saved whole.
         """
-        objects = live_objects(session.chunks, session.optimizer)
-        if self._plan is not None and len(objects) == len(self._objects) and all(map(is_, objects, self._objects)):
-            current = _refreshed(self._plan)
-            if current is not None:
-                return current
-        self._plan, self._objects = None, []
-        self._plan = _new_plan(session, self._images)
-        self._objects = objects
-        return self._plan
-
-
-def _refreshed(plan: SavePlan) -> SavePlan | None:
-    """The plan with its tensors as they are now, or None if one has another shape or dtype (a new `.data`)."""
-    by_file = [list(members) for members in plan.tensors]
-    for file, number in plan.buffers:
-        refresh = plan.files[file].request.tensors[number].refresh
-        if refresh is not None:
-            by_file[file][number] = refresh()
-    if tuple(map(_kinds, by_file)) != plan.kinds:
-        return None
-    return replace(plan, tensors=tuple(map(tuple, by_file)))
-
-
-def _kinds(tensors: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
-    # A TorchFunctionMode, as profilers and ways to run megatron on CPU are, would be asked at each of thousands.
-    with torch._C.DisableTorchFunction():
-        return tuple(map(_KIND, tensors))
+        plan = None if self._kept is None else self._kept.plan()
+        if plan is None:
+            self._kept = None
+            live = LiveObjects(session.chunks, session.optimizer)
+            plan = _new_plan(session, self._images)
+            references = tuple(tuple(map(ref, members)) for members in plan.tensors)
+            kinds = tuple(map(Kinds.of, plan.tensors))
+            self._kept = _Kept(live, plan.files, references, kinds, plan.buffers, plan.on_gpu)
+        return plan
 
 
 def _new_plan(session: Session, images: ImageCache) -> SavePlan:
@@ -97,19 +130,18 @@ def _new_plan(session: Session, images: ImageCache) -> SavePlan:
         requests += _model_requests(session, model)
     if "optimizer" in contents:
         requests += _optimizer_requests(session, model)
-    plans = (plan_file(request, session.agreement.rank, images) for request in requests)
-    files = tuple(plan for plan in plans if plan.nbytes)
-    for file in files:
-        _refuse_other_devices(file.request)
-    tensors = tuple(tuple(write.tensor for write in file.request.tensors) for file in files)
+    for request in requests:
+        _refuse_other_devices(request)
+    plans = [(plan_file(request, session.agreement.rank, images), request) for request in requests]
+    plans = [(plan, request) for plan, request in plans if plan.nbytes]
+    tensors = tuple(tuple(write.tensor for write in request.tensors) for _, request in plans)
     return SavePlan(
-        files,
+        tuple(plan for plan, _ in plans),
         tensors,
-        kinds=tuple(map(_kinds, tensors)),
         buffers=tuple(
             (number, position)
-            for number, file in enumerate(files)
-            for position, write in enumerate(file.request.tensors)
+            for number, (_, request) in enumerate(plans)
+            for position, write in enumerate(request.tensors)
             if write.is_buffer
         ),
         on_gpu=any(tensor.is_cuda for members in tensors for tensor in members),

@@ -6,7 +6,7 @@ import logging
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class Save:
         self._session = session
         self._resources = resources
         self._topic = topic
-        self._step = step
+        self.step = step
         self._roles = roles
         self._role_dir = layout.step_dir(session.root, step) / session.role
         self._plain = _read_plain(session, extra_state)
@@ -118,6 +118,7 @@ class Save:
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: ImageWriter | None = None
+        self._nbytes = sum(plan.nbytes for plan in self._plan.files)
         self._times: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -127,10 +128,12 @@ class Save:
             CheckpointError, EarlierSaveError: see open_together. The same on all ranks.
         """
         self._attempt = open_together(self._session.agreement, self._topic, self._role_dir)
-        sync_parameters(self._session.chunks)
-        self._times["planned"] = time.perf_counter()
         try:
+            sync_parameters(self._session.chunks)
+            self._times["planned"] = time.perf_counter()
             self._capture = self._captured()
+            if not self._in_place:
+                self._plan = replace(self._plan, tensors=())  # the trainer may offload them now
         except Exception as error:
             self._capture = error  # told to all ranks by `finish`, which they are on their way to
         self._times["captured"] = time.perf_counter()
@@ -161,7 +164,7 @@ class Save:
         def write(staging: Path) -> Record:
             written.extend(self._write(staging))
             names = self._resources.names.to_tell(self._plan.files)
-            return report(session, written, names, self._plain.optimizer_steps)
+            return report(session, written, self._plan.files, names, self._plain.optimizer_steps)
 
         commit_together(
             session.commits,
@@ -169,21 +172,20 @@ class Save:
             self._attempt,
             write,
             self._describe,
-            lambda: _update_tracker(session, self._step),
+            lambda: _update_tracker(session, self.step),
         )
         self._resources.names.were_told(self._plan.files)
-        return self._report(stall_s, sum(file.size for file in written))
+        # Of a file shared by several ranks, this rank's part.
+        return self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
 
     def after_commit(self) -> None:
         """Deletes what is too old: after all ranks know of the commit, because it may take long."""
         if self._session.agreement.is_coordinator:
-            _delete_old(self._session, self._step)
+            _delete_old(self._session, self.step)
 
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and has to write."""
-        total = sum(plan.nbytes for plan in self._plan.files)
-        writer = self._writer
-        return (0 if writer is None else writer.progress()), total
+        return (0 if self._writer is None else self._writer.progress()), self._nbytes
 
     def _write(self, staging: Path) -> list[WrittenFile]:
         """This rank's files, durably."""
@@ -197,7 +199,6 @@ class Save:
             written = self._write_small(staging)  # while the disk has the large ones
             written += writer.finish()
             self._times["copied"] = writer.times()[0] if self._in_place else self._capture.seconds
-            self._writer = None
         for folder in {(staging / file.path).parent for file in written}:
             sync_dir(folder)
         self._times["written"] = time.perf_counter()
@@ -222,7 +223,7 @@ class Save:
             self._resources.names,
             self._attempt.staging,
             self._plain.common,
-            self._step,
+            self.step,
             self._roles,
             self._attempt.number,
             records,
@@ -232,7 +233,7 @@ class Save:
         times, now = self._times, time.perf_counter()
         seconds = now - self._started
         return SaveReport(
-            step=self._step,
+            step=self.step,
             path=self._role_dir,
             nbytes=nbytes,
             seconds=seconds,

@@ -68,12 +68,14 @@ class TensorNames:
 def report(
     session: Session,
     written: Iterable[WrittenFile],
+    plans: Iterable[FilePlan],
     names: Mapping[str, list[str]],
     steps: Sequence[float | int | None],
 ) -> Record:
     """What one rank tells rank 0 when its bytes are on the disk."""
     return {
         "files": [asdict(file) for file in written],
+        "parts": {plan.path: plan.structure for plan in plans},
         "names": dict(names),
         "coordinates": asdict(session.coordinates),
         "stages": [asdict(stage) for stage in session.stages],
@@ -94,6 +96,7 @@ def describe(
     """Rank 0's part before the commit. Raises CommitError, OSError."""
     files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
     commit.check_files(staging, files)
+    commit.check_parts([record["parts"] for record in records])
     if "optimizer" in session.config.save_contents:
         for number, part in enumerate(common["optimizers"]):
             part["step"] = _common_step(number, [record["steps"][number] for record in records])
@@ -112,7 +115,7 @@ def describe(
         role=session.role,
         roles=roles,
         attempt=attempt,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=_versions(),
         contents=session.config.save_contents,
         topology=session.topology,

@@ -15,6 +15,20 @@ def test_what_verl_writes_is_accepted() -> None:
     assert CheckpointConfig(max_to_keep=1, timeout_s=0.5, roles=("actor", "critic-2")).max_to_keep == 1
 
 
+def test_saves_wait_and_raise_unless_asked_otherwise() -> None:
+    config = CheckpointConfig()
+    assert (config.async_save, config.async_mode, config.if_busy, config.if_failed) == (
+        False,
+        "snapshot",
+        "wait",
+        "raise",
+    )
+    assert (config.shared_writes, config.max_host_bytes) == (True, None)
+    for mode in ("snapshot", "lazy"):
+        assert CheckpointConfig(async_save=True, async_mode=mode, if_busy="raise", if_failed="warn").async_save
+    assert CheckpointConfig(max_host_bytes=1, shared_writes=False).max_host_bytes == 1
+
+
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
@@ -24,6 +38,11 @@ def test_what_verl_writes_is_accepted() -> None:
         ({"save_contents": ()}, "save_contents is empty"),
         ({"max_to_keep": 0}, "max_to_keep is 0"),
         ({"max_to_keep": -1}, "max_to_keep is -1"),
+        ({"async_mode": "eager"}, "async_mode is 'eager': use one of 'snapshot', 'lazy'"),
+        ({"if_busy": "skip"}, "if_busy is 'skip': use one of 'wait', 'raise'"),
+        ({"if_failed": None}, "if_failed is None: use one of 'raise', 'warn'"),
+        ({"max_host_bytes": 0}, "max_host_bytes is 0: use 1 or more"),
+        ({"max_host_bytes": -1}, "max_host_bytes is -1"),
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"timeout_s": float("nan")}, "timeout_s is nan"),
         ({"roles": ("actor", "../critic")}, "role '../critic' is not a folder name"),
@@ -37,7 +56,6 @@ def test_a_value_that_cannot_be_is_refused_by_name(choices: dict[str, Any], reas
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"async_save": True}, "async_save=True"),
         ({"save_contents": ("hf_model",)}, "save_contents has 'hf_model'"),
         ({"load_contents": ("model", "hf_model")}, "load_contents has 'hf_model'"),
     ],

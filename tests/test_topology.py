@@ -4,7 +4,14 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_ckpt.topology import RankCoordinates, Topology, is_first_optimizer_instance, read_topology
+from mcore_ckpt.topology import (
+    RankCoordinates,
+    Replicas,
+    Topology,
+    is_first_optimizer_instance,
+    read_replicas,
+    read_topology,
+)
 
 
 def test_one_process_without_groups_is_all_there_is() -> None:
@@ -19,10 +26,23 @@ def test_groups_without_megatrons_are_an_error_that_says_what_to_call(monkeypatc
         read_topology(1)
 
 
-@pytest.mark.parametrize(("cp", "dp", "writes"), [(0, 0, True), (1, 0, False), (0, 1, False), (1, 1, False)])
-def test_the_first_replica_writes_dense_tensors(cp: int, dp: int, writes: bool) -> None:
-    assert RankCoordinates(cp=cp, dp=dp, edp=cp + dp).writes_dense == writes
-    assert RankCoordinates(cp=cp, dp=dp, edp=cp + dp).writes_experts == writes
+def test_one_process_is_its_only_replica_and_owns_every_file() -> None:
+    assert read_replicas() == Replicas(dense=(0,), experts=(0,))
+
+
+def test_replicas_are_megatrons_groups_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense tensors are replicated over data and context parallelism together, experts over their own."""
+    groups = {"dense": [1, 3, 5, 7], "experts": [3, 7]}
+
+    def dense(with_context_parallel: bool = False) -> str:
+        assert with_context_parallel
+        return "dense"
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", groups.__getitem__)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", dense)
+    monkeypatch.setattr(parallel_state, "get_expert_data_parallel_group", lambda: "experts")
+    assert read_replicas() == Replicas(dense=(1, 3, 5, 7), experts=(3, 7))
 
 
 @pytest.mark.parametrize(

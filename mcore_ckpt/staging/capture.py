@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -26,15 +26,13 @@ class Capture:
 
     Attributes:
         writes: one for each file this rank writes a part of.
-        nbytes: copied, or to be copied, out of the training state.
         seconds: what copying took before this was returned.
-        keep: what must live until the bytes are on the disk.
+        keep: tensors that must live until the bytes are on the disk.
     """
 
     writes: tuple[ImageWrite, ...]
-    nbytes: int
     seconds: float
-    keep: tuple[object, ...]
+    keep: tuple[torch.Tensor, ...] = ()
 
 
 def arena_bytes(files: Sequence[FilePlan]) -> int:
@@ -44,12 +42,13 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Tensors) -> Capture:
     """For tensors in host memory that do not change until they are on the disk: nothing is copied beforehand."""
-    writes, keep = [], []
+    writes: list[ImageWrite] = []
+    keep: list[torch.Tensor] = []
     for plan, members in zip(files, tensors, strict=True):
-        contiguous, addresses = _addresses(members)
-        keep.append(contiguous)
-        writes.append(ImageWrite(plan, addresses, 0, []))
-    return Capture(tuple(writes), sum(plan.nbytes for plan in files), 0.0, (keep,))
+        contiguous, addresses = _addresses(plan, members)
+        keep += contiguous.values()
+        writes.append(ImageWrite(plan, [addresses.get(number, 0) for number in range(len(members))], 0, []))
+    return Capture(tuple(writes), 0.0, tuple(keep))
 
 
 def capture_copies(files: Sequence[FilePlan], tensors: Tensors, address: int, device: DeviceCopies | None) -> Capture:
@@ -64,11 +63,11 @@ def capture_copies(files: Sequence[FilePlan], tensors: Tensors, address: int, de
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
-    keep: list[object] = []
+    copied_from: list[torch.Tensor] = []
     places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
     for plan, members in zip(files, tensors, strict=True):
-        contiguous, addresses = _addresses(members)
-        keep.append(contiguous)
+        contiguous, addresses = _addresses(plan, members)
+        copied_from += contiguous.values()
         parts = plan.parts
         destinations = [address - plan.start + at for at in parts.at]
         sources = [addresses[tensor] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
@@ -82,12 +81,11 @@ def capture_copies(files: Sequence[FilePlan], tensors: Tensors, address: int, de
     events: list[tuple[int, int]] = []
     if on_device.nbytes:
         assert device is not None, "tensors on a GPU without copies from it"
-        events = device.start(on_device.destinations, on_device.sources, on_device.nbytes, tensors)
+        events = device.start(on_device.destinations, on_device.sources, on_device.nbytes, copied_from)
     if host.nbytes:
         _native.copy_host(host.destinations, host.sources, host.nbytes, HOST_THREADS)
     writes = tuple(ImageWrite(plan, None, at, _ready(plan, copies, events)) for plan, at, copies in places)
-    nbytes = sum(host.nbytes) + sum(on_device.nbytes)
-    return Capture(writes, nbytes, time.perf_counter() - started, tuple(keep))
+    return Capture(writes, time.perf_counter() - started)
 
 
 class _Columns:
@@ -106,15 +104,19 @@ class _Columns:
         self.nbytes += compress(nbytes, which)
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """The tensors, copied where their elements are not in a row, and where they begin."""
+def _addresses(plan: FilePlan, tensors: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+    """By number, the tensors in this rank's range, copied where their elements are not in a row; where they begin."""
     # A TorchFunctionMode, as profilers are, would be asked at each attribute of thousands of tensors.
     with torch._C.DisableTorchFunction():
-        contiguous = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
-        return contiguous, [tensor.data_ptr() for tensor in contiguous]
+        wanted = {number: tensors[number] for number in plan.parts.tensor}
+        contiguous = {
+            number: tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+            for number, tensor in wanted.items()
+        }
+        return contiguous, {number: tensor.data_ptr() for number, tensor in contiguous.items()}
 
 
-def _on_gpu(tensors: Sequence[torch.Tensor], which: Sequence[int]) -> list[bool]:
+def _on_gpu(tensors: Mapping[int, torch.Tensor], which: Sequence[int]) -> list[bool]:
     with torch._C.DisableTorchFunction():
         return [tensors[number].is_cuda for number in which]
 

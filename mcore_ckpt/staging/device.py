@@ -21,7 +21,7 @@ class DeviceCopies:
         destinations: list[int],
         sources: list[int],
         nbytes: list[int],
-        tensors: Sequence[Sequence[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
     ) -> list[tuple[int, int]]:
         """Queues copies behind what the current stream has been given; the host does not wait.
 
@@ -35,10 +35,9 @@ class DeviceCopies:
         """
         after = torch.cuda.current_stream().cuda_stream
         ready = self._copier.start(destinations, sources, nbytes, after, knobs.COPY_GROUP_BYTES)
-        for members in tensors:
-            for tensor in members:
-                if tensor.is_cuda:
-                    tensor.record_stream(self._stream)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
         return ready
 
     def hold(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -17,28 +18,41 @@ class Guards:
     """
 
     def __init__(self, methods: Iterable[tuple[Any, str]], before: Callable[[], None]) -> None:
-        self._methods = [(owner, name) for owner, name in methods if hasattr(owner, name)]
-        for owner, name in self._methods:
-            setattr(owner, name, _guarded(getattr(owner, name), before))
+        self._before: Callable[[], None] | None = before
+        self._guarded = [self._guard(owner, name) for owner, name in methods if hasattr(owner, name)]
 
     def remove(self) -> None:
-        """Puts the methods back, where nobody has put another in their place since."""
-        for owner, name in self._methods:
-            current = vars(owner).get(name)
-            original = getattr(current, "__wrapped__", None)
-            if original is None:
+        """Puts the methods back. Where somebody has wrapped the guarded one since, that stays, and no longer waits."""
+        self._before = None
+        for method in self._guarded:
+            if vars(method.owner).get(method.name) is not method.guard:
                 continue
-            if getattr(original, "__self__", None) is owner:
-                delattr(owner, name)
+            if method.on_object:
+                setattr(method.owner, method.name, method.original)
             else:
-                setattr(owner, name, original)
-        self._methods = []
+                delattr(method.owner, method.name)
+        self._guarded = []
+
+    def _guard(self, owner: Any, name: str) -> _Guarded:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def guard(*args: Any, **kwargs: Any) -> Any:
+            if self._before is not None:
+                self._before()
+            return original(*args, **kwargs)
+
+        on_object = name in vars(owner)
+        setattr(owner, name, guard)
+        return _Guarded(owner, name, original, guard, on_object)
 
 
-def _guarded(method: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
-    @wraps(method)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return method(*args, **kwargs)
+@dataclass(frozen=True)
+class _Guarded:
+    """A method of an object, what it was, and whether the object itself had it, not its class."""
 
-    return guarded
+    owner: Any
+    name: str
+    original: Callable[..., Any]
+    guard: Callable[..., Any]
+    on_object: bool

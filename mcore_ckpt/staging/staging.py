@@ -26,8 +26,7 @@ class Staging:
 
         Raises UnsupportedError above the limit, MemoryError, RuntimeError in CUDA's words.
         """
-        if self._device is not None:
-            self._device.wait()  # a save that failed may have left copies under way into that memory
+        self.wait()  # a save that failed may have left copies under way into that memory
         return self._arena.take(arena_bytes(files))
 
     def capture(
@@ -46,8 +45,8 @@ class Staging:
         if self._device is None and any(tensor.is_cuda for members in tensors for tensor in members):
             self._device = DeviceCopies()
         capture = capture_copies(files, tensors, address, self._device)
-        if lazy is None and self._device is not None:
-            self._device.wait()
+        if lazy is None:
+            self.wait()
         return capture
 
     def capture_in_place(self, files: Sequence[FilePlan], tensors: Tensors) -> Capture:
@@ -58,6 +57,11 @@ class Staging:
         """What the current stream is given from now on waits until the state has been copied. The host goes on."""
         if self._device is not None:
             self._device.hold()
+
+    def wait(self) -> None:
+        """Returns once nothing is being copied."""
+        if self._device is not None:
+            self._device.wait()
 
     def close(self) -> None:
         """Frees the memory, once nothing is copied to it any more."""

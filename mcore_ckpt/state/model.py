@@ -167,8 +167,9 @@ def _opaque_shard(name: str, value: Any, owner: torch.nn.Module) -> LocalShard:
         )
     data = value.detach().reshape(-1)
 
-    def refresh() -> torch.Tensor:
-        return owner.get_extra_state().detach().reshape(-1)
+    def refresh() -> torch.Tensor | None:
+        now = owner.get_extra_state()
+        return None if now is None else now.detach().reshape(-1)
 
     return LocalShard(
         ShardKey(name, OPAQUE),

@@ -22,7 +22,7 @@ class LocalShard:
         expert: it belongs to routed experts, which are replicated over other ranks than dense tensors.
         replica: another pipeline stage holds the same global tensor (tied embeddings) and writes it.
         is_buffer: it is neither parameter nor optimizer state, and may change at any point of a training step.
-        refresh: makes the tensor anew where it is not the live one (`_extra_state`).
+        refresh: makes the tensor anew where it is not the live one (`_extra_state`); None if there is none any more.
         restore: hands loaded bytes back where copying into `tensor` would not do (`_extra_state`).
     """
 
@@ -32,7 +32,7 @@ class LocalShard:
     expert: bool = False
     replica: bool = False
     is_buffer: bool = False
-    refresh: Callable[[], torch.Tensor] | None = None
+    refresh: Callable[[], torch.Tensor | None] | None = None
     restore: Callable[[torch.Tensor], None] | None = None
 
 

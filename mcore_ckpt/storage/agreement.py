@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mcore_ckpt import knobs
@@ -37,15 +38,21 @@ class Agreement:
         rank, world_size: of the processes that save together.
         namespace: the same on all ranks, and used by no other group of ranks on this store.
         timeout_s: how long any wait may take, in seconds.
+        host: kept alive as long as this is: what `store` is a client of. `destroy_process_group()` drops the job's own
+            reference, and with the last one the server goes, under a save that may still be ending.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, namespace: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, namespace: str, timeout_s: float, host: Any = None
+    ) -> None:
         self._store = store
+        self._host = host
         self.rank = rank
         self.world_size = world_size
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rounds = 0
+        self._begun: list[str] = []  # prefixes of the last two rounds
         self._given: list[str] = []
         self._limit = Limit()
 
@@ -53,18 +60,21 @@ class Agreement:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def begin(self, topic: str) -> Round:
-        """The next round; all ranks must begin the same rounds in the same order."""
-        self._rounds += 1
+    def begin(self, topic: str, name: str | None = None) -> Round:
+        """The next round.
+
+        All ranks must begin the same rounds in the same order; a round with a name of its own may be missed by a rank.
+        """
+        self._rounds += name is None
         # Whoever begins this round has left the last one, and so have those who had taken this.
         while self._given:
             self._store.delete_key(self._given.pop())
         # Keys of the round before last are no longer read by anyone: whoever begins this round has left the last one,
         # and rank 0 leaves a round only when all have submitted to it, which they do after leaving the one before.
-        if self._rounds > 2 and self.is_coordinator:
-            self._forget(self._rounds - 2)
-        prefix = self._prefix(self._rounds)
-        return Round(self._store, self.rank, self.world_size, prefix, topic, self._timeout_s, self._limit)
+        if len(self._begun) > 1 and self.is_coordinator:
+            self._forget(self._begun.pop(0))
+        self._begun.append(f"{self._namespace}/{self._rounds if name is None else name}")
+        return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, self._timeout_s, self._limit)
 
     def give(self, key: str, record: Record) -> None:
         """Tells the rank that will `take` it something within the present round, before this rank submits."""
@@ -77,9 +87,13 @@ class Agreement:
 
         Raises CommitError if it does not: it has failed, died, or is late.
         """
-        given, submitted = self._given_key(key, rank), _submission_keys(self._prefix(self._rounds), rank + 1)[-1]
+        given, submitted = self._given_key(key, rank), _submission_keys(self._begun[-1], rank + 1)[-1]
         deadline = time.monotonic() + self._timeout_s
-        if not _poll(lambda: self._store.check([given]) or self._store.check([submitted]), deadline, self._limit):
+        waiting = _waiting_key(self._begun[-1], self.rank)
+        self._store.set(waiting, str(rank))
+        self._given.append(waiting)
+        ready = partial(_any_of, self._store, given, submitted)
+        if not _poll(ready, self.world_size, deadline, self._limit):
             raise CommitError(f"{key}: no word from rank {rank} within {self._timeout_s:g} s: dead or stuck")
         if not self._store.check([given]):
             error = fields.decode(self._store.get(submitted)).get("error")
@@ -91,7 +105,7 @@ class Agreement:
         self._limit.at = time.monotonic() + seconds
 
     def _given_key(self, key: str, rank: int) -> str:
-        return f"{self._prefix(self._rounds)}/given/{rank}/{key}"
+        return f"{self._begun[-1]}/given/{rank}/{key}"
 
     def withdraw(self, topic: str, error: BaseException) -> None:
         """This rank cannot take part in the next round: the others learn why, and all stay in step."""
@@ -100,17 +114,17 @@ class Agreement:
         if self.is_coordinator:
             round_.announce_failure(error)
 
-    def _prefix(self, number: int) -> str:
-        return f"{self._namespace}/{number}"
-
-    def _forget(self, number: int) -> None:
-        prefix = self._prefix(number)
+    def _forget(self, prefix: str) -> None:
         for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
             self._store.delete_key(key)
 
 
 def _submission_keys(prefix: str, world_size: int) -> list[str]:
     return [f"{prefix}/rank/{rank}" for rank in range(world_size)]
+
+
+def _waiting_key(prefix: str, rank: int) -> str:
+    return f"{prefix}/waiting/{rank}"
 
 
 class Round:
@@ -129,6 +143,10 @@ class Round:
         self._timeout_s = timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, knobs.HEAR_OUT_S)
         self._deadline = time.monotonic() + self._timeout_s
 
+    def shorten(self, seconds: float) -> None:
+        """The deadline is in `seconds` at the latest."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
     def extend(self) -> None:
         """Starts the deadline anew: for a rank that has just finished work of its own (writing its files)."""
         self._deadline = time.monotonic() + self._timeout_s
@@ -145,13 +163,15 @@ class Round:
         Raises the first failed rank's error, or `default` if a rank is silent until the deadline.
         """
         keys = _submission_keys(self._prefix, self._world_size)
-        if not self._wait(lambda: self._store.check(keys)):
-            raise default(self._silence(keys))
-        messages = [fields.decode(self._store.get(key)) for key in keys]
+        all_there = self._wait(lambda: self._store.check(keys))
+        there = keys if all_there else [key for key in keys if self._store.check([key])]
+        messages = [fields.decode(self._store.get(key)) for key in there]
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
             more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
             raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
+        if not all_there:
+            raise default(self._silence(keys))
         return [message["record"] for message in messages]
 
     def _why_nothing_came(self) -> str:
@@ -161,9 +181,13 @@ class Round:
         return f"{self._topic}: rank {self._rank} waited {self._timeout_s:g} s for rank 0, which is dead or stuck"
 
     def _silence(self, keys: Sequence[str]) -> str:
-        silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+        silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        # Who waits for another is not dead; unless all that are silent do, when nobody knows better.
+        waiting = [rank for rank in silent if self._store.check([_waiting_key(self._prefix, rank)])]
+        silent = [rank for rank in silent if rank not in waiting] or silent
+        ranks = ", ".join(map(str, silent))
         return (
-            f"{self._topic}: no word from rank {', '.join(silent)} within {self._timeout_s:g} s: dead or stuck. "
+            f"{self._topic}: no word from rank {ranks} within {self._timeout_s:g} s: dead or stuck. "
             "Look at its log; raise timeout_s if it was only slow"
         )
 
@@ -216,21 +240,27 @@ class Round:
         self._store.set(key, fields.encode(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        return _poll(ready, self._deadline, self._limit)
+        return _poll(ready, self._world_size, self._deadline, self._limit)
 
 
-def _poll(ready: Callable[[], bool], deadline: float, limit: Limit) -> bool:
+def _any_of(store: Any, *keys: str) -> bool:
+    return any(store.check([key]) for key in keys)
+
+
+def _poll(ready: Callable[[], bool], world_size: int, deadline: float, limit: Limit) -> bool:
     """False if the deadline passes first.
 
     Asking again and again, not store.wait(): a timed-out wait leaves noise on stderr, and its client blocked.
     """
-    pause = knobs.POLL_FIRST_S
+    started = time.monotonic()
+    # The answer is late by a tenth of what it took, at most; and thousands of ranks leave the store time to answer.
+    least = max(knobs.POLL_FIRST_S, world_size * knobs.POLL_PER_RANK_S)
     while not ready():
-        left = min(deadline, limit.at) - time.monotonic()
+        now = time.monotonic()
+        left = min(deadline, limit.at) - now
         if left <= 0:
             return False
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, knobs.POLL_MOST_S)
+        time.sleep(min(max(least, (now - started) / 10), knobs.POLL_MOST_S, left))
     return True
 
 
@@ -251,6 +281,7 @@ def decide(
     combine: Callable[[Sequence[Record]], Record],
     error: type[CheckpointError] = AgreementError,
     act: Callable[[], None] | None = None,
+    name: str | None = None,
 ) -> Record:
     """One whole round: every rank does `work`, rank 0 combines the results, every rank gets the same record.
 
@@ -262,18 +293,21 @@ def decide(
         error: the type of everything that is not of this package's family: foreign exceptions, a silent rank, a lost
             store.
         act: on rank 0, what must happen only if no rank has given up, and after which none can: a rename.
+        name: of the round, unique, if a rank may miss it.
 
     Raises:
         CheckpointError: on all ranks the same type.
     """
     with store_failures(topic, error):
-        round_ = agreement.begin(topic)
+        round_ = agreement.begin(topic, name)
         own = _run(round_, work)
         if not agreement.is_coordinator:
             try:
                 return round_.outcome(error)
             except CheckpointError as failure:
                 raise failure from own
+        if own is not None:
+            round_.shorten(knobs.HEAR_OUT_S)  # the others may have more to say of it, but it is over
         try:
             record = combine(round_.collect(error))
             round_.claim(error)

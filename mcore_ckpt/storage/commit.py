@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mcore_ckpt import layout
@@ -57,6 +57,26 @@ def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None
             ) from None
         if size != file.size:
             raise CommitError(f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}")
+
+
+def check_parts(by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Ranks that wrote to one file must have meant the same one: its owner does not ask a rank it does not expect.
+
+    Args:
+        by_rank: each rank's digest of what it took each file for (FilePlan.structure), by path.
+
+    Raises:
+        CommitError: two ranks took a file for different ones.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, parts in enumerate(by_rank):
+        for path, structure in parts.items():
+            other, wanted = first.setdefault(path, (rank, structure))
+            if structure != wanted:
+                raise CommitError(
+                    f"{path}: rank {other} and rank {rank} both write to it, and have other tensors in it, though they "
+                    "should be replicas: use shared_writes=False"
+                )
 
 
 def seal(staging: Path, manifest: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class FilePlan:
     """One file to write.
 
     Attributes:
-        request: its tensors.
+        request: its tensors, which are stand-ins on `meta`: a plan keeps no training state alive.
         pt: its structure.
         image: the same for the native writer.
         index: its index without CRCs.
@@ -94,6 +94,10 @@ class FilePlan:
     share: Share
     start: int
     stop: int
+
+    @property
+    def path(self) -> str:
+        return self.request.path
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +158,8 @@ def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
     pt = images.get(request)
     share = share_out(request.writers or (rank,), pt.records_end, knobs.SHARE_BYTES)
     start, stop = share.range_of(rank)
+    stand_ins = (replace(write, tensor=torch.empty_like(write.tensor, device="meta")) for write in request.tensors)
+    request = replace(request, tensors=tuple(stand_ins))
     return FilePlan(request, pt, _native_image(pt), _index_template(request, pt), share, start, stop)
 
 

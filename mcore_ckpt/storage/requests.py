@@ -23,7 +23,7 @@ class TensorWrite:
 
     Attributes:
         is_buffer: neither parameter nor optimizer state: it may change at any point of a training step.
-        refresh: makes the tensor anew, where the live one is another (`_extra_state`).
+        refresh: makes the tensor anew, where the live one is another (`_extra_state`); None if there is none any more.
     """
 
     path: tuple[str, ...]
@@ -32,7 +32,7 @@ class TensorWrite:
     tensor: torch.Tensor
     shape: tuple[int, ...]
     is_buffer: bool = False
-    refresh: Callable[[], torch.Tensor] | None = None
+    refresh: Callable[[], torch.Tensor | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

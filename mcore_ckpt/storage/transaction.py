@@ -117,7 +117,8 @@ def commit_together(
         after()
 
     try:
-        decide(agreement, topic, work, combine, CommitError, act)
+        # By name: a rank that gave up alone in the opening round is not in this one, and must not be one behind after.
+        decide(agreement, topic, work, combine, CommitError, act, name=attempt.number)
     except Exception:
         # Rank 0 may have died, or this rank given up, between the rename and the word of it: the disk decides.
         if not _is_committed(attempt):

@@ -59,8 +59,8 @@ class ImageWriter:
         """Begins writing. Raises OSError if a folder cannot be made."""
         for write in self._writes:
             plan = write.plan
-            make_folders(self._role_dir, plan.request.path)
-            path = str(self._role_dir / plan.request.path)
+            make_folders(self._role_dir, plan.path)
+            path = str(self._role_dir / plan.path)
             self._job.add_file(path, plan.image, plan.start, plan.stop, write.sources, write.buffer, write.ready)
         self._job.start()
 
@@ -78,7 +78,7 @@ class ImageWriter:
             if share.owner != self._exchange.rank:
                 self._job.finish(number, None)
                 part = {"structure": write.plan.structure, "crc32": crcs}
-                self._exchange.give(write.plan.request.path, part)
+                self._exchange.give(write.plan.path, part)
             elif len(share.writers) > 1:
                 shared.append((number, write.plan, crcs))
             else:
@@ -111,10 +111,10 @@ class ImageWriter:
     def _parts_of_others(self, plan: FilePlan) -> list[list[int]]:
         parts = []
         for rank in plan.share.writers[:-1]:
-            record = self._exchange.take(plan.request.path, rank)
+            record = self._exchange.take(plan.path, rank)
             if record["structure"] != plan.structure:
                 raise CommitError(
-                    f"{self._role_dir / plan.request.path}: rank {rank} has other tensors than rank "
+                    f"{self._role_dir / plan.path}: rank {rank} has other tensors than rank "
                     f"{self._exchange.rank}, though they should be replicas: use shared_writes=False"
                 )
             parts.append(record["crc32"])
@@ -129,7 +129,7 @@ class ImageWriter:
         patches = [(offset, slots[slot]) for offset, slot in plan.image.foreign_descriptors(list(plan.share.cuts))]
         self._job.finish(number, tail, patches)
         return WrittenFile(
-            plan.request.path,
+            plan.path,
             plan.request.kind,
             size=plan.pt.records_end + len(tail),
             crc32=zlib.crc32(tail, plan.image.file_crc(slots)),

@@ -45,12 +45,17 @@ def names_below(root: Path) -> set[str]:
     return {path.name for path in root.rglob("*")}
 
 
-# Of rank 0 all files and the manifest are there, and only the rename is not; of rank 1 only some files are.
-@pytest.mark.parametrize(("victim", "event", "count"), [(0, "rename", 1), (1, "fsync", 2)], ids=["rank0", "rank1"])
-def test_a_rank_is_killed_while_saving(tmp_path: Path, victim: int, event: str, count: int) -> None:
+# Of rank 0 all files and the manifest are there, and only the rename is not; rank 1 has not written all of its part of
+# the model's file, and rank 0 waits for it.
+@pytest.mark.parametrize(
+    ("victim", "event", "count", "how"),
+    [(0, "rename", 1, "sync"), (1, "native_wait", 1, "async")],
+    ids=["rank0", "rank1-async"],
+)
+def test_a_rank_is_killed_while_saving(tmp_path: Path, victim: int, event: str, count: int, how: str) -> None:
     root, results = tmp_path / "root", tmp_path / "results"
     results.mkdir()
-    status, output = torchrun("first", root, results, victim, event, count)
+    status, output = torchrun("first", root, results, victim, event, count, how)
     assert status != 0, output
     assert "Signal 9 (SIGKILL)" in output, output
     survivor = told(results, "survivor")

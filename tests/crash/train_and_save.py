@@ -1,8 +1,8 @@
 """Run by torchrun (test_kill_training.py): a training that saves, of which one rank may kill itself during a save.
 
-`train_and_save.py first ROOT RESULTS VICTIM EVENT COUNT` trains, saves, trains on and saves again; the victim dies at
-its COUNT-th EVENT of the second save. `train_and_save.py resume ROOT RESULTS` loads what is there, trains on from it as
-far, and saves.
+`train_and_save.py first ROOT RESULTS VICTIM EVENT COUNT HOW` trains, saves, trains on and saves again; the victim dies
+at its COUNT-th EVENT of the second save; with "async" as HOW, saves go on beside the training.
+`train_and_save.py resume ROOT RESULTS` loads what is there, trains on from it as far, and saves.
 """
 
 import json
@@ -21,15 +21,15 @@ sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "storage")]
 from crash_worker import Watch  # noqa: E402
 from training import Layout, Training, build, parallel, train  # noqa: E402
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs  # noqa: E402
 from mcore_ckpt.errors import CheckpointError  # noqa: E402
 
 TIMEOUT_S = 4.0
 FIRST, SECOND = 2, 4
 
 
-def manager_of(training: Training, root: str) -> CheckpointManager:
-    config = CheckpointConfig(timeout_s=TIMEOUT_S)
+def manager_of(training: Training, root: str, how: str = "sync") -> CheckpointManager:
+    config = CheckpointConfig(timeout_s=TIMEOUT_S, async_save=how == "async")
     return CheckpointManager(root, training.model, training.optimizer, training.scheduler, config=config)
 
 
@@ -41,12 +41,14 @@ def train_on(training: Training, results: str, name: str) -> None:
     write(results, name, [asdict(step) for step in train(training, FIRST, SECOND)])
 
 
-def first(root: str, results: str, victim: str, event: str, count: str) -> None:
+def first(root: str, results: str, victim: str, event: str, count: str, how: str) -> None:
     training = build(Layout(2, precision="bf16"), seed=1)
-    manager = manager_of(training, root)
+    manager = manager_of(training, root, how)
     train(training, 0, FIRST)
     manager.save(FIRST, extra_state={"rank": dist.get_rank()})
+    # A save that is under way must not have what the training does next.
     train_on(training, results, "reference")
+    manager.wait()
     # torchrun ends the others when one has died: they must be heard first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watch = Watch(f"save:{event}" if dist.get_rank() == int(victim) else "", int(count))
@@ -54,7 +56,7 @@ def first(root: str, results: str, victim: str, event: str, count: str) -> None:
     watch.watch_io()
     error = None
     try:
-        manager.save(SECOND, extra_state={"rank": dist.get_rank()})
+        manager.save(SECOND, extra_state={"rank": dist.get_rank()}).wait()
     except CheckpointError as raised:
         error = [type(raised).__name__, str(raised)]
     watch.stop()
@@ -74,6 +76,8 @@ def resume(root: str, results: str) -> None:
 
 
 def main() -> None:
+    # The model's file is shared by both ranks, in several pieces.
+    knobs.SHARE_BYTES = knobs.WRITE_BYTES = 4096
     dist.init_process_group("gloo")
     part, *arguments = sys.argv[1:]
     with parallel(Layout(2, precision="bf16")):

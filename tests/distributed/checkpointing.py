@@ -34,6 +34,15 @@ def save(training: Training, root: Path, step: int, role: str = "actor", **confi
         assert handle.committed is True
 
 
+def files_of(checkpoint: Path) -> dict[str, bytes]:
+    """Every file but the manifest, which is of one attempt and time."""
+    return {
+        str(path.relative_to(checkpoint)): path.read_bytes()
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
 def position(step: int) -> dict[str, Any]:
     """As a trainer keeps its place in the data, with something of this rank's own in it."""
     return {"step": step, "rank": dist.get_rank(), "seen": torch.arange(step), "epoch": {"number": 1, "done": 0.25}}

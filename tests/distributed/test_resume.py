@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from agreement import everywhere, gather
-from checkpointing import manager_of, position, save
+from checkpointing import files_of, manager_of, position, save
 from layouts import LAYOUTS
 from snapshot import assert_same, chained, poison, snapshot
 from training import Layout, build, parallel, train
@@ -44,6 +44,15 @@ def by_world(named: dict[str, Case]) -> list[Any]:
     return [pytest.param(case, id=name, marks=pytest.mark.world(case.layout.world)) for name, case in named.items()]
 
 
+def assert_all_alike(root: Path, step: int) -> None:
+    """Every way to save leaves the same bytes."""
+    files = {mode: files_of(root / mode / f"global_steps_{step}" / "actor") for mode in ("sync", "snapshot", "lazy")}
+    for mode, found in files.items():
+        assert found.keys() == files["sync"].keys(), mode
+        differing = [path for path in found if found[path] != files["sync"][path]]
+        assert not differing, f"{mode}: {differing}"
+
+
 @pytest.mark.parametrize("case", by_world(cases()))
 def test_resumed_training_is_bit_identical(case: Case, shared_path: Path) -> None:
     step, end = case.steps_before, case.steps_before + case.steps_after
@@ -52,19 +61,26 @@ def test_resumed_training_is_bit_identical(case: Case, shared_path: Path) -> Non
         train(first, 0, step)
         # With overlap_param_gather a snapshot gathers parameters, and would do the manager's work for it.
         before = None if case.layout.overlap_param_gather else snapshot(first)
-        save(first, shared_path, step)
+        save(first, shared_path / "sync", step)
         at_save = snapshot(first)
         if before is not None:
             with everywhere():
                 assert_same(at_save, before)
-        reference = train(first, step, end)
+        save(first, shared_path / "snapshot", step, async_save=True, shared_writes=False)
+        manager = manager_of(first, shared_path / "lazy", async_save=True, async_mode="lazy")
+        handle = manager.save(step, extra_state=position(step))
+        reference = train(first, step, end)  # changes everything while the save is under way
         at_end = snapshot(first)
+        manager.close()
+        with everywhere():
+            assert handle.committed
+            assert_all_alike(shared_path, step)
 
         second = build(case.layout, seed=2)
         if case.into_used:
             train(second, 50, 52)
         poison(second)
-        manager = manager_of(second, shared_path)
+        manager = manager_of(second, shared_path / "lazy")
         result = manager.load()
         manager.close()
         loaded = snapshot(second)

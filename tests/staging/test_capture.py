@@ -1,15 +1,26 @@
-"""Getting bytes out of the training state: the arena and the copies."""
+"""Getting bytes out of the training state: the arena, and the tensors' places in it."""
 
+import ctypes
+import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt import knobs
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.staging.arena import PAGE_BYTES, Arena
-from mcore_ckpt.staging.copy import as_bytes, copy_out
+from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.staging.arena import Arena
+from mcore_ckpt.staging.capture import _ready, arena_bytes, capture_copies, capture_in_place
+from mcore_ckpt.staging.device import DeviceCopies
+from mcore_ckpt.staging.staging import Staging
+from mcore_ckpt.storage.file_plan import PAGE_BYTES, FilePlan, ImageCache, page_ceil, plan_file
+from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
 POISON = 0xA5
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int16, torch.int64, torch.complex64)
@@ -18,15 +29,20 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
 ]
 
+sizes = st.one_of(st.integers(0, 7), st.integers(700, 1500))
 pieces = st.tuples(
-    st.lists(st.integers(0, 7), max_size=4).map(tuple),
+    st.lists(sizes, max_size=2).map(tuple),
     st.sampled_from(DTYPES),
     st.sampled_from(["plain", "transposed", "strided", "parameter"]),
-    st.integers(0, 70),  # free bytes before it: any alignment
 )
 
 
-def make(shape: tuple[int, ...], dtype: torch.dtype, form: str, seed: int) -> torch.Tensor:
+@pytest.fixture(autouse=True)
+def shared_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "SHARE_BYTES", PAGE_BYTES)
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, form: str, seed: int = 0) -> torch.Tensor:
     """Random bits in a tensor of `shape`, contiguous or not."""
     wide = (*shape[:-1], shape[-1] * 2) if form == "strided" and shape else shape
     order = wide[::-1] if form == "transposed" else wide
@@ -41,70 +57,191 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, form: str, seed: int) -> to
     return torch.nn.Parameter(tensor) if form == "parameter" and dtype.is_floating_point else tensor
 
 
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements in a row, found without the package under test."""
+    rows = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach().cpu())
+    return rows.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def memory(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes) if nbytes else b""
+
+
+def plan_of(tensors: list[torch.Tensor], world: int, rank: int, path: str = "a.pt") -> FilePlan:
+    writes = tuple(
+        TensorWrite((f"t{i}",), ShardKey(f"t{i}", "model"), Region.whole(tuple(t.shape)), t, tuple(t.shape))
+        for i, t in enumerate(tensors)
+    )
+    return plan_file(WriteRequest(path, "model", writes, writers=tuple(range(world))), rank, ImageCache())
+
+
+layouts = st.lists(st.lists(pieces, max_size=8), min_size=1, max_size=3)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@settings(deadline=None)
-@given(layout=st.lists(pieces, max_size=12))
+@settings(deadline=None, max_examples=50)
+@given(layout=layouts, world=st.integers(1, 3), data=st.data())
 def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
-    device: str, layout: list[tuple[tuple[int, ...], torch.dtype, str, int]]
+    device: str, layout: list[list[tuple[tuple[int, ...], torch.dtype, str]]], world: int, data: st.DataObject
 ) -> None:
-    tensors = [make(shape, dtype, form, seed) for seed, (shape, dtype, form, _) in enumerate(layout)]
-    offsets, expected = [], b""
-    for tensor, (_, _, _, gap) in zip(tensors, layout, strict=True):
-        expected += bytes([POISON]) * gap
-        offsets.append(len(expected))
-        rows = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        expected += rows.view(-1).view(torch.uint8).numpy().tobytes()
-    image = torch.full((len(expected) + 9,), POISON, dtype=torch.uint8)
-    copy_out([tensor.to(device) for tensor in tensors], image, offsets)
-    assert image.numpy().tobytes() == expected + bytes([POISON]) * 9
+    seeds = itertools.count()
+    files = [[make(*piece, next(seeds)).to(device) for piece in file] for file in layout]
+    rank = data.draw(st.integers(0, world - 1))
+    plans = [plan_of(tensors, world, rank, f"{number}.pt") for number, tensors in enumerate(files)]
+    arena = Arena()
+    room = arena_bytes(plans) + PAGE_BYTES
+    address = arena.take(room)
+    ctypes.memset(address, POISON, room)
+
+    copies = DeviceCopies() if device == "cuda" else None
+    capture = capture_copies(plans, files, address, copies)
+    if copies is not None:
+        copies.wait()
+
+    expected = b""
+    for plan, tensors, write in zip(plans, files, capture.writes, strict=True):
+        assert (write.plan, write.sources) == (plan, None)
+        assert write.buffer == address + len(expected)
+        image = bytearray([POISON]) * plan.pt.records_end
+        for slot, tensor in zip(plan.pt.slots, tensors, strict=True):
+            image[slot.offset : slot.offset + slot.nbytes] = bits(tensor)
+        expected += bytes(image[plan.start : plan.stop])
+        expected += bytes([POISON]) * (page_ceil(plan.nbytes) - plan.nbytes)
+        assert device == "cuda" or write.ready == []
+    assert memory(address, room) == expected + bytes([POISON]) * PAGE_BYTES
+
+
+@settings(deadline=None, max_examples=50)
+@given(layout=layouts)
+def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_lives(
+    layout: list[list[tuple[tuple[int, ...], torch.dtype, str]]],
+) -> None:
+    seeds = itertools.count()
+    files = [[make(*piece, next(seeds)) for piece in file] for file in layout]
+    plans = [plan_of(tensors, 1, 0, f"{number}.pt") for number, tensors in enumerate(files)]
+    capture = capture_in_place(plans, files)
+    for write, tensors in zip(capture.writes, files, strict=True):
+        assert (write.buffer, write.ready) == (0, [])
+        assert write.sources is not None
+        for address, tensor in zip(write.sources, tensors, strict=True):
+            assert memory(address, tensor.nbytes) == bits(tensor)
+            # Whatever is in a row already is not copied: a state in host memory may be most of it.
+            assert address == tensor.data_ptr() or not tensor.is_contiguous()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_queued_before_the_copy_is_copied_and_what_follows_is_not(device: str) -> None:
+@pytest.mark.parametrize("lazy", [None, ()])
+def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(device: str, lazy: Any) -> None:
     tensor = torch.zeros(1 << 20, device=device)
-    image = torch.empty(tensor.nbytes, dtype=torch.uint8)
+    plans, staging = [plan_of([tensor], 1, 0)], Staging()
+    address = staging.reserve(plans)
     for _ in range(50):
         tensor += 1
-    copy_out([tensor], image, [0])
+    staging.capture(plans, [[tensor]], address, lazy)
+    staging.hold()
     tensor += 1
-    assert (image.view(torch.float32) == 50).all()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    copied = memory(address + plans[0].pt.slots[0].offset, tensor.nbytes)
+    found = torch.frombuffer(bytearray(copied), dtype=torch.float32)
+    assert (found == 50).all()
+    staging.close()
 
 
-def test_as_bytes_is_the_tensors_own_memory() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    as_bytes(parameter)[:] = 0x3F
-    assert parameter.view(torch.int16).unique().tolist() == [0x3F3F]
-    assert as_bytes(torch.zeros(0, 4)).numel() == 0
-    assert as_bytes(torch.tensor(1.0)).numel() == 4
+# -- the arena ----------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 3 * PAGE_BYTES), min_size=1, max_size=8))
-def test_the_arena_starts_on_a_page_and_grows_only_when_it_must(sizes: list[int]) -> None:
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 3 * PAGE_BYTES), min_size=1, max_size=8))
+def test_the_arena_is_on_a_page_writable_and_grows_only_when_it_must(wanted: list[int]) -> None:
     arena = Arena()
-    largest, address = -1, 0
-    for size in sizes:
-        taken = arena.take(size)
-        assert (taken.numel(), taken.dtype, taken.device.type) == (size, torch.uint8, "cpu")
-        assert not size or taken.data_ptr() % PAGE_BYTES == 0
-        if size <= largest and size:
-            assert taken.data_ptr() == address, "memory that was there is not used again"
-        if size > largest:
-            largest, address = size, taken.data_ptr()
-        taken.fill_(1)
+    largest, before = 0, None
+    for size in wanted:
+        address = arena.take(size)
+        assert address % PAGE_BYTES == 0
+        # Not by the address: memory that is given back is what the system gives next.
+        assert (arena._buffer is before) == (size <= largest), "memory that was there is not used again, or too small"
+        largest, before = max(largest, size), arena._buffer
+        ctypes.memset(address, 1, size)
 
 
 def test_a_released_arena_starts_anew() -> None:
     arena = Arena()
-    arena.take(100).fill_(7)
+    ctypes.memset(arena.take(100), 7, 100)
     arena.release()
-    assert arena.take(5).numel() == 5
+    ctypes.memset(arena.take(5), 7, 5)
+
+
+def test_more_than_the_limit_is_refused_by_name_and_the_limit_is_not() -> None:
+    arena = Arena(limit=2 * PAGE_BYTES)
+    kept = arena.take(2 * PAGE_BYTES)
+    for refused in (2 * PAGE_BYTES + 1, 1 << 60):
+        with pytest.raises(UnsupportedError, match=rf"{refused} bytes of host memory, and max_host_bytes is 8192"):
+            arena.take(refused)
+    assert arena.take(PAGE_BYTES) == kept
+
+
+def test_more_than_there_is_is_a_memory_error_and_the_arena_goes_on() -> None:
+    arena = Arena()
+    arena.take(10)
+    with pytest.raises(MemoryError):
+        arena.take(1 << 60)
+    ctypes.memset(arena.take(10), 7, 10)
+
+
+def test_staging_takes_one_page_aligned_range_for_each_file() -> None:
+    plans = [plan_of([torch.zeros(n, dtype=torch.uint8)], 1, 0) for n in (1, 5000, 30_000)]
+    assert arena_bytes(plans) == sum(page_ceil(plan.nbytes) for plan in plans) <= 6 * PAGE_BYTES + 30_000 + 3 * 2000
+    staging = Staging(limit=arena_bytes(plans))
+    assert staging.reserve(plans) % PAGE_BYTES == 0
+    with pytest.raises(UnsupportedError, match="max_host_bytes"):
+        staging.reserve([*plans, plans[0]])
+    staging.close()
+
+
+# -- which event vouches for which bytes --------------------------------------------------------------------
+
+
+@st.composite
+def copied_files(draw: st.DrawFn) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]], list[int]]:
+    """Copies of several files as (how many are done with it, offset); events as (how many are done, event); ends."""
+    files, done, ends = [], 0, []
+    for _ in range(draw(st.integers(1, 3))):
+        copies, at = [], draw(st.integers(0, 50))
+        for _ in range(draw(st.integers(0, 5))):
+            done += 1
+            copies.append((done, at))
+            at += draw(st.integers(1, 100))
+        files.append(copies)
+        ends.append(at)
+    stops = draw(st.sets(st.integers(1, done))) | {done} if done else set()
+    return files, [(count, 1000 + count) for count in sorted(stops)], ends
+
+
+@given(copied_files())
+def test_an_event_vouches_for_all_that_lies_before_its_offset(
+    made: tuple[list[list[tuple[int, int]]], list[tuple[int, int]], list[int]],
+) -> None:
+    files, events, ends = made
+    for copies, end in zip(files, ends, strict=True):
+        plan: Any = SimpleNamespace(stop=end)
+        ready = _ready(plan, copies, events)
+        assert [offset for offset, _ in ready] == sorted(offset for offset, _ in ready)
+        for offset, event in ready:
+            (done,) = [count for count, of in events if of == event]
+            assert all(number <= done for number, at in copies if at < offset)
+        if not copies:
+            assert ready == []
+            continue
+        assert ready[-1][0] == end
+        # And no later than it must: what the first event has copied can be written then.
+        first = events[0][0]
+        assert (ready[0][1] == events[0][1]) == (copies[0][0] <= first)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_with_a_gpu_the_arena_is_pinned() -> None:
-    assert Arena().take(100).is_pinned()
-
-
-def test_another_device_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="meta"):
-        copy_out([torch.empty(3, device="meta")], torch.empty(64, dtype=torch.uint8), [0])
+    arena = Arena()
+    arena.take(100)
+    assert arena._buffer is not None
+    assert arena._buffer.pinned

@@ -11,17 +11,16 @@ import torch.distributed as dist
 from mcore_ckpt import layout
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.copy import as_bytes
-from mcore_ckpt.staging.host_image import ImageCache, fill_image
+from mcore_ckpt.staging.capture import capture_in_place
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record
+from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
-from mcore_ckpt.storage.reader import RangeReader, read_index, read_manifest, read_plain
+from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.transaction import commit_together
-from mcore_ckpt.storage.writer import write_image, write_plain
+from mcore_ckpt.storage.transaction import Attempt, commit_together, open_together
+from mcore_ckpt.storage.writer import Exchange, ImageWriter, pickle_plain, write_plain
 from mcore_ckpt.topology import RankCoordinates, Topology
 
 ROLE = "actor"
@@ -32,31 +31,55 @@ ATTEMPT = "a" * 32
 # The first is of more than one CRC block, the others are not whole pages.
 SHAPES = {"embedding.weight": (521, 577), "decoder.norm.weight": (577,), "decoder.bias": (3,)}
 
+# Of those that all ranks hold, and write together.
+SHARED_SHAPES = {"embedding.weight": (150, 101), "decoder.norm.weight": (577,), "decoder.bias": (3,)}
+
+# Small enough that each rank of a few has a range of SHARED_SHAPES to write, in more than one piece.
+SMALL_KNOBS = {"SHARE_BYTES": 4096, "WRITE_BYTES": 4096}
+
 
 def tensors(version: int, rank: int) -> dict[str, torch.Tensor]:
-    """What a rank holds in a version of the state: no two ranks or versions hold the same."""
+    """What a rank alone holds in a version of the state: no two ranks or versions hold the same."""
     generator = torch.Generator().manual_seed(1000 * version + rank)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def shared_tensors(version: int) -> dict[str, torch.Tensor]:
+    """What every rank holds."""
+    generator = torch.Generator().manual_seed(1000 * version + 999)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHARED_SHAPES.items()}
 
 
 def small_state(version: int, rank: int) -> dict[str, Any]:
     return {"version": version, "rank": rank, "seen": list(range(version))}
 
 
-def write_files(staging: Path, rank: int, version: int) -> list[WrittenFile]:
-    """One rank's files: an indexed one of its own, and a small one."""
-    writes = tuple(
-        TensorWrite(
-            ("state", name, "exp_avg"), ShardKey(name, "exp_avg"), Region.whole(tuple(t.shape)), t, (t.numel(),)
-        )
-        for name, t in tensors(version, rank).items()
-    )
-    request = WriteRequest(layout.optimizer_file(0, 0, 0, rank), "optimizer", writes, tree=("state",))
-    host = fill_image(request, ImageCache(), Arena())
-    written = [
-        write_image(staging, request, host.image, host.buffer),
-        write_plain(staging, layout.rng_file(0, 0, 0, rank), "rng", small_state(version, rank)),
+def requests(version: int, rank: int, world: int) -> list[WriteRequest]:
+    """One rank's files of tensors: one of its own, and one that all ranks write a part of."""
+    own = tuple(_write(("state", name, "exp_avg"), t) for name, t in tensors(version, rank).items())
+    shared = tuple(_write((name,), t) for name, t in shared_tensors(version).items())
+    return [
+        WriteRequest(layout.optimizer_file(0, 0, 0, rank), "optimizer", own, tree=("state",)),
+        WriteRequest(layout.model_file(0, 0), "model", shared, writers=tuple(range(world))),
     ]
+
+
+def _write(path: tuple[str, ...], tensor: torch.Tensor) -> TensorWrite:
+    name, kind = (path[1], path[2]) if len(path) > 1 else (path[0], "model")
+    return TensorWrite(path, ShardKey(name, kind), Region.whole(tuple(tensor.shape)), tensor, tuple(tensor.shape))
+
+
+def write_files(staging: Path, exchange: Exchange, version: int, world: int) -> list[WrittenFile]:
+    """One rank's part: what of all files of tensors is its to write, and a small file."""
+    rank, images = exchange.rank, ImageCache()
+    wanted = requests(version, rank, world)
+    plans = [plan_file(request, rank, images) for request in wanted]
+    capture = capture_in_place(plans, [[write.tensor for write in request.tensors] for request in wanted])
+    with ImageWriter(staging, capture.writes, exchange) as writer:
+        writer.start()
+        small = pickle_plain(small_state(version, rank))
+        written = [write_plain(staging, layout.rng_file(0, 0, 0, rank), "rng", small)]
+        written += writer.finish()
     for folder in {(staging / file.path).parent for file in written}:
         sync_dir(folder)
     return written
@@ -66,7 +89,6 @@ def manifest_of(
     files: Sequence[tuple[int, WrittenFile]], world: int, step: int, attempt: str, role: str, roles: Sequence[str]
 ) -> Manifest:
     names = tuple(SHAPES)
-    position = {name: number for number, name in enumerate(names)}
     return Manifest(
         step=step,
         role=role,
@@ -74,7 +96,7 @@ def manifest_of(
         attempt=attempt,
         created="2025-01-01T00:00:00+00:00",
         versions={"torch": str(torch.__version__)},
-        contents=("optimizer", "extra"),
+        contents=("model", "optimizer", "extra"),
         topology=Topology(world_size=world, dp=world),
         ranks=tuple(RankCoordinates(dp=rank) for rank in range(world)),
         stages=(),
@@ -87,7 +109,8 @@ def manifest_of(
                 file.size,
                 file.crc32,
                 file.index,
-                tuple(runs(position[name] for name in file.names)),
+                # Every file of tensors holds them all.
+                tuple(runs(range(len(names)))) if file.holds else (),
             )
             for rank, file in files
         ),
@@ -95,33 +118,67 @@ def manifest_of(
 
 
 def save_together(agreement: Agreement, root: Path, step: int, version: int, keep: int | None = None) -> None:
-    """One rank's part of a save, as saving.save_checkpoint does it."""
+    """One rank's part of a save, as saving.Save does it."""
+    attempt = begin(agreement, root, step)
+    finish(agreement, attempt, root, step, version)
+    if agreement.is_coordinator:
+        delete_old(root, step, keep)
 
-    def write(staging: Path) -> Record:
-        return {"files": [asdict(file) for file in write_files(staging, agreement.rank, version)]}
 
-    def describe(staging: Path, attempt: str, records: Sequence[Record]) -> Manifest:
-        files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
-        commit.check_files(staging, files)
-        return manifest_of(files, agreement.world_size, step, attempt, ROLE, (ROLE,))
-
+def begin(agreement: Agreement, root: Path, step: int, failure: Record | None = None) -> Attempt:
     role_dir = layout.step_dir(root, step) / ROLE
-    topic = f"saving step {step}"
-    commit_together(agreement, topic, role_dir, lambda: None, write, describe, lambda: steps.update_tracker(root))
-    if keep is not None and agreement.is_coordinator:
+    return open_together(agreement, f"saving step {step}", role_dir, failure=failure)
+
+
+def finish(agreement: Agreement, attempt: Attempt, root: Path, step: int, version: int) -> None:
+    def write(staging: Path) -> Record:
+        return {"files": [asdict(file) for file in write_files(staging, agreement, version, agreement.world_size)]}
+
+    def describe(records: Sequence[Record]) -> Manifest:
+        files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
+        commit.check_files(attempt.staging, files)
+        return manifest_of(files, agreement.world_size, step, attempt.number, ROLE, (ROLE,))
+
+    commit_together(agreement, f"saving step {step}", attempt, write, describe, lambda: steps.update_tracker(root))
+
+
+def delete_old(root: Path, step: int, keep: int | None) -> None:
+    if keep is not None:
         steps.delete_old_steps(root, keep, commit.new_attempt(), step)
 
 
 def _written(item: Record) -> WrittenFile:
     index = IndexPlace(**item["index"]) if item["index"] else None
-    return WrittenFile(item["path"], item["kind"], item["size"], item["crc32"], index, tuple(item["names"]))
+    return WrittenFile(item["path"], item["kind"], item["size"], item["crc32"], index, item["holds"])
+
+
+class Alone:
+    """The exchange of a rank that shares no file."""
+
+    rank = 0
+
+    def give(self, key: str, record: Record) -> None:
+        raise AssertionError(f"nobody takes {key}")
+
+    def take(self, key: str, rank: int) -> Record:
+        raise AssertionError(f"there is no rank {rank}")
+
+
+def write_alone(folder: Path, request: WriteRequest, images: ImageCache | None = None) -> WrittenFile:
+    """One file, written by one rank from where its tensors are."""
+    plan = plan_file(request, Alone.rank, images or ImageCache())
+    capture = capture_in_place([plan], [[write.tensor for write in request.tensors]])
+    with ImageWriter(folder, capture.writes, Alone()) as writer:
+        writer.start()
+        (written,) = writer.finish()
+    return written
 
 
 def stage(role_dir: Path, version: int, roles: Sequence[str] | None = None) -> tuple[Path, str]:
     """A sealed staging folder of a world of one, ready for `commit.publish`; and its attempt's id."""
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
-    files = [(0, file) for file in write_files(staging, 0, version)]
+    files = [(0, file) for file in write_files(staging, Alone(), version, 1)]
     step = layout.parse_step(role_dir.parent.name)
     assert step is not None
     manifest = manifest_of(files, 1, step, attempt, role_dir.name, roles or (role_dir.name,))
@@ -146,18 +203,19 @@ def read_version(role_dir: Path) -> int:
     assert [file.rank for file in indexed] == list(range(world))
     for file in indexed:
         _assert_tensors(role_dir, file, tensors(version, file.rank))
+    (shared,) = manifest.files_of("model")
+    _assert_tensors(role_dir, shared, shared_tensors(version))
     return int(version)
 
 
 def _assert_tensors(role_dir: Path, file: FileRecord, wanted: dict[str, torch.Tensor]) -> None:
     shards = {shard.key.name: shard for shard in read_index(role_dir, file).shards}
     assert shards.keys() == wanted.keys()
-    scratch = torch.empty(4 << 20, dtype=torch.uint8)
-    with RangeReader(role_dir, {file.path: file}, scratch) as reader:
-        for name, tensor in wanted.items():
-            found = torch.full_like(tensor, float("nan"))
-            reader.read(ReadRange(shards[name], 0, tensor.numel(), 0), as_bytes(found))
-            assert torch.equal(found, tensor), f"{file.path}: {name}"
+    found = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
+    reads = [(ReadRange(shards[name], 0, tensor.numel(), 0), tensor) for name, tensor in found.items()]
+    read_ranges(role_dir, {file.path: file}, reads)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), f"{file.path}: {name}"
 
 
 def checkpoints(root: Path) -> dict[int, int]:

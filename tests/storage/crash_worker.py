@@ -5,6 +5,7 @@ ended, its number is written to stdout and what its ranks saw lies in the job's 
 """
 
 import contextlib
+import datetime
 import functools
 import io
 import json
@@ -20,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from checkpoints import save_together
+from checkpoints import SMALL_KNOBS, begin, delete_old, finish
 
+from mcore_ckpt import _native, knobs
+from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.storage.transaction import Attempt
 
 WORLD = 3
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 
 # A new step, the same one again (exchanged), and one more, after which the oldest may go. (step, version)
 SAVES = ((2, 21), (2, 22), (3, 31))
@@ -41,7 +45,8 @@ LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Job:
-    """`port`: of the store's host, or None: rank 0 hosts it. `victim`: nobody if it is None.
+    """`port`: of the store's host, or None: rank 0 hosts it. `victim`: nobody if it is None. `background`: saves end
+    on a thread of their own.
 
     It dies at the `kill_count`-th of its events called `kill_at`, or, if that does not come, when all is saved: which
     of two ranks makes a folder, and so has more to do, differs from run to run.
@@ -55,6 +60,7 @@ class Job:
     kill_at: str = ""
     kill_count: int = 0
     exchange: bool = True
+    background: bool = False
     saves: tuple[tuple[int, int], ...] = SAVES
 
     @property
@@ -86,6 +92,9 @@ class Watch:
         for module, names in ((os, "open write fsync rename replace mkdir stat unlink rmdir"), (io, "open")):
             for name in names.split():
                 self._wrap(module, name)
+        native = _native.WriteJob
+        _native.WriteJob = lambda **options: WatchedJob(native(**options), self)  # type: ignore[assignment, misc]
+        self._undo.callback(setattr, _native, "WriteJob", native)
 
     def _wrap(self, module: Any, name: str) -> None:
         original: Callable[..., Any] = getattr(module, name)
@@ -103,6 +112,21 @@ class Watch:
 
     def stop(self) -> None:
         self._undo.close()
+
+
+class WatchedJob:
+    """Native threads that write, whose calls are events. To die in `wait` is to die when some of it is written."""
+
+    def __init__(self, job: Any, watch: Watch) -> None:
+        self._job = job
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("start", "wait", "finish") and not self._watch.event(f"native_{name}"):
+            while name == "wait" and not self._job.progress():
+                pass
+            self._watch.die()
+        return getattr(self._job, name)
 
 
 class WatchedStore:
@@ -136,9 +160,15 @@ def run_rank(job: Job, rank: int, listener: socket.socket | None) -> None:
         if not job.exchange:
             commit._exchange = lambda first, second: False
         store = _connect(job, rank, listener)
-        agreement = Agreement(WatchedStore(store, watch), rank, WORLD, f"job{job.number}", job.timeout_s)
+        # A wait blocks its client: a thread that ends a save has its own.
+        commits_store = store.clone() if job.background else store
+        _meet(store, job, rank)
+        agreement, commits = (
+            Agreement(WatchedStore(client, watch), rank, WORLD, f"job{job.number}/{name}", job.timeout_s)
+            for name, client in (("trainer", store), ("saves", commits_store))
+        )
         watch.watch_io()
-        _save_all(job, agreement, watch, report)
+        _save_all(job, agreement, commits, watch, report)
         if rank == job.victim:
             watch.die()
     except BaseException:
@@ -161,17 +191,51 @@ def _connect(job: Job, rank: int, listener: socket.socket | None) -> Any:
     return tcp_store(LOCALHOST, port, is_master=False)
 
 
-def _save_all(job: Job, agreement: Agreement, watch: Watch, report: dict[str, Any]) -> None:
+def _meet(store: Any, job: Job, rank: int) -> None:
+    """Before any deadline begins: to connect takes seconds now and then (seen: 5)."""
+    keys = [f"job{job.number}/connected/{other}" for other in range(WORLD)]
+    store.set(keys[rank], b"")
+    store.wait(keys, datetime.timedelta(seconds=ALARM_S))
+
+
+class RankSave:
+    """What a SaveHandle ends: the second half of checkpoints.save_together."""
+
+    def __init__(self, job: Job, commits: Agreement, attempt: Attempt, step: int, version: int) -> None:
+        self._job, self._commits, self._attempt, self._step, self._version = job, commits, attempt, step, version
+
+    def finish(self, stall_s: float | None) -> str:
+        finish(self._commits, self._attempt, Path(self._job.root), self._step, self._version)
+        return "committed"
+
+    def after_commit(self) -> None:
+        if self._commits.is_coordinator:
+            delete_old(Path(self._job.root), self._step, KEEP)
+
+    def progress(self) -> tuple[int, int]:
+        return 0, 0
+
+
+def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, report: dict[str, Any]) -> None:
+    background = BackgroundSaves(commits, warns=False)
     for number, (step, version) in enumerate(job.saves):
         watch.phase = str(number)
         started = time.monotonic()
         try:
-            save_together(agreement, Path(job.root), step, version, KEEP)
+            background.settle()
+            attempt = begin(agreement, Path(job.root), step)
+            handle = SaveHandle(RankSave(job, commits, attempt, step, version))  # type: ignore[arg-type]
+            if job.background:
+                background.launch(handle, 0.0)
+            else:
+                handle.run(None)
+            handle.wait()
         except CheckpointError as error:
             report["error"] = [type(error).__name__, str(error)]
             report["seconds"] = time.monotonic() - started
             return
         report["saved"] += 1
+    background.settle()
 
 
 def run_job(job: Job) -> None:
@@ -208,5 +272,6 @@ def encode(job: Job) -> str:
 
 
 if __name__ == "__main__":
+    vars(knobs).update(SMALL_KNOBS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the jobs' own children; a job waits for its ranks
     serve()

@@ -1,7 +1,7 @@
 """SIGKILL of one rank at any point of a save: all or nothing, the same on all other ranks, nothing left behind.
 
 The ranks are real processes with a real TCPStore (crash_worker.py). Each scenario has three saves after a committed
-step: a new step, the same step once more, and a third with retention.
+step: a new step, the same step once more, and a third with retention. One file of each is written by all ranks.
 """
 
 import json
@@ -24,7 +24,7 @@ from crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 from mcore_ckpt.storage import commit, steps
 
 # Saves of this many scenarios wait for dead ranks at the same time.
-AT_ONCE = 10
+AT_ONCE = 16
 
 FIRST_STEP, FIRST_VERSION = 1, 11
 
@@ -44,8 +44,10 @@ ACTS = ("compare_set", "rename", "set")
 class Scenario:
     """Who dies, in which of `points` equal parts of a span of its events, and where the store is.
 
-    Spans: "all"; "commit", from rank 0's claim to its word in the save that replaces a step; "renames", before each of
-    the two that replace one where nothing can be exchanged, and after.
+    Spans: "all"; "writing", from the first native write to the last part that is given to the owner of the shared file,
+    or taken, in the save that replaces a step; "commit", from rank 0's claim to its word in that save; "renames",
+    before each of the two that replace one where nothing can be exchanged, and after; "tracker", before it is replaced
+    for the first time.
     """
 
     victim: int
@@ -53,13 +55,20 @@ class Scenario:
     points: int
     host: str = "test"
     span: str = "all"
+    background: bool = False
 
     def __str__(self) -> str:
-        return f"rank{self.victim}-store-of-{self.host}-{self.span}-{self.part + 1}of{self.points}"
+        how = "background-" if self.background else ""
+        return f"{how}rank{self.victim}-store-of-{self.host}-{self.span}-{self.part + 1}of{self.points}"
 
     @property
     def exchange(self) -> bool:
         return self.span != "renames"
+
+    @property
+    def way(self) -> dict[str, bool]:
+        """What decides which events there are."""
+        return {"exchange": self.exchange, "background": self.background}
 
 
 @dataclass(frozen=True)
@@ -75,13 +84,26 @@ def scenarios(points: int, **fields: Any) -> list[Scenario]:
 
 
 SCENARIOS = [
-    *scenarios(16, victim=0),
-    *scenarios(8, victim=0, host="rank0"),
-    *scenarios(8, victim=1),
-    *scenarios(3, victim=1, host="rank0"),
-    *scenarios(10, victim=0, span="commit"),
+    *scenarios(10, victim=0),
+    *scenarios(5, victim=0, host="rank0"),
+    *scenarios(5, victim=1),
+    *scenarios(2, victim=1, host="rank0"),
+    *scenarios(7, victim=0, span="commit"),
     *scenarios(3, victim=0, span="renames"),
+    *scenarios(2, victim=0, span="writing"),
+    *scenarios(3, victim=1, span="writing"),
+    *scenarios(4, victim=0, background=True),
+    *scenarios(2, victim=0, background=True, host="rank0"),
+    *scenarios(2, victim=1, background=True),
+    *scenarios(3, victim=0, background=True, span="commit"),
+    *scenarios(2, victim=1, background=True, span="writing"),
 ]
+
+# Between rename and tracker.
+BEFORE_TRACKER = Scenario(victim=0, part=0, points=1, span="tracker")
+SCENARIOS.append(BEFORE_TRACKER)
+
+WAYS = ({"exchange": True}, {"exchange": False}, {"background": True})
 
 
 class Workers:
@@ -158,27 +180,24 @@ def start(workers: Workers) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dry_run(workers: Workers, start: Path) -> Outcome:
-    """The saves with nobody killed: which events there are."""
-    job = workers.job(start)
-    workers.run([job])
-    return outcome_of(job)
+def dry_runs(workers: Workers, start: Path) -> list[tuple[Job, Outcome]]:
+    """The saves with nobody killed, in each of WAYS: which events there are."""
+    jobs = [workers.job(start, **way) for way in WAYS]
+    workers.run(jobs)
+    return [(job, outcome_of(job)) for job in jobs]
+
+
+def events_of(dry_runs: Sequence[tuple[Job, Outcome]], victim: int, exchange: bool, background: bool) -> list[str]:
+    (outcome,) = (run for job, run in dry_runs if (job.exchange, job.background) == (exchange, background))
+    events: list[str] = outcome.reports[victim]["events"]
+    return events
 
 
 @pytest.fixture(scope="module")
-def dry_run_without_exchange(workers: Workers, start: Path) -> Outcome:
-    job = workers.job(start, exchange=False)
-    workers.run([job])
-    return outcome_of(job)
-
-
-@pytest.fixture(scope="module")
-def outcomes(
-    workers: Workers, start: Path, dry_run: Outcome, dry_run_without_exchange: Outcome
-) -> Mapping[Scenario, Outcome]:
+def outcomes(workers: Workers, start: Path, dry_runs: list[tuple[Job, Outcome]]) -> Mapping[Scenario, Outcome]:
     jobs = {}
     for scenario in SCENARIOS:
-        events = (dry_run if scenario.exchange else dry_run_without_exchange).reports[scenario.victim]["events"]
+        events = events_of(dry_runs, scenario.victim, **scenario.way)
         at = kill_point(scenario, events)
         count = events[: at + 1].count(events[at])
         job = workers.job(
@@ -187,7 +206,7 @@ def outcomes(
             victim=scenario.victim,
             kill_at=events[at],
             kill_count=count,
-            exchange=scenario.exchange,
+            **scenario.way,
         )
         jobs[scenario] = (job, f"{events[at]}, the {count}. of them, event {at + 1} of {len(events)}")
     workers.run(job for job, _ in jobs.values())
@@ -205,26 +224,33 @@ def kill_point(scenario: Scenario, events: list[str]) -> int:
 def span_of(name: str, events: list[str]) -> Sequence[int]:
     if name == "all":
         return range(len(events))
+    if name == "tracker":
+        return [events.index("0:replace")]
+    if name == "writing":
+        native = [at for at, event in enumerate(events) if event.startswith("1:native_")]
+        return range(native[0], native[-1] + 3)
     positions = {label: [at for at, event in enumerate(events) if event == f"1:{label}"] for label in ACTS}
     if name == "commit":
         return range(positions["compare_set"][-1], positions["set"][-1] + 1)
     return [*positions["rename"], positions["rename"][-1] + 1]
 
 
-def test_saves_that_nobody_disturbs(dry_run: Outcome, dry_run_without_exchange: Outcome) -> None:
-    for outcome in (dry_run, dry_run_without_exchange):
+def test_saves_that_nobody_disturbs(dry_runs: list[tuple[Job, Outcome]]) -> None:
+    for _, outcome in dry_runs:
         assert outcome.ends == [0] * WORLD
         assert [(r["saved"], r["error"]) for r in outcome.reports.values()] == [(len(SAVES), None)] * WORLD
         assert checkpoints(outcome.root) == AFTER[len(SAVES)]
         assert steps.read_tracker(outcome.root) == 3
         assert remains(outcome.root) == []
+        assert all(r["events"].count("1:native_wait") == 2 for r in outcome.reports.values()), "nothing is shared"
     # Kill points are numbers of events: there must be enough, of all kinds.
-    events = dry_run.reports[0]["events"]
+    events = events_of(dry_runs, 0, exchange=True, background=True)
     assert len(events) > 200
     kinds = {event.partition(":")[2] for event in events}
     assert kinds >= {"open", "write", "fsync", "rename", "replace", "mkdir", "stat", "unlink", "rmdir"}
     assert kinds >= {"set", "compare_set", "check", "get", "delete_key"}
-    assert dry_run_without_exchange.reports[0]["events"].count("1:rename") == 2
+    assert kinds >= {"native_start", "native_wait", "native_finish"}
+    assert events_of(dry_runs, 0, exchange=False, background=False).count("1:rename") == 2
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
@@ -268,11 +294,9 @@ def assert_state(root: Path, saved: int, told: str) -> None:
     assert steps.read_tracker(root) in found, told
 
 
-def test_the_tracker_catches_up_at_the_next_save(workers: Workers, start: Path) -> None:
-    """Killed between rename and tracker: the manifests say what is newest, and the next save repairs the tracker."""
-    job = workers.job(start, victim=0, kill_at="0:replace", kill_count=1)
-    workers.run([job])
-    root = Path(job.root)
+def test_the_tracker_catches_up_at_the_next_save(workers: Workers, outcomes: Mapping[Scenario, Outcome]) -> None:
+    """The manifests say what is newest, and the next save repairs the tracker."""
+    root = outcomes[BEFORE_TRACKER].root
     assert checkpoints(root) == AFTER[1]
     assert steps.read_tracker(root) == FIRST_STEP
     again = workers.job(root, saves=((5, 51),))

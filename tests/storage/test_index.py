@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from mcore_ckpt.sharding.plan import ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region
 from mcore_ckpt.storage.dtypes import item_bytes
-from mcore_ckpt.storage.index import BLOCK_BYTES, Alias, FileIndex, block_count, decode_index, encode_index
+from mcore_ckpt.storage.index import (
+    BLOCK_BYTES,
+    Alias,
+    FileIndex,
+    IndexTemplate,
+    block_count,
+    decode_index,
+    encode_index,
+)
 from mcore_ckpt.storage.json_fields import FieldError, decode
 
 FILE = "optim/a.pt"
@@ -54,6 +63,33 @@ def indexes(draw: st.DrawFn) -> FileIndex:
 @given(indexes())
 def test_round_trip(index: FileIndex) -> None:
     assert decode_index(encode_index(index), FILE, END) == index
+
+
+# What would end a record early if it were taken literally.
+hostile_names = names | st.sampled_from(['"crc32":[]', '"', "\\", '","crc32":[],"x":"', '"crc32":[1]'])
+
+
+@settings(deadline=None)
+@given(index=indexes(), renamed=st.lists(hostile_names, min_size=6, max_size=6))
+def test_a_template_with_crcs_filled_in_is_the_index(index: FileIndex, renamed: list[str]) -> None:
+    shards = tuple(replace(s, key=ShardKey(renamed[i], renamed[i])) for i, s in enumerate(index.shards))
+    aliases = tuple(replace(a, key=ShardKey(renamed[4 + i], renamed[4 + i])) for i, a in enumerate(index.aliases))
+    index = FileIndex(shards, aliases)
+    template = IndexTemplate(FileIndex(tuple(replace(shard, crc32=()) for shard in shards), aliases))
+    filled_in = [crc for shard in shards for crc in shard.crc32]
+    # Twice: it serves one save after another.
+    for crcs_of_a_save in ([0] * len(filled_in), filled_in):
+        done = template.encode(crcs_of_a_save)
+    assert done == encode_index(index)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_template_with_another_number_of_crcs_is_refused(count: int) -> None:
+    index = decode_index(json.dumps(two_shards()).encode(), FILE, END)
+    template = IndexTemplate(FileIndex(tuple(replace(shard, crc32=()) for shard in index.shards), index.aliases))
+    template.encode([1] * 4)
+    with pytest.raises(ValueError, match=f"{count} CRCs for 4 blocks"):
+        template.encode([1] * count)
 
 
 def two_shards() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Files made from an image: what torch, Python's zipfile and the index say of them."""
 
+import ctypes
 import math
 import os
 import struct
@@ -11,17 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import Alone, write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.host_image import ImageCache, fill_image
+from mcore_ckpt.staging.capture import arena_bytes, capture_copies
+from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, decode_index
 from mcore_ckpt.storage.pt_image import INDEX_RECORD, build_image
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.writer import write_image
+from mcore_ckpt.storage.writer import ImageWriter
 
 PATH = "optim/state.pt"
 DESCRIPTOR = 0x08074B50  # the signature of a zip data descriptor: APPNOTE.TXT 4.3.9.3
@@ -61,8 +64,7 @@ def request_of(tensors: Tensors, tree: tuple[str, ...] = ()) -> WriteRequest:
 
 
 def write(folder: Path, tensors: Tensors, images: ImageCache | None = None, tree: tuple[str, ...] = ()) -> WrittenFile:
-    filled = fill_image(request_of(tensors, tree), images or ImageCache(), Arena())
-    return write_image(folder, filled.request, filled.image, filled.buffer)
+    return write_alone(folder, request_of(tensors, tree), images)
 
 
 def index_of(data: bytes, written: WrittenFile) -> FileIndex:
@@ -178,17 +180,23 @@ def test_an_image_serves_other_values_and_only_the_same_structure(tmp_path: Path
 
 
 def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
-    """The arena holds an older, larger save: nothing of it may be left in the gaps."""
+    """The arena holds an older, larger save: nothing of it may be left in the gaps. In place there is no arena."""
     tensors: Tensors = {(f"t{i}", "param"): random_tensor((i,), torch.int16, i) for i in range(40)}
-    files = []
-    for number, poison in enumerate((0x00, 0xFF)):
+    plan = plan_file(request_of(tensors), Alone.rank, ImageCache())
+    (tmp_path / "in place").mkdir()
+    files = [write(tmp_path / "in place", tensors)]
+    for poison in (0x00, 0xFF):
         arena = Arena()
-        arena.take(1 << 20).fill_(poison)
-        filled = fill_image(request_of(tensors), ImageCache(), arena)
-        (tmp_path / str(number)).mkdir()
-        write_image(tmp_path / str(number), filled.request, filled.image, filled.buffer)
-        files.append((tmp_path / str(number) / PATH).read_bytes())
-    assert files[0] == files[1]
+        address = arena.take(1 << 20)
+        ctypes.memset(address, poison, 1 << 20)
+        assert arena.take(arena_bytes([plan])) == address
+        capture = capture_copies([plan], [list(tensors.values())], address, None)
+        (tmp_path / str(poison)).mkdir()
+        with ImageWriter(tmp_path / str(poison), capture.writes, Alone()) as writer:
+            writer.start()
+            files += writer.finish()
+    assert files == [files[0]] * 3
+    assert len({path.read_bytes() for path in tmp_path.glob(f"*/{PATH}")}) == 1
 
 
 def test_beyond_4_gib_it_is_zip64(tmp_path: Path) -> None:

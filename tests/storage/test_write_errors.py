@@ -13,13 +13,13 @@ from checkpoints import ROLE, checkpoints, remains, save_together
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.storage import steps
+from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement
 
 WORLD = 2
 TIMEOUT_S = 30.0
 
-# A checkpoint of two ranks (tests/storage/checkpoints.py) is 2.4 MiB: one fits, a second does not.
+# A checkpoint of two ranks (tests/storage/checkpoints.py) is 2.5 MiB: one fits, a second does not.
 SMALL_DISK = "size=4m"
 
 
@@ -137,28 +137,58 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, call: str, victim: str, number: i
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["fsync", "write"])
-def test_an_error_of_one_write(
+def test_an_error_of_one_small_write(
     tmp_path: Path, save: Save, call: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While the native threads have the large files. The system's errors of a descriptor do not name the file."""
     assert save(tmp_path, 1) == [None] * WORLD
-    failed = fail_once(monkeypatch, call, layout.optimizer_file(0, 0, 0, 1), number)
+    victim = layout.rng_file(0, 0, 0, 1)
+    failed = fail_once(monkeypatch, call, victim, number)
     errors = save(tmp_path, 2)
     assert len(failed) == 1
     assert_refused(errors, number)
-    assert all(str(error).startswith("rank 1: OSError") for error in errors)
+    assert all(str(error).startswith("rank 1: OSError") and victim in str(error) for error in errors)
     assert checkpoints(tmp_path) == {1: 1}
     assert [name for name in remains(tmp_path) if name != "global_steps_2"] == []
 
 
-@pytest.mark.parametrize("call", ["fsync", "write"])
-def test_an_error_of_a_write_names_the_file(
-    tmp_path: Path, save: Save, call: str, monkeypatch: pytest.MonkeyPatch
+def lost_mount(path: Path) -> None:
+    path.symlink_to(path.parent / "lost" / path.name)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("victim", [layout.optimizer_file(0, 0, 0, 1), layout.model_file(0, 0)], ids=["own", "shared"])
+@pytest.mark.parametrize(("harm", "number"), [(lost_mount, errno.ENOENT), (folder, errno.EISDIR)])
+def test_an_error_of_one_native_write(
+    tmp_path: Path,
+    save: Save,
+    victim: str,
+    harm: Callable[[Path], None],
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The system's errors of a descriptor do not: without it nobody knows which of the disks is full."""
-    victim = layout.optimizer_file(0, 0, 0, 1)
-    fail_once(monkeypatch, call, victim, errno.ENOSPC)
-    for error in save(tmp_path, 2):
-        assert victim in str(error)
+    """In the place of one file there is something that cannot be written; without the name nobody knows which disk."""
+    assert save(tmp_path, 1) == [None] * WORLD
+    open_staging = commit.open_staging
+
+    def open_and_harm(role_dir: Path, attempt: str) -> Path:
+        staging = open_staging(role_dir, attempt)
+        (staging / victim).parent.mkdir(parents=True)
+        harm(staging / victim)
+        return staging
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "open_staging", open_and_harm)
+        errors = save(tmp_path, 2)
+    assert_refused(errors, number)
+    assert all(victim in str(error) for error in errors)
+    assert checkpoints(tmp_path) == {1: 1}
+    assert [name for name in remains(tmp_path) if name != "global_steps_2"] == []
+    assert save(tmp_path, 2) == [None] * WORLD
+    assert checkpoints(tmp_path) == {1: 1, 2: 2}
 
 
 def test_a_file_in_the_place_of_the_root(tmp_path: Path, save: Save) -> None:

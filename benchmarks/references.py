@@ -1,0 +1,352 @@
+"""What ours is compared with: the raw disk, memcpy, torch.save, torch.distributed.checkpoint, megatron's own.
+
+A reference knows how to save (durably: whatever its author leaves to the page cache is synced after) and how to load
+what it has saved into the state it came from.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from measuring import Contender, each_rank, show, slowest
+from megatron.core import dist_checkpointing
+from training_state import TrainingState, rank_tensors, threads_of_rank
+
+from mcore_ckpt import _native
+
+PIECE_BYTES = 16 << 20
+PAGE_BYTES = 4096
+THREAD_COUNTS = (1, 2, 4)
+
+
+def padded(nbytes: int, block: int = PAGE_BYTES) -> int:
+    return -(-nbytes // block) * block
+
+
+# -- files ------------------------------------------------------------------------------------------------
+
+
+def sync_tree(folder: Path) -> None:
+    """Makes all that is below a folder durable."""
+    for path in [folder, *folder.rglob("*")]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_caches(folder: Path) -> None:
+    """Takes a folder's files out of the page cache, so that the next read is the disk's."""
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            # A page that is not on the disk yet cannot be dropped.
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def delete(folder: Path) -> None:
+    """On rank 0, and durably: the disk's work of freeing the blocks must not fall into the next measurement."""
+    if dist.get_rank() == 0 and folder.exists():
+        shutil.rmtree(folder)
+        sync(folder.parent)
+
+
+def new_folder(folder: Path) -> None:
+    """Made by rank 0; there for all when this returns."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+
+
+# -- the raw disk and the raw memory ----------------------------------------------------------------------
+
+
+class HostBuffer:
+    """Warm, page-aligned memory: the source of raw writes, the target of raw reads and of memcpy."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, padded(nbytes))
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        # Not zeros: a disk below might not store those.
+        tile = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+        for part in self.tensor.split(tile.numel()):
+            part.copy_(tile[: part.numel()])
+        self.view = memoryview(self._memory)
+
+
+def write_raw(path: Path, data: memoryview, threads: int, flags: int = os.O_DIRECT) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)
+    try:
+        os.posix_fallocate(descriptor, 0, len(data))
+        _in_pieces(threads, len(data), lambda at: _write_piece(descriptor, data[at : at + PIECE_BYTES], at))
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_raw(path: Path, target: memoryview, threads: int) -> int:
+    """Reads a whole file into the beginning of a buffer; returns its size."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        nbytes = os.fstat(descriptor).st_size
+        _in_pieces(threads, nbytes, lambda at: _read_piece(descriptor, target[at : at + PIECE_BYTES], at, nbytes))
+        return nbytes
+    finally:
+        os.close(descriptor)
+
+
+def _in_pieces(threads: int, nbytes: int, work: Callable[[int], object]) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(work, range(0, nbytes, PIECE_BYTES)):
+            pass
+
+
+def _write_piece(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+def _read_piece(descriptor: int, target: memoryview, at: int, file_bytes: int) -> None:
+    end = min(at + len(target), file_bytes)
+    while at < end:
+        count = os.preadv(descriptor, [target], at)
+        if not count:
+            raise OSError(f"the file ends at byte {at}, not at {end}")
+        target, at = target[count:], at + count
+
+
+def best_threads(contender: Callable[[int], Contender], rounds: int = 2) -> int:
+    """The number of threads a reference is quickest with: the bar is the disk, not the way it is asked."""
+    times = {threads: [] for threads in THREAD_COUNTS}
+    for _ in range(rounds):
+        for threads, seen in times.items():
+            seen.append(slowest(contender(threads)))
+    best = min(times, key=lambda threads: min(times[threads]))
+    show(f"{contender(best).name}: best on {best} of {THREAD_COUNTS} threads")
+    return best
+
+
+def raw_write(folder: Path, buffer: HostBuffer, nbytes: int, threads: int) -> Contender:
+    """Every rank writes a file of as many bytes as its part of a checkpoint has."""
+    path = folder / f"raw-{dist.get_rank()}"
+    data = buffer.view[: padded(nbytes)]
+
+    def clean() -> None:
+        path.unlink()
+        sync(folder)
+
+    return Contender("raw O_DIRECT write", lambda: write_raw(path, data, threads), after=clean)
+
+
+def buffered_write(folder: Path, buffer: HostBuffer, nbytes: int) -> Contender:
+    """What the kernel itself spends on putting the bytes into a file system of memory."""
+    path = folder / f"buffered-{dist.get_rank()}"
+    data = buffer.view[:nbytes]
+
+    def write() -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for at in range(0, len(data), PIECE_BYTES):
+                _write_piece(descriptor, data[at : at + PIECE_BYTES], at)
+        finally:
+            os.close(descriptor)
+
+    return Contender("plain write to tmpfs", write, after=path.unlink)
+
+
+def raw_read(files: Iterable[Path], buffer: HostBuffer, threads: int, before: Callable[[], object]) -> Contender:
+    """Every rank reads the files it loads from, whole, past the page cache."""
+    paths = list(files)
+
+    def read() -> None:
+        for path in paths:
+            read_raw(path, buffer.view, threads)
+
+    return Contender("raw O_DIRECT read", read, before=before)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """This rank's tensors, and where in a warm buffer they go."""
+
+    sources: list[torch.Tensor]
+    destinations: list[torch.Tensor]
+
+    @classmethod
+    def plan(cls, tensors: Iterable[torch.Tensor], buffer: HostBuffer) -> Copy:
+        sources, destinations, at = [], [], 0
+        for tensor in tensors:
+            sources.append(tensor.detach().view(-1).view(torch.uint8))
+            destinations.append(buffer.tensor[at : at + tensor.nbytes])
+            at += padded(tensor.nbytes, 64)
+        return cls(sources, destinations)
+
+    @staticmethod
+    def needed_bytes(tensors: Iterable[torch.Tensor]) -> int:
+        return sum(padded(tensor.nbytes, 64) for tensor in tensors)
+
+    def memcpy(self) -> Contender:
+        to, origin = [[tensor.data_ptr() for tensor in side] for side in (self.destinations, self.sources)]
+        sizes = [tensor.nbytes for tensor in self.sources]
+        threads = threads_of_rank()
+        return Contender("parallel memcpy", lambda: _native.copy_host(to, origin, sizes, threads))
+
+    def by_torch(self) -> Contender:
+        def copy() -> None:
+            torch.set_num_threads(threads_of_rank())
+            for destination, source in zip(self.destinations, self.sources, strict=True):
+                destination.copy_(source)
+            torch.set_num_threads(1)
+
+        return Contender("torch copy_", copy)
+
+
+# -- other people's checkpoints ---------------------------------------------------------------------------
+
+
+class Reference(Protocol):
+    """Saves to a folder that rank 0 has made, and loads from it what it has saved."""
+
+    name: str
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class TorchSave:
+    """torch.save of the rank's own tensors: one file per rank, nobody knows of the others."""
+
+    name = "torch.save per rank"
+
+    def __init__(self, state: TrainingState) -> None:
+        self._tensors = rank_tensors(state)
+
+    def save(self, folder: Path) -> None:
+        path = folder / f"rank{dist.get_rank()}.pt"
+        torch.save(dict(_own_storages(self._tensors)), path)
+        sync(path)
+
+    def load(self, folder: Path) -> None:
+        stored = torch.load(folder / f"rank{dist.get_rank()}.pt", weights_only=True)
+        for name, tensor in self._tensors.items():
+            tensor.copy_(stored[name])
+
+
+def _own_storages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """torch.save stores what a tensor is a view of, whole. Ranges of one storage are given as storages, not copied."""
+    for name, tensor in tensors.items():
+        is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        yield name, tensor if is_whole else _range_of(tensor)
+
+
+def _range_of(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.frombuffer(flat.numpy(), dtype=tensor.dtype).view(tensor.shape)
+
+
+class DistributedCheckpoint:
+    """torch.distributed.checkpoint of the rank's own tensors, under names of the rank's own."""
+
+    name = "torch.distributed.checkpoint"
+
+    def __init__(self, state: TrainingState) -> None:
+        self._tensors = rank_tensors(state)
+        # async_save talks to the other ranks from a thread: the training's group must not hear it.
+        self._group = dist.new_group(backend="gloo")
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self._tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self._group)
+        _sync_by_rank_0(folder)
+
+    def start_save(self, folder: Path) -> Future[Any]:
+        writer = dcp.FileSystemWriter(folder)
+        return dcp.async_save(self._tensors, storage_writer=writer, process_group=self._group)  # type: ignore[return-value]
+
+    def load(self, folder: Path) -> None:
+        dcp.load(self._tensors, storage_reader=dcp.FileSystemReader(folder), process_group=self._group)
+
+
+class MegatronCheckpoint:
+    """megatron.core.dist_checkpointing, format torch_dist. It starts processes: scripts need a __main__ guard."""
+
+    def __init__(self, state: TrainingState, sharding: str) -> None:
+        self.name = f"megatron {sharding}"
+        self._optimizer = state.optimizer
+        # As megatron's trainer does: names of a checkpoint have no wrappers in them (DDP, Float16Module).
+        self._decoder = state.model[0].module.module
+        self._metadata = {"distrib_optim_sharding_type": sharding}
+
+    def save(self, folder: Path) -> None:
+        dist_checkpointing.save(self._sharded_state(False), str(folder), sharded_strategy=("torch_dist", 1))
+        _sync_by_rank_0(folder)
+
+    def load(self, folder: Path) -> None:
+        loaded = dist_checkpointing.load(self._sharded_state(True), str(folder))
+        self._decoder.load_state_dict(loaded["model"])
+        # Under torch's Adam 0.16.1 cannot apply what it has saved as fully_reshardable: it looks for a tensor "step"
+        # of each parameter that only the optimizer's own state has. So that one is read and not applied, which is less.
+        if self._metadata["distrib_optim_sharding_type"] != "fully_reshardable":
+            self._optimizer.load_state_dict(loaded["optimizer"])
+
+    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+        model = self._decoder.sharded_state_dict()
+        # Takes the model's keys out of what it is given.
+        optimizer = self._optimizer.sharded_state_dict(dict(model), is_loading, metadata=self._metadata)
+        return {"model": model, "optimizer": optimizer}
+
+
+def _sync_by_rank_0(folder: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        sync_tree(folder)
+    dist.barrier()
+
+
+def megatron_references(state: TrainingState) -> tuple[MegatronCheckpoint, MegatronCheckpoint]:
+    return MegatronCheckpoint(state, "dp_reshardable"), MegatronCheckpoint(state, "fully_reshardable")
+
+
+def saving(reference: Reference, folder: Path) -> Contender:
+    """Each save goes to a new folder, which is gone before anybody else writes."""
+    return Contender(
+        reference.name,
+        lambda: reference.save(folder),
+        before=lambda: new_folder(folder),
+        after=lambda: delete(folder),
+    )
+
+
+def loading(reference: Reference, folder: Path) -> Contender:
+    return Contender(reference.name, lambda: reference.load(folder), before=lambda: drop_by_rank_0(folder))
+
+
+def drop_by_rank_0(folder: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        drop_caches(folder)
+
+
+def bytes_of_all_ranks(nbytes: int) -> int:
+    return sum(each_rank(nbytes))

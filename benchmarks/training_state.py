@@ -1,0 +1,212 @@
+"""A real megatron-core training on CPU, sized by what a checkpoint of it weighs.
+
+GPTModel in bfloat16 under DistributedDataParallel, DistributedOptimizer with Adam: main parameter and both moments in
+float32, so 14 bytes a parameter over all ranks' files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+
+BYTES_PER_PARAMETER = 2 + 3 * 4
+TENSORS_PER_LAYER = 6 * 4
+"""Norms, QKV, projection and both of the MLP; each as model parameter, main parameter and two moments."""
+
+SEQUENCE_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    vocab_size: int
+
+
+def shape_of_size(gigabytes: float) -> Shape:
+    """Layers as wide as those of a model that is trained, and as many as the size asks for."""
+    parameters = gigabytes * 1e9 / BYTES_PER_PARAMETER
+    hidden_size = 1024 if gigabytes >= 1 else 256
+    vocab_size = 16384
+    # GQA with a quarter as many key-value heads, gated MLP three times as wide (see _transformer_config).
+    per_layer = 11.5 * hidden_size**2
+    return Shape(max(1, round((parameters - 2 * vocab_size * hidden_size) / per_layer)), hidden_size, vocab_size)
+
+
+def shape_of_tensors(tensors: int) -> Shape:
+    """Very many, very small tensors."""
+    return Shape(num_layers=max(1, round(tensors / TENSORS_PER_LAYER)), hidden_size=64, vocab_size=256)
+
+
+def build(shape: Shape) -> TrainingState:
+    """Every data-parallel rank's training state, after one step: the optimizer has made its moments."""
+    enable_cpu()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    config = _transformer_config(shape)
+    decoder = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=SEQUENCE_LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    _fill(decoder)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(config, ddp_config, Float16Module(config, decoder))]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam", lr=1e-4, min_lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    state = TrainingState(model, optimizer, _scheduler(optimizer), shape.vocab_size)
+    train_step(state)
+    return state
+
+
+def _transformer_config(shape: Shape) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=8,
+        num_query_groups=2,
+        ffn_hidden_size=3 * shape.hidden_size,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        # Megatron's draws each weight in float32 first, which takes longer than what is measured.
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _fill(decoder: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            # Norms are ones already.
+            if parameter.dim() > 1:
+                parameter.uniform_(-0.03, 0.03)
+
+
+def _scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-4,
+        min_lr=1e-5,
+        lr_warmup_steps=2,
+        lr_decay_steps=1000,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def train_step(state: TrainingState) -> None:
+    for chunk in state.model:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=_batches(state.vocab_size),
+        model=state.model,
+        num_microbatches=1,
+        seq_length=SEQUENCE_LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    state.optimizer.step()
+    state.scheduler.step(1)
+
+
+def _batches(vocab_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    while True:
+        tokens = torch.randint(0, vocab_size, (1, SEQUENCE_LENGTH + 1))
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _forward_step(
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: DistributedDataParallel
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    tokens, labels = next(batches)
+    output = chunk(tokens, torch.arange(SEQUENCE_LENGTH)[None], None, labels=labels)
+    return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+
+def rank_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """What this rank has to save, as plain tensors under names of its own: its optimizer shard, a share of the model.
+
+    As many bytes as this rank writes of a checkpoint: replicas share the model's file.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in _parameters(state):
+        share = value.view(-1).tensor_split(ranks)[rank]
+        if share.numel():
+            tensors[f"model/{name}"] = share
+    for name, adam in enumerate(_adams(state.optimizer)):
+        parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            moments = {kind: adam.state[parameter][kind] for kind in ("exp_avg", "exp_avg_sq")}
+            for kind, value in {"param": parameter.data, **moments}.items():
+                tensors[f"optimizer{name}/{number}/{kind}"] = value
+    return {f"rank{dist.get_rank()}/{name}": value for name, value in tensors.items()}
+
+
+def _parameters(state: TrainingState) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in state.model:
+        for name, parameter in chunk.named_parameters():
+            yield name, parameter.data
+
+
+def _adams(optimizer: Any) -> list[torch.optim.Optimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def threads_of_rank() -> int:
+    """As many as ours copies with, so that a ratio compares copies and not thread counts."""
+    from mcore_ckpt.knobs import HOST_THREADS
+
+    return min(HOST_THREADS, os.cpu_count() or 1)

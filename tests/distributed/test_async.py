@@ -1,0 +1,274 @@
+"""Saves that end beside the training: what they hold up, and how their failures reach every rank."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from agreement import everywhere, gather, raised_everywhere
+from checkpointing import manager_of
+from layouts import LAYOUTS
+from snapshot import assert_same, poison, snapshot
+from training import Training, build, parallel, train
+
+from mcore_ckpt import CheckpointManager, SaveHandle
+from mcore_ckpt.errors import BusyError, CheckpointError, CommitError, UnsupportedError
+from mcore_ckpt.storage.writer import ImageWriter
+
+DP2 = LAYOUTS["dp2-bf16"]
+
+pytestmark = pytest.mark.world(2)
+
+
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[None]:
+    """On one rank, no save gets its bytes to the disk in here."""
+    gate = threading.Event()
+    finish = ImageWriter.finish
+
+    def wait_and_finish(writer: ImageWriter) -> Any:
+        assert gate.wait(60)
+        return finish(writer)
+
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(ImageWriter, "finish", wait_and_finish)
+        try:
+            yield
+        finally:
+            gate.set()
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[None]:
+    def fail(writer: ImageWriter) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/disk")
+
+    with monkeypatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(ImageWriter, "finish", fail)
+        yield
+
+
+def start(training: Training, root: Path, **config: Any) -> CheckpointManager:
+    return manager_of(training, root, async_save=True, **config)
+
+
+def error_of(call: Any) -> CheckpointError | None:
+    try:
+        call()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def failed_save(training: Training, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> SaveHandle:
+    """A save of step 2 that fails on rank 1 while training goes on."""
+    with full_disk(monkeypatch, rank=1):
+        handle = manager.save(2)
+        train(training, 2, 3)
+        # Not by waiting for it, which would tell the trainer.
+        assert handle._ended.wait(60)
+    return handle
+
+
+def test_training_goes_on_while_a_save_is_under_way(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path)
+        at_save = snapshot(training)
+        with held_up(monkeypatch, rank=1):
+            handle = manager.save(1)
+            train(training, 1, 3)
+            with everywhere():
+                assert not handle.done
+                assert (handle.committed, handle.exception, handle.report) == (False, None, None)
+                with pytest.raises(TimeoutError):
+                    handle.wait(0.01)
+                assert manager.latest_step() is None
+        report = handle.wait()
+        with everywhere():
+            assert handle.committed
+            assert handle.done
+            assert handle.report is report
+            assert handle.progress[0] == handle.progress[1] > 0
+            assert report.nbytes > 0
+            assert 0 < report.stall_s < report.seconds
+            assert report.copy_gb_per_s > 0
+            assert report.disk_gb_per_s > 0
+            assert report.commit_s > 0
+            assert manager.latest_step() == 1
+        poison(training)
+        manager.load()
+        loaded = snapshot(training)
+        manager.close()
+        with everywhere():
+            assert_same(loaded, at_save)
+
+
+def test_a_second_save_waits_for_the_first(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = start(training, shared_path)
+        handles = []
+        for step in range(1, 5):
+            train(training, step - 1, step)
+            handles.append(manager.save(step))
+            with everywhere():
+                assert all(handle.committed for handle in handles[:-1])
+        manager.close()
+        with everywhere():
+            assert handles[-1].committed
+            assert sorted(path.name for path in shared_path.glob("global_steps_*")) == [
+                f"global_steps_{step}" for step in range(1, 5)
+            ]
+
+
+def test_a_second_save_raises_on_every_rank_though_one_is_busy(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path, if_busy="raise", shared_writes=False)
+        with held_up(monkeypatch, rank=1):
+            first = manager.save(1)
+            messages = raised_everywhere(BusyError, error_of(lambda: manager.save(2)))
+            assert all("step 2" in text and "rank" in text for text in messages)
+        first.wait()
+        dist.barrier()
+        manager.wait()
+        manager.save(3).wait()
+        manager.close()
+        with everywhere():
+            assert sorted(path.name for path in shared_path.glob("global_steps_*")) == [
+                "global_steps_1",
+                "global_steps_3",
+            ]
+
+
+@pytest.mark.parametrize("call", ["save", "load", "wait", "close"])
+def test_a_failure_is_raised_by_the_next_call_on_every_rank(
+    call: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path)
+        manager.save(1).wait()
+        train(training, 1, 2)
+        handle = failed_save(training, manager, monkeypatch)
+        with everywhere():
+            assert not handle.committed
+            assert isinstance(handle.exception, CommitError)
+        calls = {"save": lambda: manager.save(3), "load": manager.load, "wait": manager.wait, "close": manager.close}
+        before = snapshot(training)
+        messages = raised_everywhere(CommitError, error_of(calls[call]))
+        assert all("earlier save" in text and "rank 1" in text and "/full/disk" in text for text in messages)
+        after = snapshot(training)
+        with everywhere():
+            assert_same(after, before)
+            assert [path.name for path in shared_path.glob("global_steps_*")] == ["global_steps_1"]
+        if call != "close":
+            train(training, 3, 4)
+            manager.save(4).wait()  # told once, it is over
+            manager.close()
+            with everywhere():
+                assert (shared_path / "global_steps_4" / "actor" / "manifest.json").exists()
+
+
+def test_a_failure_that_one_rank_has_seen_is_still_raised_on_all(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that looks at the handle on rank 0 alone must not fall out of step."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 2)
+        manager = start(training, shared_path)
+        handle = failed_save(training, manager, monkeypatch)
+        if dist.get_rank() == 0:
+            with pytest.raises(CommitError):
+                handle.wait()
+        raised_everywhere(CommitError, error_of(lambda: manager.save(3)))
+        manager.save(4).wait()
+        manager.close()
+
+
+def test_training_goes_on_after_a_failure_if_the_user_says_so(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 2)
+        manager = start(training, shared_path, if_failed="warn")
+        failed_save(training, manager, monkeypatch)
+        manager.save(3).wait()
+        manager.close()
+        with everywhere():
+            assert (shared_path / "global_steps_3" / "actor" / "manifest.json").exists()
+            assert "going on without a checkpoint" in caplog.text
+            assert "rank 1" in caplog.text
+
+
+def test_what_one_rank_cannot_save_is_refused_before_training_goes_on(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = start(training, shared_path)
+        extra = {"bad": object()} if dist.get_rank() == 1 else {"good": 1}
+        messages = raised_everywhere(UnsupportedError, error_of(lambda: manager.save(1, extra)))
+        assert all("extra_state['bad']" in text for text in messages)
+        manager.save(2, {"good": 1}).wait()
+        manager.close()
+
+
+def test_a_load_waits_for_the_save_under_way(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path)
+        at_save = snapshot(training)
+        handle = manager.save(1)
+        train(training, 1, 2)
+        result = manager.load()
+        loaded = snapshot(training)
+        with everywhere():
+            assert handle.committed
+            assert result.step == 1
+            assert_same(loaded, at_save)
+        manager.close()
+
+
+def test_all_replicas_write_a_part_of_each_replicated_file(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[tuple[str, int, int]] = []
+    begin = ImageWriter.start
+
+    def record(writer: ImageWriter) -> None:
+        ranges.extend((w.plan.request.path, w.plan.start, w.plan.stop) for w in writer._writes)
+        begin(writer)
+
+    monkeypatch.setattr(ImageWriter, "start", record)
+    layout = LAYOUTS["dp2-bf16-replicated"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 1)
+        for shared in (True, False):
+            ranges.clear()
+            manager = manager_of(training, shared_path / str(shared), shared_writes=shared)
+            manager.save(1)
+            manager.close()
+            by_rank = gather(ranges)
+            model = [[r for r in mine if r[0].startswith("model/")] for mine in by_rank]
+            optimizer = [[r for r in mine if r[0].endswith("cp0_dp0.pt")] for mine in by_rank]
+            for both in (model, optimizer):
+                assert [len(mine) for mine in both] == ([1, 1] if shared else [1, 0])
+                if shared:
+                    (_, start, stop), (_, other_start, other_stop) = both[0][0], both[1][0]
+                    # Rank 0 owns the file, so it has the end, where the index goes.
+                    assert (other_start, other_stop) == (0, start)
+                    assert 0.4 < (stop - start) / stop < 0.6

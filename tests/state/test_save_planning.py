@@ -1,0 +1,320 @@
+"""The plan of a save is made once, and anew as soon as anything it names is another."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.save_planning import SavePlan, SavePlanner
+from mcore_ckpt.session import Session
+from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
+
+
+class Tiny(torch.nn.Module):
+    """All kinds of things a megatron module keeps, one of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_layers=1)
+        self.weight = torch.nn.Parameter(torch.rand(3, 4))
+        self.inner = torch.nn.Linear(4, 2)
+        self.frozen = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+        self.bare = torch.nn.Module()
+        self.register_buffer("counts", torch.zeros(5))
+        self.register_buffer("scratch", torch.zeros(6), persistent=False)
+        self.extra: torch.Tensor | None = torch.arange(7, dtype=torch.uint8)
+
+    def get_extra_state(self) -> torch.Tensor | None:
+        return None if self.extra is None else self.extra.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """As megatron's: an object with the live tensor and its place, here the whole."""
+        return {
+            name: SimpleNamespace(
+                data=value,
+                key=name,
+                replica_id=(0, 0, 0),
+                prepend_axis_num=0,
+                local_shape=value.shape,
+                global_offset=(0,) * value.dim(),
+                global_shape=value.shape,
+            )
+            for name, value in self.state_dict(keep_vars=True).items()
+            if value is not None
+        }
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = Tiny()
+        self.adam = torch.optim.Adam(self.trained())
+        # As Float16OptimizerWithFloat16Params and FP32Optimizer keep it.
+        self.optimizer = SimpleNamespace(optimizer=self.adam)
+        self.planner = SavePlanner()
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def step(self) -> None:
+        for parameter in self.trained():
+            parameter.grad = torch.rand_like(parameter)
+        self.adam.step()
+
+    def plan(self) -> SavePlan:
+        session: Any = Session(
+            root=Path("unused"),
+            role="actor",
+            chunks=(self.model,),
+            optimizer=self.optimizer,
+            lr_scheduler=None,
+            hf_config=None,
+            processing_class=None,
+            config=CheckpointConfig(),
+            coordinates=RankCoordinates(),
+            topology=Topology(),
+            replicas=Replicas(),
+            stages=(),
+            first_instance=True,
+            num_layers=1,
+            agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+            commits=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+            staging=SimpleNamespace(),  # type: ignore[arg-type]
+        )
+        return self.planner.plan(session)
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.adam.state[parameter]
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    made = Trainer()
+    made.step()
+    return made
+
+
+def planned(plan: SavePlan) -> dict[tuple[str, str], torch.Tensor]:
+    """What is written, by name and kind."""
+    found = {}
+    for file, tensors in zip(plan.files, plan.tensors, strict=True):
+        for write, slot, tensor in zip(file.request.tensors, file.pt.slots, tensors, strict=True):
+            assert slot.nbytes == tensor.nbytes, write.key
+            found[write.key.name, write.key.kind] = tensor
+    return found
+
+
+def live(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:
+    """What should be, found without the package under test."""
+    model = trainer.model
+    found = {(name, "model"): tensor for name, tensor in model.named_parameters()}
+    found |= {(name, "model"): tensor for name, tensor in model.named_buffers() if name != "scratch"}
+    for name, parameter in model.named_parameters():
+        state = trainer.adam.state.get(parameter, {})
+        found |= {(name, kind): value for kind, value in state.items() if kind != "step"}
+    return found
+
+
+def assert_current(trainer: Trainer, plan: SavePlan) -> None:
+    found, wanted = planned(plan), live(trainer)
+    opaque = found.pop(("_extra_state", "opaque"), None)
+    assert found.keys() == wanted.keys()
+    for key, tensor in found.items():
+        assert tensor is wanted[key], key
+    assert (opaque is None) == (trainer.model.extra is None)
+    assert opaque is None or torch.equal(opaque, trainer.model.extra)  # type: ignore[arg-type]
+
+
+def test_a_plan_has_all_that_there_is(trainer: Trainer) -> None:
+    plan = trainer.plan()
+    assert [file.request.kind for file in plan.files] == ["model", "optimizer"]
+    assert_current(trainer, plan)
+    buffers = {plan.files[file].request.tensors[number].key.name for file, number in plan.buffers}
+    assert buffers == {"counts", "_extra_state"}
+    assert not plan.on_gpu
+    # In fp32 training the main parameters are the model's: written once.
+    aliases = {alias.key.name for alias in plan.files[1].request.aliases}
+    assert aliases == {"weight", "inner.weight", "inner.bias"}
+
+
+def grow_nothing(trainer: Trainer) -> None: ...
+
+
+def train(trainer: Trainer) -> None:
+    trainer.step()
+    trainer.model.counts += 1
+
+
+def new_data(trainer: Trainer) -> None:
+    trainer.model.weight.data = torch.rand(3, 4)
+
+
+def new_extra(trainer: Trainer) -> None:
+    trainer.model.extra = torch.arange(7, dtype=torch.uint8) + 1
+
+
+def new_scratch(trainer: Trainer) -> None:
+    trainer.model.scratch = torch.ones(9)
+
+
+def stray_state(trainer: Trainer) -> None:
+    """Of a parameter that is in no group any more."""
+    trainer.adam.state[torch.nn.Parameter(torch.zeros(2))] = {"exp_avg": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("change", [grow_nothing, train, new_data, new_extra, new_scratch, stray_state])
+def test_the_plan_holds_while_its_tensors_are_the_same(trainer: Trainer, change: Callable[[Trainer], None]) -> None:
+    first = trainer.plan()
+    for _ in range(2):
+        change(trainer)
+        again = trainer.plan()
+        assert again.files is first.files
+        assert_current(trainer, again)
+
+
+def new_parameter(trainer: Trainer) -> None:
+    old = trainer.model.weight
+    trainer.model.weight = torch.nn.Parameter(old.detach().clone())
+    (group,) = trainer.adam.param_groups
+    group["params"] = trainer.trained()
+    trainer.adam.state[trainer.model.weight] = trainer.adam.state.pop(old)
+
+
+def new_frozen_parameter(trainer: Trainer) -> None:
+    """Of which the optimizer knows nothing."""
+    trainer.model.frozen = torch.nn.Parameter(torch.rand(2), requires_grad=False)
+
+
+def new_moment(trainer: Trainer) -> None:
+    state = trainer.state_of(trainer.model.weight)
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def moments_go(trainer: Trainer) -> None:
+    trainer.adam.state.clear()
+
+
+def a_moment_more(trainer: Trainer) -> None:
+    for parameter in trainer.trained():
+        trainer.state_of(parameter)["max_exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def new_buffer(trainer: Trainer) -> None:
+    trainer.model.counts = trainer.model.counts.clone()
+
+
+def first_buffer(trainer: Trainer) -> None:
+    """Of a module that had none. In the middle of the model: megatron registers some when they are first needed."""
+    trainer.model.inner.register_buffer("late", torch.zeros(3))
+
+
+def first_parameter(trainer: Trainer) -> None:
+    trainer.model.bare.late = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+def first_child(trainer: Trainer) -> None:
+    trainer.model.bare.late = torch.nn.LayerNorm(3)
+    for parameter in trainer.model.bare.late.parameters():
+        parameter.requires_grad = False
+
+
+def other_dtype(trainer: Trainer) -> None:
+    trainer.model.inner.weight.data = trainer.model.inner.weight.data.bfloat16()
+
+
+def other_shape(trainer: Trainer) -> None:
+    trainer.adam.state.clear()
+    trainer.model.weight.data = torch.rand(4, 3)
+
+
+def same_bytes_of_another_shape(trainer: Trainer) -> None:
+    trainer.adam.state.clear()
+    trainer.model.weight.data = trainer.model.weight.data.view(12)
+
+
+def longer_extra(trainer: Trainer) -> None:
+    trainer.model.extra = torch.arange(30, dtype=torch.uint8)
+
+
+def no_extra(trainer: Trainer) -> None:
+    trainer.model.extra = torch.empty(0, dtype=torch.uint8)
+
+
+def new_module(trainer: Trainer) -> None:
+    """The same parameter, under another name."""
+    trainer.model.outer = trainer.model.inner
+    del trainer.model.inner
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        new_parameter,
+        new_frozen_parameter,
+        new_moment,
+        moments_go,
+        a_moment_more,
+        new_buffer,
+        first_buffer,
+        first_parameter,
+        first_child,
+        other_dtype,
+        other_shape,
+        same_bytes_of_another_shape,
+        longer_extra,
+        no_extra,
+        new_module,
+    ],
+)
+def test_the_plan_is_made_anew_when_something_is_another(trainer: Trainer, change: Callable[[Trainer], None]) -> None:
+    first = trainer.plan()
+    change(trainer)
+    again = trainer.plan()
+    assert again.files is not first.files
+    assert_current(trainer, again)
+    assert trainer.plan().files is again.files
+
+
+def test_moments_that_appear_with_the_first_step_are_in_the_next_plan() -> None:
+    trainer = Trainer()
+    assert_current(trainer, trainer.plan())
+    trainer.step()
+    plan = trainer.plan()
+    assert_current(trainer, plan)
+    assert ("inner.weight", "exp_avg_sq") in planned(plan)
+
+
+def test_an_extra_state_that_appears_is_in_the_next_plan(trainer: Trainer) -> None:
+    """As a module's does that has none (None, not an empty one) until it is asked to compute in fp8."""
+    trainer.model.extra = None
+    assert_current(trainer, trainer.plan())
+    trainer.model.extra = torch.arange(7, dtype=torch.uint8)
+    assert_current(trainer, trainer.plan())
+
+
+def test_a_plan_that_could_not_be_made_is_not_kept(trainer: Trainer) -> None:
+    trainer.plan()
+    state = trainer.state_of(trainer.model.weight)
+    state["odd"] = "text"  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(Exception, match="'odd' of weight is a str"):
+            trainer.plan()
+    del state["odd"]
+    assert_current(trainer, trainer.plan())
+
+
+def test_what_the_trainer_lets_go_is_gone(trainer: Trainer) -> None:
+    """Between saves: an optimizer that is offloaded puts copies in the place of its moments, to free the GPU."""
+    trainer.plan()
+    old = weakref.ref(trainer.state_of(trainer.model.weight)["exp_avg"])
+    new_moment(trainer)
+    gc.collect()
+    assert old() is None

@@ -1,0 +1,79 @@
+"""A save is opened by all ranks or by none: busy ranks, and failures that nobody was told yet."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from checkpoints import remains
+
+from mcore_ckpt.errors import BusyError, CheckpointCorruptError, to_record
+from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.storage.transaction import Attempt, EarlierSaveError, open_together
+
+WORLD = 3
+LONG_S = 30.0
+FAILURE = to_record(CheckpointCorruptError("x.pt: is bad"), 1)
+
+
+class Ranks:
+    def __init__(self) -> None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        self.agreements = [Agreement(store, rank, WORLD, "test", LONG_S) for rank in range(WORLD)]
+
+    def open(self, role_dir: Path, **by_rank: dict[int, Any]) -> list[Any]:
+        """What each rank gets, or what it raises."""
+        results: list[Any] = [None] * WORLD
+
+        def part(rank: int) -> None:
+            own = {name: values[rank] for name, values in by_rank.items() if rank in values}
+            try:
+                results[rank] = open_together(self.agreements[rank], "saving step 7", role_dir, **own)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=part, args=(rank,), daemon=True) for rank in range(WORLD)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LONG_S)
+            assert not thread.is_alive()
+        return results
+
+
+def test_all_ranks_get_the_same_attempt_and_its_folder_is_there(role_dir: Path) -> None:
+    attempts = Ranks().open(role_dir)
+    assert attempts == [Attempt(attempts[0].number, attempts[0].staging, role_dir)] * WORLD
+    assert attempts[0].staging.is_dir()
+    assert attempts[0].staging.parent == role_dir.parent
+
+
+@pytest.mark.parametrize("busy", [(0,), (2,), (1, 2)])
+def test_a_busy_rank_refuses_for_all_and_nothing_is_done(role_dir: Path, busy: tuple[int, ...]) -> None:
+    ranks = Ranks()
+    results = ranks.open(role_dir, busy=dict.fromkeys(busy, True))
+    for error in results:
+        assert type(error) is BusyError
+        assert f"still under way on rank {busy[0]}" in str(error)
+    assert not role_dir.parent.exists()
+    assert remains(role_dir.parent.parent) == []
+    assert isinstance(ranks.open(role_dir)[2], Attempt)
+
+
+@pytest.mark.parametrize("failed", [(0,), (2,), (1, 2)])
+def test_a_failure_of_one_rank_is_told_to_all_and_nothing_is_done(role_dir: Path, failed: tuple[int, ...]) -> None:
+    ranks = Ranks()
+    for result in ranks.open(role_dir, failure=dict.fromkeys(failed, FAILURE)):
+        assert type(result) is EarlierSaveError
+        assert type(result.error) is CheckpointCorruptError
+        assert str(result.error) == "rank 1: x.pt: is bad"
+    assert not role_dir.parent.exists()
+    assert isinstance(ranks.open(role_dir)[2], Attempt)
+
+
+def test_a_busy_rank_comes_before_a_failure_which_is_told_later(role_dir: Path) -> None:
+    ranks = Ranks()
+    results = ranks.open(role_dir, busy={0: True}, failure={1: FAILURE})
+    assert [type(error) for error in results] == [BusyError] * WORLD
+    assert type(ranks.open(role_dir, failure={1: FAILURE})[0]) is EarlierSaveError

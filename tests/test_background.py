@@ -1,0 +1,352 @@
+"""Saves that end beside the training: how the trainer hears of them, and that none is lost or waited for for ever."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mcore_ckpt.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
+from mcore_ckpt.saving import SaveReport
+from mcore_ckpt.storage.agreement import Agreement
+
+LONG_S = 30.0
+REPORT = SaveReport(7, Path("steps/7"), 1000, 2.0, 0.5, 0.25, 0.25, 1.0, 0.5)
+
+
+class FakeSave:
+    """A save that ends when it is told to, as it is told to."""
+
+    step = 7
+
+    def __init__(self, error: Exception | None = None, held: bool = False) -> None:
+        self.error = error
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.deleting, self.may_delete = threading.Event(), threading.Event()
+        self.may_delete.set()
+        self.stall_s: float | None = -1.0
+        self.done = 0
+        self.thread: threading.Thread | None = None
+        if not held:
+            self.may_end.set()
+
+    def finish(self, stall_s: float | None = None) -> SaveReport:
+        self.stall_s = stall_s
+        self.thread = threading.current_thread()
+        self.done = 400
+        self.begun.set()
+        assert self.may_end.wait(LONG_S)
+        if self.error is not None:
+            raise self.error
+        self.done = 1000
+        return REPORT
+
+    def after_commit(self) -> None:
+        self.deleting.set()
+        assert self.may_delete.wait(LONG_S)
+
+    def progress(self) -> tuple[int, int]:
+        return self.done, 1000
+
+
+def handle_of(save: FakeSave) -> SaveHandle:
+    return SaveHandle(save)  # type: ignore[arg-type]
+
+
+def saves(warns: bool = False) -> BackgroundSaves:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    return BackgroundSaves(Agreement(store, 2, 3, "test", LONG_S), warns)
+
+
+def launched(background: BackgroundSaves, save: FakeSave) -> SaveHandle:
+    handle = handle_of(save)
+    background.launch(handle, 0.125)
+    return handle
+
+
+# -- the handle -------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_of_a_save_under_way_and_of_one_that_is_committed() -> None:
+    background, save = saves(), FakeSave(held=True)
+    handle = launched(background, save)
+    assert save.begun.wait(LONG_S)
+    assert background.busy
+    assert (handle.done, handle.committed, handle.report, handle.exception) == (False, False, None, None)
+    assert handle.progress == (400, 1000)
+    with pytest.raises(TimeoutError, match="after 0 s"):
+        handle.wait(0)
+    assert not handle.done
+    save.may_end.set()
+    assert handle.wait(LONG_S) is handle.wait() is handle.report is REPORT
+    assert (handle.done, handle.committed, handle.exception) == (True, True, None)
+    assert handle.progress == (1000, 1000)
+    assert save.stall_s == 0.125
+    assert save.thread not in (None, threading.current_thread())
+    background.settle()
+    assert not background.busy
+    assert background.failure() is None
+    background.raise_failure()
+
+
+def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
+    save = FakeSave()
+    handle = handle_of(save)
+    handle.run(None)
+    assert (handle.wait(), save.thread, save.stall_s) == (REPORT, threading.current_thread(), None)
+    assert save.deleting.is_set()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (CheckpointCorruptError("rank 1: bad"), CheckpointCorruptError, "rank 1: bad"),
+        (CommitError("rank 1: full"), CommitError, "rank 1: full"),
+        (KeyError("written"), CommitError, "KeyError: 'written'"),
+        (MemoryError(), CommitError, "MemoryError"),
+    ],
+)
+def test_a_handle_of_a_save_that_failed(error: Exception, kind: type[CheckpointError], text: str) -> None:
+    """Whatever the error is: the thread must not die of it with nobody told."""
+    save = FakeSave(error)
+    handle = handle_of(save)
+    handle.run(1.0)
+    assert (handle.done, handle.committed, handle.report) == (True, False, None)
+    assert type(handle.exception) is kind
+    assert not save.deleting.is_set(), "old checkpoints may go only if a new one is there"
+    assert not handle.told
+    for _ in range(2):
+        with pytest.raises(kind, match=text):
+            handle.wait()
+        assert handle.told
+
+
+def test_the_progress_of_a_save_that_failed_is_not_that_of_a_whole_one() -> None:
+    handle = handle_of(FakeSave(CommitError("full")))
+    handle.run(1.0)
+    assert handle.progress == (400, 1000)
+
+
+def test_an_ended_save_frees_what_it_held() -> None:
+    """It has the copies of the state, or the tensors themselves: a trainer that keeps handles must not keep those."""
+    save = FakeSave()
+    handle = handle_of(save)
+    handle.run(None)
+    assert save not in vars(handle).values()
+
+
+def test_committed_is_known_before_old_checkpoints_are_gone() -> None:
+    """Deleting may take long, and nobody needs to wait for it: not even for leave to save again."""
+    background, save = saves(), FakeSave()
+    save.may_delete.clear()
+    handle = launched(background, save)
+    assert save.deleting.wait(LONG_S)
+    assert handle.wait(LONG_S) is REPORT
+    assert not background.busy, "a save that is committed is not under way: if_busy would refuse the next one"
+    save.may_delete.set()
+    background.settle()
+
+
+# -- one after the other, and failures ----------------------------------------------------------------------------
+
+
+def test_settle_waits_for_the_save_and_for_what_follows_it() -> None:
+    background, save = saves(), FakeSave(held=True)
+    handle = launched(background, save)
+    assert save.begun.wait(LONG_S)
+    settled = threading.Event()
+
+    def settle() -> None:
+        background.settle()
+        settled.set()
+
+    thread = threading.Thread(target=settle, daemon=True)
+    thread.start()
+    assert not settled.is_set()
+    save.may_end.set()
+    assert settled.wait(LONG_S)
+    assert handle.committed
+    assert save.deleting.is_set()
+    background.settle()
+    background.launch(handle_of(FakeSave()), 0.0)
+    background.settle()
+
+
+def failed(warns: bool = False) -> tuple[BackgroundSaves, SaveHandle]:
+    background = saves(warns)
+    handle = launched(background, FakeSave(CheckpointCorruptError("x.pt: is bad")))
+    background.settle()
+    return background, handle
+
+
+def test_a_failure_is_told_once() -> None:
+    background, _ = failed()
+    record = background.failure()
+    wanted = "an earlier save, of step 7, has failed: rank 2: x.pt: is bad"
+    assert record == {"type": "CheckpointCorruptError", "message": wanted}
+    # Whether it was told, who made the record knows: another rank may have stopped the round.
+    assert background.failure() == record
+    with pytest.raises(CheckpointCorruptError, match=wanted):
+        background.raise_failure()
+    assert background.failure() is None
+    background.raise_failure()
+
+
+@pytest.mark.parametrize("how", ["wait", "was_told"])
+def test_a_failure_that_the_trainer_has_seen_is_not_told_again(how: str) -> None:
+    background, handle = failed()
+    if how == "wait":
+        with pytest.raises(CheckpointCorruptError):
+            handle.wait()
+    else:
+        background.was_told()
+    assert background.failure() is None
+    background.raise_failure()
+
+
+def test_a_rank_is_named_once() -> None:
+    error = CommitError("rank 1: full")
+    error.names_rank = True
+    background = saves()
+    launched(background, FakeSave(error))
+    background.settle()
+    record = background.failure()
+    assert record is not None
+    assert record["message"] == "an earlier save, of step 7, has failed: rank 1: full"
+
+
+def test_with_warn_a_failure_is_logged_once_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    background, handle = failed(warns=True)
+    with caplog.at_level(logging.WARNING):
+        assert background.failure() is None
+        background.raise_failure()
+        assert background.failure() is None
+    assert [r.message for r in caplog.records] == ["going on without a checkpoint: x.pt: is bad"]
+    # Whoever asks is told all the same.
+    with pytest.raises(CheckpointCorruptError):
+        handle.wait()
+
+
+def test_a_later_save_that_succeeds_does_not_bring_back_an_old_failure() -> None:
+    background, _ = failed()
+    background.was_told()
+    launched(background, FakeSave())
+    background.settle()
+    assert background.failure() is None
+
+
+# -- the end of the interpreter -----------------------------------------------------------------------------------
+
+PRELUDE = """
+import atexit, sys, threading
+from pathlib import Path
+import torch.distributed as dist
+from mcore_ckpt import knobs
+from mcore_ckpt.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.saving import SaveReport
+from mcore_ckpt.storage.agreement import Agreement, decide
+
+marker = Path(sys.argv[1])
+
+class Save:
+    step = 7
+    def __init__(self, commits, name="saved"):
+        self.commits, self.name = commits, name
+    def progress(self):
+        return 0, 1
+    def finish(self, stall_s):
+        ending.wait()
+        try:
+            decide(self.commits, "saving", dict, lambda records: {}, CommitError)
+        except CommitError as error:
+            marker.with_name(self.name).write_text(str(error))
+            raise
+        marker.with_name(self.name).write_text("committed")
+        return SaveReport(7, marker, 0, *[0.0] * 6)
+    def after_commit(self):
+        marker.with_name(self.name + "-deleted").touch()
+
+def commits(world, timeout_s=3600.0):
+    return Agreement(dist.HashStore(), 0, world, "test", timeout_s)
+
+ending = threading.Event()
+atexit.register(ending.set)  # the last one registered is the first one called
+"""
+
+
+def run_program(program: str, tmp_path: Path) -> tuple[int, float, str]:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + program, str(tmp_path / "marker")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, time.monotonic() - started, done.stdout
+
+
+ENDS = {
+    "kept": "background = BackgroundSaves(seat := commits(1), False)\nbackground.launch(SaveHandle(Save(seat)), 0.0)",
+    "dropped": (
+        "def train():\n"
+        "    seat = commits(1)\n"
+        "    BackgroundSaves(seat, False).launch(SaveHandle(Save(seat)), 0.0)\n"
+        "train()\n"
+        "import gc; gc.collect()"
+    ),
+    "sys.exit": (
+        "background = BackgroundSaves(seat := commits(1), False)\n"
+        "background.launch(SaveHandle(Save(seat)), 0.0)\n"
+        "sys.exit(3)"
+    ),
+    "exception": (
+        "background = BackgroundSaves(seat := commits(1), False)\n"
+        "background.launch(SaveHandle(Save(seat)), 0.0)\n"
+        "raise ValueError('the training has failed')"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_save_under_way_at_the_end_of_the_interpreter_is_completed(name: str, tmp_path: Path) -> None:
+    status, _, output = run_program(ENDS[name], tmp_path)
+    assert status == {"sys.exit": 3, "exception": 1}.get(name, 0), output
+    assert (tmp_path / "saved").exists(), output
+    assert (tmp_path / "saved").read_text() == "committed", output
+    assert (tmp_path / "saved-deleted").exists()
+
+
+def test_dead_ranks_do_not_hold_up_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    """Of several managers, no longer than of one. Their own deadline is an hour."""
+    exit_wait_s = 2.0
+    program = f"""
+knobs.EXIT_WAIT_S = {exit_wait_s}
+kept = []
+import time
+for name in ("actor", "critic", "ref", "reward"):
+    seat = commits(2)
+    kept.append(BackgroundSaves(seat, False))
+    kept[-1].launch(SaveHandle(Save(seat, name)), 0.0)
+import mcore_ckpt.background
+ends = mcore_ckpt.background._finish_all
+atexit.unregister(ends)
+def timed():
+    began = time.monotonic()
+    ending.set()
+    ends()
+    marker.with_name("took").write_text(str(time.monotonic() - began))
+atexit.register(timed)
+"""
+    status, _, output = run_program(program, tmp_path)
+    assert status == 0, output
+    for name in ("actor", "critic", "ref", "reward"):
+        assert "no word from rank 1" in (tmp_path / name).read_text()
+    took = float((tmp_path / "took").read_text())
+    assert exit_wait_s / 2 < took < 2 * exit_wait_s
