@@ -202,15 +202,15 @@ class RankSave:
     """What a SaveHandle ends: the second half of checkpoints.save_together."""
 
     def __init__(self, job: Job, commits: Agreement, attempt: Attempt, step: int, version: int) -> None:
-        self._job, self._commits, self._attempt, self._step, self._version = job, commits, attempt, step, version
+        self._job, self._commits, self._attempt, self.step, self._version = job, commits, attempt, step, version
 
     def finish(self, stall_s: float | None) -> str:
-        finish(self._commits, self._attempt, Path(self._job.root), self._step, self._version)
+        finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
         return "committed"
 
     def after_commit(self) -> None:
         if self._commits.is_coordinator:
-            delete_old(Path(self._job.root), self._step, KEEP)
+            delete_old(Path(self._job.root), self.step, KEEP)
 
     def progress(self) -> tuple[int, int]:
         return 0, 0
