@@ -117,7 +117,11 @@ class BackgroundSaves:
         # A daemon, or the interpreter would wait for it without an end in sight: _finish_all does, with one.
         self._thread = threading.Thread(target=self._run, args=(stall_s,), name="mcore_ckpt save", daemon=True)
         _under_way.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # a system that grants no thread makes a save slower, and must not make it fail
+            self._thread = None
+            self._run(stall_s)
 
     def _run(self, stall_s: float) -> None:
         assert self._handle is not None

@@ -152,6 +152,19 @@ def test_committed_is_known_before_old_checkpoints_are_gone() -> None:
     background.settle()
 
 
+def test_where_no_thread_is_granted_the_save_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    background, save = saves(), FakeSave()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        handle = launched(background, save)
+    assert handle.committed
+    assert save.thread is threading.current_thread()
+    background.settle()
+
+
 # -- one after the other, and failures ----------------------------------------------------------------------------
 
 
