@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
@@ -81,4 +81,5 @@ native = Pybind11Extension(
     extra_link_args=["-pthread"],
 )
 
+ParallelCompile(default=0).install()  # on all cores
 setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})

@@ -12,13 +12,12 @@
 #include "crc32.h"
 #include "file.h"
 #include "host_copy.h"
+#include "release_gil.h"
 
 namespace py = pybind11;
 using namespace mcore_ckpt;
 
 namespace {
-
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 const void* readable(std::uintptr_t address, std::size_t nbytes) {
     if (address == 0 && nbytes != 0) {
@@ -81,7 +80,9 @@ PYBIND11_MODULE(_native, m) {
     bind_read_job(m);
     bind_device_copy(m);
 
-    m.doc() = "CRC-32, copies and files at the speed of memory and disk. Addresses, sizes in bytes and streams are plain integers.";
+    m.doc() =
+        "CRC-32, copies and files at the speed of memory and disk. Addresses, sizes in bytes and streams are plain "
+        "integers.";
 
     m.def(
         "crc32",

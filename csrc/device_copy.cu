@@ -23,27 +23,6 @@ bool thread_has_context() {
     return current_context != nullptr && current_context(&context) == 0 && context != nullptr;
 }
 
-void copy_all(const std::vector<Copy>& copies, std::uintptr_t stream_number, cudaMemcpyKind kind) {
-    const auto stream = reinterpret_cast<cudaStream_t>(stream_number);
-    const Copy* first = nullptr;
-    for (const Copy& copy : copies) {
-        if (copy.nbytes != 0 && first == nullptr) first = &copy;
-    }
-    if (first == nullptr) return;
-    // The default streams (0, 1, 2) are those of the current GPU: the copy would not wait for the rank's kernels.
-    const CurrentDevice device(device_of(kind == cudaMemcpyDeviceToHost ? first->source : first->destination));
-    cudaError_t queued = cudaSuccess;
-    for (const Copy& copy : copies) {
-        if (copy.nbytes == 0) continue;
-        queued = cudaMemcpyAsync(copy.destination, copy.source, copy.nbytes, kind, stream);
-        if (queued != cudaSuccess) break;
-    }
-    // Also after a failure: the caller frees or reuses the memory that earlier copies are still using.
-    const cudaError_t finished = cudaStreamSynchronize(stream);
-    check(queued, "queueing a copy");
-    check(finished, "copying");
-}
-
 }  // namespace
 
 const bool BUILT_WITH_CUDA = true;
@@ -52,14 +31,6 @@ void check(cudaError_t error, const char* doing) {
     if (error == cudaSuccess) return;
     cudaGetLastError();  // else the next CUDA call of this thread, someone else's, reports this error again
     throw std::runtime_error(std::string("CUDA failed ") + doing + ": " + cudaGetErrorString(error));
-}
-
-void copy_to_host(const std::vector<Copy>& copies, std::uintptr_t stream) {
-    copy_all(copies, stream, cudaMemcpyDeviceToHost);
-}
-
-void copy_to_device(const std::vector<Copy>& copies, std::uintptr_t stream) {
-    copy_all(copies, stream, cudaMemcpyHostToDevice);
 }
 
 int device_of(const void* memory) {

@@ -20,11 +20,6 @@ namespace mcore_ckpt {
 
 extern const bool BUILT_WITH_CUDA;
 
-// Queue all copies on `stream` (a cudaStream_t as a number) and wait for the stream, so for what was queued on it
-// before, too. Nothing is in flight any more when they throw.
-void copy_to_host(const std::vector<Copy>& copies, std::uintptr_t stream);
-void copy_to_device(const std::vector<Copy>& copies, std::uintptr_t stream);
-
 // The GPU that has this memory. Throws std::invalid_argument if none has.
 int device_of(const void* memory);
 

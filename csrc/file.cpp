@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -15,8 +16,7 @@
 namespace mcore_ckpt {
 namespace {
 
-// From Linux 6.6 on tmpfs takes O_DIRECT, ignores it, and has no disk to go to.
-bool in_memory(int descriptor) {
+bool has_no_disk(int descriptor) {
     struct statfs system {};
     return ::fstatfs(descriptor, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC);
 }
@@ -37,14 +37,15 @@ FileError::FileError(int error, const std::string& doing, const std::string& fil
       offset(at) {}
 
 File::File(const std::string& path, Mode mode, bool direct) : path_(path), direct_(direct) {
-    const int flags = O_CLOEXEC | (mode == Mode::READ ? O_RDONLY : O_WRONLY | O_CREAT);
+    const int flags = O_CLOEXEC | (mode == Mode::READ ? O_RDONLY : O_RDWR | O_CREAT);
     descriptor_ = open_file(path, flags | (direct ? O_DIRECT : 0));
     if (descriptor_ < 0 && direct && errno == EINVAL) {
         direct_ = false;
         descriptor_ = open_file(path, flags);
     }
     if (descriptor_ < 0) throw FileError(errno, "opening", path, 0);
-    if (direct_ && in_memory(descriptor_)) direct_ = false;
+    in_memory_ = has_no_disk(descriptor_);
+    if (in_memory_) direct_ = false;  // from Linux 6.6 on tmpfs takes O_DIRECT and ignores it
 }
 
 File::~File() { ::close(descriptor_); }
@@ -56,7 +57,7 @@ std::uint64_t File::size() const {
 }
 
 void File::reserve(std::uint64_t offset, std::uint64_t nbytes) {
-    if (nbytes == 0) return;
+    if (nbytes == 0 || in_memory_) return;
     while (::fallocate(descriptor_, 0, offset, nbytes) != 0) {
         if (errno == EINTR) continue;
         if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return;
@@ -128,6 +129,11 @@ std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std
 void File::start_writeback(std::uint64_t offset, std::uint64_t nbytes) {
     // Advice: where it fails, sync() does the work.
     ::sync_file_range(descriptor_, offset, nbytes, SYNC_FILE_RANGE_WRITE);
+}
+
+bool File::map(void* address, std::size_t nbytes, std::uint64_t offset) const {
+    const int protection = PROT_READ | PROT_WRITE, kind = MAP_SHARED | MAP_FIXED;
+    return ::mmap(address, nbytes, protection, kind, descriptor_, offset) != MAP_FAILED;
 }
 
 void File::truncate(std::uint64_t size) {

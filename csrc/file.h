@@ -31,7 +31,8 @@ class FileError : public std::runtime_error {
 // Reads and writes may come from several threads at once.
 class File {
   public:
-    enum class Mode { READ, WRITE };  // WRITE makes the file if it is not there, and cuts nothing off one that is
+    // WRITE reads, too; it makes the file if it is not there, and cuts nothing off one that is.
+    enum class Mode { READ, WRITE };
 
     // `direct`: past the page cache where there is a disk behind it and the file system can (some network file
     // systems cannot).
@@ -46,10 +47,13 @@ class File {
     // that the file system refuses, which is then done again through the page cache.
     bool direct() const { return direct_.load(std::memory_order_acquire); }
 
+    // Whether there is no disk behind it.
+    bool in_memory() const { return in_memory_; }
+
     std::uint64_t size() const;
 
-    // Finds out now whether there is space for `[offset, offset + nbytes)`, and keeps extents together. Not all file
-    // systems can; then nothing happens.
+    // Finds out now whether there is space on the disk for `[offset, offset + nbytes)`, and keeps extents together. Not
+    // all file systems can; then nothing happens.
     void reserve(std::uint64_t offset, std::uint64_t nbytes);
 
     void write(const void* data, std::size_t nbytes, std::uint64_t offset);
@@ -64,6 +68,9 @@ class File {
     // Asks the page cache to begin writing what it has of `[offset, offset + nbytes)`, without waiting.
     void start_writeback(std::uint64_t offset, std::uint64_t nbytes);
 
+    // Maps `[offset, offset + nbytes)`, for all who have it open, over what is at `address`. Says whether it could.
+    bool map(void* address, std::size_t nbytes, std::uint64_t offset) const;
+
     void truncate(std::uint64_t size);
 
     // Waits until all bytes written so far, by any thread, are on the disk.
@@ -74,6 +81,7 @@ class File {
 
     const std::string path_;
     int descriptor_ = -1;
+    bool in_memory_ = false;
     mutable std::atomic<bool> direct_;
 };
 

@@ -21,7 +21,6 @@
 namespace mcore_ckpt {
 namespace {
 
-constexpr std::size_t HUGE_PAGE_BYTES = std::size_t{2} << 20;
 // What a thread fetches at a time.
 constexpr std::size_t SHARE_BYTES = std::size_t{32} << 20;
 
@@ -38,6 +37,16 @@ int fetch_pages(std::uint8_t* data, std::size_t nbytes) {
 }
 
 }  // namespace
+
+std::uint8_t* map_anonymous(std::size_t nbytes, int protection) {
+    void* found = ::mmap(nullptr, nbytes + HUGE_PAGE_BYTES, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) return nullptr;
+    auto* begin = static_cast<std::uint8_t*>(found);
+    const std::size_t head = -reinterpret_cast<std::uintptr_t>(begin) % HUGE_PAGE_BYTES;
+    if (head != 0) ::munmap(begin, head);
+    ::munmap(begin + head + nbytes, HUGE_PAGE_BYTES - head);
+    return begin + head;
+}
 
 OutOfMemory::OutOfMemory(std::size_t nbytes, int number)
     : words_("no " + std::to_string(nbytes) + " bytes of host memory: " + std::generic_category().message(number)) {}
@@ -66,14 +75,8 @@ HostBuffer::~HostBuffer() {
 void HostBuffer::map() {
     if (nbytes_ > std::numeric_limits<std::size_t>::max() / 2) throw OutOfMemory(nbytes_, ENOMEM);
     const std::size_t size = page_ceil(nbytes_);
-    const int protection = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS;
-    void* found = ::mmap(nullptr, size + HUGE_PAGE_BYTES, protection, kind, -1, 0);
-    if (found == MAP_FAILED) throw OutOfMemory(nbytes_, errno);
-    auto* begin = static_cast<std::uint8_t*>(found);
-    const std::size_t head = -reinterpret_cast<std::uintptr_t>(begin) % HUGE_PAGE_BYTES;
-    data_ = begin + head;
-    if (head != 0) ::munmap(begin, head);
-    ::munmap(data_ + size, HUGE_PAGE_BYTES - head);
+    data_ = map_anonymous(size, PROT_READ | PROT_WRITE);
+    if (data_ == nullptr) throw OutOfMemory(nbytes_, errno);
     ::madvise(data_, size, MADV_HUGEPAGE);
     // After a fork the parent's next write to a page would give it another one, while the GPU goes on with the first.
     if (pinned_) ::madvise(data_, size, MADV_DONTFORK);

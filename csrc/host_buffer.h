@@ -10,6 +10,12 @@
 
 namespace mcore_ckpt {
 
+constexpr std::size_t HUGE_PAGE_BYTES = std::size_t{2} << 20;
+
+// Addresses that begin on a huge page, `nbytes` (whole pages) of them; to be given back by munmap. nullptr, and errno,
+// where there are none.
+std::uint8_t* map_anonymous(std::size_t nbytes, int protection);
+
 // Becomes Python's MemoryError.
 class OutOfMemory : public std::bad_alloc {
   public:

@@ -20,8 +20,8 @@ constexpr std::size_t SHARE_BYTES = std::size_t{1} << 20;
 
 #if defined(__x86_64__)
 
-// An ordinary store first reads the line it overwrites into the cache: a third of the traffic, for a staging buffer that
-// is not looked at before it has left the cache again. The C library streams only where one call is worth the whole
+// An ordinary store first reads the line it overwrites into the cache: a third of the traffic, for memory that is not
+// looked at before it has left the cache again. The C library streams only where one call is worth the whole
 // cache, and the tensors of a checkpoint are smaller, each. Below this size ordinary stores are as fast or faster.
 constexpr std::size_t STREAM_FROM_BYTES = std::size_t{16} << 10;
 
@@ -65,6 +65,11 @@ void finish_streams() {}
 #endif
 
 }  // namespace
+
+void copy_past_cache(void* destination, const void* source, std::size_t nbytes) {
+    copy_bytes(static_cast<std::uint8_t*>(destination), static_cast<const std::uint8_t*>(source), nbytes);
+    finish_streams();
+}
 
 void copy_host(const std::vector<Copy>& copies, int threads) {
     // ends[i]: the bytes of copies 0 to i together. A share is a range of this line of bytes.

@@ -1,21 +1,24 @@
 #include "parallel.h"
 
-#include <system_error>
-#include <thread>
-#include <vector>
+#include <exception>
 
 namespace mcore_ckpt {
 
-void run_on_threads(int threads, const std::function<void()>& work) {
-    std::vector<std::thread> others;
-    others.reserve(threads > 1 ? threads - 1 : 0);
-    for (int i = 1; i < threads; ++i) {
+std::vector<std::thread> start_threads(std::size_t count, const std::function<void()>& work) {
+    std::vector<std::thread> threads;
+    threads.reserve(count);
+    while (threads.size() < count) {
         try {
-            others.emplace_back(work);
-        } catch (const std::system_error&) {
-            break;  // a container's limit on threads makes a save slower, it must not make it fail
+            threads.emplace_back(work);
+        } catch (const std::exception&) {
+            break;  // a container's limit on threads or memory makes a save slower, it must not make it fail
         }
     }
+    return threads;
+}
+
+void run_on_threads(int threads, const std::function<void()>& work) {
+    auto others = start_threads(threads > 1 ? threads - 1 : 0, work);
     work();
     for (auto& other : others) other.join();
 }

@@ -1,18 +1,14 @@
 #include "read_job.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <array>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <optional>
 #include <tuple>
 
 #include "crc32.h"
 #include "device_copy.h"
 #include "file.h"
+#include "host_buffer.h"
 #include "host_copy.h"
 #include "parallel.h"
 
@@ -21,37 +17,6 @@ namespace {
 
 // Bytes that nobody wants, but that cost less than the call that would leave them out.
 constexpr std::size_t GAP_BYTES = std::size_t{64} << 10;
-
-// Direct reads take memory page by page: on huge pages there are fewer to look up.
-constexpr std::size_t HUGE_PAGE_BYTES = std::size_t{2} << 20;
-
-class Buffer {
-  public:
-    Buffer(std::size_t nbytes, bool pinned)
-        : memory_(static_cast<std::uint8_t*>(std::aligned_alloc(HUGE_PAGE_BYTES, round_up(nbytes)))), pinned_(pinned) {
-        if (!memory_) throw std::bad_alloc();
-        ::madvise(memory_.get(), round_up(nbytes), MADV_HUGEPAGE);
-        if (pinned_) pin_memory(memory_.get(), nbytes);
-    }
-    ~Buffer() {
-        if (pinned_) unpin_memory(memory_.get());
-    }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-
-    std::uint8_t* data() const { return memory_.get(); }
-
-  private:
-    struct Free {
-        void operator()(void* memory) const { std::free(memory); }
-    };
-    static std::size_t round_up(std::size_t nbytes) {
-        return (nbytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-    }
-
-    const std::unique_ptr<std::uint8_t, Free> memory_;
-    const bool pinned_;
-};
 
 std::string range(std::uint64_t start, std::uint64_t stop) {
     return "[" + std::to_string(start) + ", " + std::to_string(stop) + ")";
@@ -121,7 +86,7 @@ class ReadJob::Lane {
         if (slice.on_device) {
             upload_->copy(slice.destination, source, nbytes);
         } else {
-            copy_host({{slice.destination, source, nbytes}}, 1);
+            copy_past_cache(slice.destination, source, nbytes);
         }
     }
 
@@ -129,7 +94,7 @@ class ReadJob::Lane {
     std::optional<File> file_;
     std::size_t file_number_ = 0;
     std::optional<CurrentDevice> device_;
-    std::array<std::optional<Buffer>, 2> buffers_;
+    std::array<std::optional<HostBuffer>, 2> buffers_;
     std::optional<Upload> upload_;
     int slot_ = 0;
 };
@@ -138,7 +103,7 @@ class ReadJob::Lane {
 ReadJob::ReadJob(std::vector<std::string> paths, const Settings& settings)
     : paths_(std::move(paths)),
       settings_(settings),
-      buffer_bytes_(page_ceil(std::max(settings.piece_bytes, settings.block_bytes)) + PAGE_BYTES) {
+      most_bytes_(page_ceil(std::max(settings.piece_bytes, settings.block_bytes)) + PAGE_BYTES) {
     if (settings.threads < 1) {
         throw std::invalid_argument("threads must be at least 1, not " + std::to_string(settings.threads));
     }
@@ -208,7 +173,7 @@ void ReadJob::cut_into_pieces() {
             Piece& piece = pieces_.back();
             const std::uint64_t joined_stop = std::max(piece.stop, stop);
             if (piece.file == slice.file && slice.offset <= piece.stop + GAP_BYTES &&
-                page_ceil(joined_stop) - page_floor(piece.start) <= buffer_bytes_) {
+                page_ceil(joined_stop) - page_floor(piece.start) <= most_bytes_) {
                 piece.stop = joined_stop;
                 piece.last = i + 1;
                 continue;
@@ -219,12 +184,15 @@ void ReadJob::cut_into_pieces() {
 }
 
 std::size_t ReadJob::scratch_bytes() const {
-    return settings_.threads * buffer_bytes_ * (device_ >= 0 ? 2 : 1);
+    return settings_.threads * most_bytes_ * (device_ >= 0 ? 2 : 1);
 }
 
 void ReadJob::run() {
     if (started_.exchange(true)) throw std::invalid_argument("the job has run");
     cut_into_pieces();
+    for (const Piece& piece : pieces_) {
+        buffer_bytes_ = std::max<std::size_t>(buffer_bytes_, page_ceil(piece.stop) - page_floor(piece.start));
+    }
     // What is queued on the GPU may still use the memory that the destinations lie in.
     if (device_ >= 0) wait_for_device(device_);
     const std::size_t threads = std::min<std::size_t>(settings_.threads, pieces_.size());

@@ -77,11 +77,12 @@ class ReadJob {
 
     const std::vector<std::string> paths_;
     const Settings settings_;
-    const std::size_t buffer_bytes_;
+    const std::size_t most_bytes_;  // of a piece, in whole pages
 
     std::size_t reads_ = 0;
     std::vector<Slice> slices_;
     std::vector<Piece> pieces_;
+    std::size_t buffer_bytes_ = 0;  // of the largest piece, in whole pages
     int device_ = -1;  // the GPU of all destinations that are on one
 
     std::atomic<bool> started_{false};

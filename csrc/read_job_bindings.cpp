@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "read_job.h"
+#include "release_gil.h"
 
 namespace py = pybind11;
 
@@ -31,7 +32,6 @@ void bind_read_job(py::module_& m) {
     m.attr("DamagedBlock") = py::handle(damaged_block);
     py::register_local_exception_translator(raise_damaged_block);
 
-    using WithoutGil = py::call_guard<py::gil_scoped_release>;
     py::class_<ReadJob>(m, "ReadJob")
         .def(py::init([](std::vector<std::string> paths, int threads, std::size_t piece_bytes, std::size_t block_bytes,
                          bool direct, bool pinned) {

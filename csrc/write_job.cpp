@@ -11,12 +11,15 @@
 
 #include "crc32.h"
 #include "device_copy.h"
+#include "host_buffer.h"
+#include "host_copy.h"
+#include "parallel.h"
 
 namespace mcore_ckpt {
 namespace {
 
-// What is read from memory once: copied or checked while it is in a core's own cache, where the next step finds it.
-constexpr std::size_t CACHED_BYTES = std::size_t{128} << 10;
+// What is read from memory once: checked, then copied while it is in a core's own cache.
+constexpr std::size_t CACHED_BYTES = std::size_t{32} << 10;
 // A piece of a file in the page cache. The system copies it while the CRC has it in the core's own cache.
 constexpr std::size_t BUFFERED_PIECE_BYTES = std::size_t{256} << 10;
 // Smaller tensors are gathered by copying: for them a system call's entry per tensor costs more.
@@ -27,8 +30,8 @@ std::uint32_t copy_and_check(std::uint8_t* destination, const std::uint8_t* sour
     std::uint32_t crc = 0;
     for (std::size_t at = 0; at < nbytes; at += CACHED_BYTES) {
         const std::size_t size = std::min(CACHED_BYTES, nbytes - at);
-        std::memcpy(destination + at, source + at, size);
-        crc = crc32(destination + at, size, crc);
+        crc = crc32(source + at, size, crc);
+        copy_past_cache(destination + at, source + at, size);
     }
     return crc;
 }
@@ -82,12 +85,11 @@ void check(const WriteJob::Range& range, bool in_place) {
 
 void write_patches(File& file, const WriteJob::Patches& patches) {
     if (patches.empty()) return;
-    const File reader(file.path(), File::Mode::READ, file.direct());
     const HostBuffer pages(2 * PAGE_BYTES);
     for (const auto& [offset, crc] : patches) {
         const std::uint64_t begin = page_floor(offset), after = offset + FileImage::DESCRIPTOR_BYTES;
         const std::uint64_t end = page_ceil(after);
-        reader.read(pages.data(), end - begin, begin, after - begin);
+        file.read(pages.data(), end - begin, begin, after - begin);
         put_descriptor(offset, crc, begin, end, pages.data());
         file.write(pages.data(), end - begin, begin);
     }
@@ -119,9 +121,10 @@ struct WriteJob::Target {
     std::unique_ptr<File> file;
     std::size_t taken = 0, checked = 0, written = 0;  // pieces; checked: all before this one have their CRCs in `crcs`
     std::vector<bool> has_crcs;
+    bool has_arrived = false;
 
     // Fixed once OPEN.
-    std::uint64_t piece_bytes = 0;
+    std::uint64_t piece_bytes = 0;  // pieces end at multiples of it in the file
     std::size_t pieces = 0;
 
     // Each written by one thread, and read by others after `checked` has passed it.
@@ -133,12 +136,15 @@ struct WriteJob::Target {
     std::mutex writing;
 
     bool ended() const { return pieces != 0 && written == pieces; }
-    std::uint64_t cut(std::size_t piece) const { return std::min(range.start + piece * piece_bytes, range.stop); }
+    std::size_t piece_at(std::uint64_t offset) const { return offset / piece_bytes - range.start / piece_bytes; }
+    std::uint64_t cut(std::size_t piece) const {
+        return std::clamp((range.start / piece_bytes + piece) * piece_bytes, range.start, range.stop);
+    }
 
     void set_pieces(std::uint64_t bytes) {
         piece_bytes = bytes;
         // A range without bytes has a piece, too: somebody must open the file.
-        pieces = std::max<std::size_t>(1, (range.stop - range.start + bytes - 1) / bytes);
+        pieces = range.start == range.stop ? 1 : piece_at(range.stop - 1) + 1;
         has_crcs.resize(pieces);
         crcs.resize(pieces);
     }
@@ -153,8 +159,8 @@ struct WriteJob::Target {
     std::uint32_t slot_crc(const FileImage::Slot& slot) const {
         std::uint32_t crc = 0;
         if (slot.begin == slot.end) return crc;
-        const std::size_t last = (slot.end - 1 - range.start) / piece_bytes;
-        for (std::size_t k = (slot.begin - range.start) / piece_bytes; k <= last; ++k) {
+        const std::size_t last = piece_at(slot.end - 1);
+        for (std::size_t k = piece_at(slot.begin); k <= last; ++k) {
             const auto blocks = range.image->blocks_in(cut(k), cut(k + 1));
             const FileImage::Block* first = range.image->blocks().data() + slot.first_block;
             for (const auto* block = std::max(blocks.begin(), first); block != blocks.end(); ++block) {
@@ -166,11 +172,17 @@ struct WriteJob::Target {
         return crc;
     }
 
-    // The first event after which all of the piece's slots are in place.
-    std::optional<std::uintptr_t> event_of(const Piece& piece) const {
+    // Of the bytes that block `block` has from `offset` on.
+    const std::uint8_t* source(const FileImage::Block& block, std::uint64_t offset) const {
+        if (in_place) return range.buffer + (offset - range.start);
+        return range.sources[block.slot] + (offset - range.image->slots()[block.slot].begin);
+    }
+
+    // The first event after which all slots are in place up to `offset`.
+    std::optional<std::uintptr_t> event_before(std::uint64_t offset) const {
         if (range.ready.empty()) return {};
         const auto before = [](const auto& ready, std::uint64_t at) { return ready.first < at; };
-        const std::uint64_t needed = std::min(piece.end, range.ready.back().first);
+        const std::uint64_t needed = std::min(offset, range.ready.back().first);
         return std::lower_bound(range.ready.begin(), range.ready.end(), needed, before)->second;
     }
 };
@@ -178,7 +190,7 @@ struct WriteJob::Target {
 // What a thread does with a piece, and the memory that it does it in.
 class WriteJob::Worker {
   public:
-    explicit Worker(WriteJob& job) : job_(job) {}
+    explicit Worker(WriteJob& job) : job_(job), extent_(job.huge_page_credit_) {}
 
     // False if the job has been stopped in between.
     bool process(const Piece& piece) {
@@ -188,13 +200,13 @@ class WriteJob::Worker {
         const bool in_turn = std::any_of(descriptors.begin(), descriptors.end(), [&](const auto& descriptor) {
             return target.range.image->slots()[descriptor.slot].begin < piece.begin;
         });
-        if (!job_.publish(piece, std::move(crcs_), !target.in_place && direct_, in_turn)) return false;
+        if (!job_.publish(piece, std::move(crcs_), !target.in_place && copies_, in_turn)) return false;
         for (const auto& descriptor : descriptors) {
             const std::uint32_t crc = target.slot_crc(target.range.image->slots()[descriptor.slot]);
             put_descriptor(descriptor.at, crc, piece.begin, piece.end, memory_);
         }
-        write(piece);
-        job_.written(piece, !target.in_place && !direct_);
+        if (!mapped_) write(piece);
+        job_.written(piece, !target.in_place && !copies_);
         return true;
     }
 
@@ -202,19 +214,17 @@ class WriteJob::Worker {
     // Brings the piece's bytes into place, and their CRCs into crcs_.
     void prepare(const Piece& piece) {
         Target& target = *piece.target;
-        if (const auto event = target.event_of(piece)) wait_for_event(*event);
-        memory_ = memory_of(piece);
+        if (const auto event = target.event_before(piece.end)) {
+            wait_for_event(*event);
+            if (piece.end == target.range.stop) job_.arrived(target);
+        }
+        choose_memory(piece);
         crcs_.clear();
         iovecs_.clear();
         const auto payload = [&](const FileImage::Block& block, std::uint64_t begin, std::uint64_t end) {
             std::uint8_t* place = memory_ + (begin - piece.begin);
-            if (target.in_place) {
-                crcs_.push_back(crc32(place, end - begin, 0));
-                return append(iovecs_, place, end - begin);
-            }
-            const std::uint64_t slot_begin = target.range.image->slots()[block.slot].begin;
-            const std::uint8_t* source = target.range.sources[block.slot] + (begin - slot_begin);
-            if (direct_ || end - begin < GATHER_BELOW_BYTES) {
+            const std::uint8_t* source = target.source(block, begin);
+            if (source != place && (copies_ || end - begin < GATHER_BELOW_BYTES)) {
                 crcs_.push_back(copy_and_check(place, source, end - begin));
                 append(iovecs_, place, end - begin);
             } else {
@@ -230,12 +240,26 @@ class WriteJob::Worker {
         target.range.image->walk(piece.begin, piece.end, payload, gap);
     }
 
-    std::uint8_t* memory_of(const Piece& piece) {
+    void choose_memory(const Piece& piece) {
         const Target& target = *piece.target;
         direct_ = target.file->direct();
-        if (target.in_place) return target.range.buffer + (piece.begin - target.range.start);
-        const std::size_t available = own_ ? own_->nbytes() : 0;
-        if (available < piece.end - piece.begin) own_.emplace(page_ceil(target.cut(1) - target.cut(0)));
+        memory_ = map_extent(piece);
+        mapped_ = memory_ != nullptr;
+        copies_ = mapped_ || (direct_ && !target.in_place);
+        if (mapped_) return;
+        memory_ = target.in_place ? target.range.buffer + (piece.begin - target.range.start) : own_memory(piece);
+    }
+
+    std::uint8_t* map_extent(const Piece& piece) {
+        File& file = *piece.target->file;
+        const bool whole = piece.end - piece.begin == HugeExtent::BYTES && piece.begin % HugeExtent::BYTES == 0;
+        return whole && file.in_memory() ? extent_.map(file, piece.begin) : nullptr;
+    }
+
+    std::uint8_t* own_memory(const Piece& piece) {
+        const Target& target = *piece.target;
+        const std::uint64_t most = std::min(target.piece_bytes, target.range.stop - target.range.start);
+        if (most != 0 && (!own_ || own_->nbytes() < most)) own_.emplace(page_ceil(most));
         return own_ ? own_->data() : nullptr;
     }
 
@@ -281,8 +305,11 @@ class WriteJob::Worker {
     }
 
     WriteJob& job_;
+    HugeExtent extent_;
     std::optional<HostBuffer> own_;
-    std::uint8_t* memory_ = nullptr;  // where the piece's first byte is; with O_DIRECT so is all the rest
+    std::uint8_t* memory_ = nullptr;  // where the piece's first byte goes
+    bool mapped_ = false;             // what is in memory_ is in the file
+    bool copies_ = false;             // all payload goes to memory_
     bool direct_ = false;             // as the file was when the piece was begun
     Crcs crcs_;
     std::vector<iovec> iovecs_;
@@ -323,27 +350,23 @@ void WriteJob::start() {
     require_same_process();
     const std::lock_guard<std::mutex> joining(joining_);
     std::uint64_t shares = 0;
+    bool events = false;
     {
         const Lock lock(mutex_);
         if (started_ || cancelled_) throw std::runtime_error("a job is started once");
         for (const auto& target : targets_) {
             shares += (target->range.stop - target->range.start) / BUFFERED_PIECE_BYTES + 1;
+            events = events || !target->range.ready.empty();
         }
         started_ = true;
         start_time_ = Clock::now();
     }
-    const std::size_t wanted = std::min<std::uint64_t>(thread_count_, shares);
-    threads_.reserve(wanted);
-    while (threads_.size() < wanted) {
-        try {
-            threads_.emplace_back([this] { work(); });
-        } catch (const std::system_error&) {
-            // A container's limit on threads makes a save slower, it must not make it fail.
-            if (!threads_.empty()) break;
-            cancel();
-            throw;
-        }
+    threads_ = start_threads(std::min<std::uint64_t>(thread_count_, shares), [this] { work(); });
+    if (threads_.empty()) {
+        cancel();
+        throw std::system_error(EAGAIN, std::generic_category(), "starting a thread");
     }
+    if (events) watcher_ = start_threads(1, [this] { watch_events(); });
 }
 
 WriteJob::Target& WriteJob::at(std::size_t file) const {
@@ -427,8 +450,10 @@ void WriteJob::close() {
     if (forked()) return;
     cancel();
     const std::lock_guard<std::mutex> joining(joining_);
-    for (auto& thread : threads_) thread.join();
-    threads_.clear();
+    for (auto* threads : {&threads_, &watcher_}) {
+        for (auto& thread : *threads) thread.join();
+        threads->clear();
+    }
     const Lock lock(mutex_);
     for (auto& target : targets_) target->file.reset();
 }
@@ -444,11 +469,17 @@ void WriteJob::fail(const Target& target) noexcept {
     file_ended_.notify_all();
 }
 
+std::size_t WriteJob::piece_bytes_of(const File& file) const {
+    if (file.direct()) return piece_bytes_;
+    const bool huge = file.in_memory() && huge_page_credit_.left() && piece_bytes_ >= HugeExtent::BYTES;
+    return huge ? HugeExtent::BYTES : std::min(piece_bytes_, BUFFERED_PIECE_BYTES);
+}
+
 void WriteJob::open(Target& target) {
     auto file = std::make_unique<File>(target.range.path, File::Mode::WRITE, direct_);
     file->reserve(target.range.start, target.range.stop - target.range.start);
     const Lock lock(mutex_);
-    target.set_pieces(file->direct() ? piece_bytes_ : std::min(piece_bytes_, BUFFERED_PIECE_BYTES));
+    target.set_pieces(piece_bytes_of(*file));
     target.file = std::move(file);
     target.state = Target::State::OPEN;
     changed_.notify_all();
@@ -501,6 +532,26 @@ void WriteJob::written(const Piece& piece, bool copied) {
     if (copied) copied_seconds_ = written_seconds_;
     ++piece.target->written;
     if (piece.target->ended()) file_ended_.notify_all();
+}
+
+void WriteJob::arrived(Target& target) {
+    const Lock lock(mutex_);
+    if (!target.has_arrived) copied_seconds_ = seconds();
+    target.has_arrived = true;
+}
+
+// A piece may be taken long after its event has happened.
+void WriteJob::watch_events() {
+    for (const auto& target : targets_) {
+        const auto event = target->event_before(target->range.stop);
+        if (!event) continue;
+        try {
+            wait_for_event(*event);
+        } catch (const std::exception&) {
+            return;  // whoever takes the piece gets the same error, and tells it
+        }
+        arrived(*target);
+    }
 }
 
 void WriteJob::work() {

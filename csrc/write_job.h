@@ -19,7 +19,7 @@
 
 #include "file.h"
 #include "file_image.h"
-#include "host_buffer.h"
+#include "huge_extent.h"
 
 namespace mcore_ckpt {
 
@@ -63,7 +63,8 @@ class WriteJob {
     void finish(std::size_t file, const std::optional<std::string>& tail, const Patches& patches);
 
     std::uint64_t progress() const { return bytes_written_; }
-    // Seconds from the start to the end of the last copy out of the sources, and to that of the last write.
+    // Seconds from the start until the last byte was taken from the sources, or the last event had happened (0: there
+    // are none), and until the last write.
     std::pair<double, double> times() const;
 
     void cancel();
@@ -86,13 +87,16 @@ class WriteJob {
     void require_same_process() const;
     Target& at(std::size_t file) const;
     std::optional<Piece> take();
+    std::size_t piece_bytes_of(const File& file) const;
     void open(Target& target);
     bool stopped(const Target& target) const;
     void throw_if_stopped(const Target& target) const;
     bool publish(const Piece& piece, Crcs crcs, bool copied, bool in_turn);
     void written(const Piece& piece, bool copied);
+    void arrived(Target& target);
     void fail(const Target& target) noexcept;
     void work();
+    void watch_events();
     double seconds() const;
 
     const int thread_count_;
@@ -112,9 +116,10 @@ class WriteJob {
     double copied_seconds_ = 0, written_seconds_ = 0;
     Clock::time_point start_time_;
     std::atomic<std::uint64_t> bytes_written_{0};
+    HugePageCredit huge_page_credit_;
 
     std::mutex joining_;
-    std::vector<std::thread> threads_;
+    std::vector<std::thread> threads_, watcher_;
 };
 
 }  // namespace mcore_ckpt

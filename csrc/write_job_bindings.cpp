@@ -22,7 +22,6 @@ using Offsets = std::vector<std::uint64_t>;
 using Crcs = FileImage::Crcs;
 using Addresses = std::vector<std::uintptr_t>;
 using Ready = std::vector<std::pair<std::uint64_t, std::uintptr_t>>;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 // How long a thread waits before it looks for Ctrl-C.
 constexpr std::chrono::milliseconds SIGNALS_EVERY{100};
@@ -114,8 +113,7 @@ void bind_write_job(py::module_& m) {
         .def(py::init<int, std::size_t, bool>(), py::kw_only(), py::arg("threads"), py::arg("piece_bytes"),
              py::arg("direct") = true)
         .def("add_file", &add_file, py::arg("path"), py::arg("image").none(false), py::arg("start"), py::arg("stop"),
-             py::arg("sources").none(true), py::arg("buffer"),
-             py::arg("ready") = Ready())
+             py::arg("sources").none(true), py::arg("buffer"), py::arg("ready") = Ready())
         .def("start", &WriteJob::start, WithoutGil())
         .def("wait", &wait, py::arg("file"), py::arg("timeout") = py::none())
         .def("finish", &finish, py::arg("file"), py::arg("tail").none(true), py::arg("patches") = WriteJob::Patches())

@@ -41,16 +41,6 @@ def copy_host(destinations: list[int], sources: list[int], nbytes: list[int], th
     two destinations, and no destination and another copy's source, may overlap either: that is not checked.
     """
 
-def copy_to_host(destinations: list[int], sources: list[int], nbytes: list[int], stream: int) -> None:
-    """Copies from GPU to host memory on `stream`, and returns when the stream has done all it was given.
-
-    All GPU addresses belong to one GPU, the stream's. Raises ValueError as `copy_host` does; RuntimeError with CUDA's
-    words where CUDA fails, and where the package was built without CUDA.
-    """
-
-def copy_to_device(destinations: list[int], sources: list[int], nbytes: list[int], stream: int) -> None:
-    """As `copy_to_host`, from host to GPU memory."""
-
 class DamagedBlock(ValueError):
     """`args`: number of the read, offset and size of the block in the file whose CRC is wrong."""
 
@@ -241,7 +231,8 @@ class WriteJob:
     """Writes ranges of files on threads of its own: each piece is copied, checked and written by one of them.
 
     Piece by piece in the order of the files; `wait` and `finish` for one file while later ones are being written. Past
-    the page cache where the file system can, else in pieces of at most 256 KiB. The caller keeps `sources` and buffers
+    the page cache where the file system can; on tmpfs by storing into huge pages where the system gives them quickly;
+    else in pieces of at most 256 KiB. The caller keeps `sources` and buffers
     alive and unchanged until the job is closed or has written them. The job ends with its last reference, too.
 
     The first error of a file ends the job for it and all later files: each of them raises it. A job belongs to its
@@ -269,8 +260,8 @@ class WriteJob:
         Args:
             start, stop: multiples of 4096; `stop` may be the image's end.
             sources: the address of each slot's bytes, any for slots outside the range. Or None:
-            buffer: the address, a multiple of 4096, of the byte at `start`; the slots are in place there, the gaps are
-                filled in by the job. 0 with `sources`.
+            buffer: the address, a multiple of 4096, of the byte at `start`; the slots are in place there, the gaps
+                belong to the job. 0 with `sources`.
             ready: `(offset, event)`, ascending: what is before the offset in the file is in place when the event (a
                 cudaEvent_t) has happened. Empty: all is.
 
@@ -302,7 +293,11 @@ class WriteJob:
         """Bytes written so far."""
 
     def times(self) -> tuple[float, float]:
-        """Seconds from the start until the last byte was taken from `sources` (0: none), and until the last write."""
+        """Seconds from the start until all had been copied, and until the last write.
+
+        All had been copied when the last byte was taken from `sources`, the last `ready` event had happened. 0: neither
+        was there to wait for.
+        """
 
     def cancel(self) -> None:
         """Ends the job at the next pieces, without waiting for those in flight. What is written may be finished."""

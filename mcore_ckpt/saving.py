@@ -198,11 +198,20 @@ class Save:
             writer.start()
             written = self._write_small(staging)  # while the disk has the large ones
             written += writer.finish()
-            self._times["copied"] = writer.times()[0] if self._in_place else self._capture.seconds
+            self._times["copied"] = self._copy_seconds(writer.times()[0])
         for folder in {(staging / file.path).parent for file in written}:
             sync_dir(folder)
         self._times["written"] = time.perf_counter()
         return written
+
+    def _copy_seconds(self, last_arrived: float) -> float:
+        """Until the state was copied out; `last_arrived` is when the writer had the last of it, since it began."""
+        assert isinstance(self._capture, Capture)
+        if self._in_place:
+            return last_arrived
+        if not self._plan.on_gpu:
+            return self._capture.seconds
+        return self._times["writing"] - self._times["planned"] + last_arrived
 
     def _write_small(self, staging: Path) -> list[WrittenFile]:
         place, written = self._session.coordinates.place, []

@@ -1,29 +1,66 @@
 #!/bin/sh
-# The engine in csrc/ under AddressSanitizer and UndefinedBehaviorSanitizer, then under ThreadSanitizer: some 15 s of random
-# jobs each, without Python. Exit status 77 where the compiler has no sanitizers.
+# csrc/ under AddressSanitizer and UndefinedBehaviorSanitizer, then under ThreadSanitizer, without Python: random jobs
+# that write and read, and, where CUDA's headers are, all that uses a GPU, on a fake one. Exit status 77 where the
+# compiler has no sanitizers.
 #
-#     scripts/sanitize.sh [seconds each]
+#     scripts/sanitize.sh [seconds for each kind of job and sanitizer]
 set -eu
 cd "$(dirname "$0")/.."
 seconds=${1:-5}
 compiler=${CXX:-g++}
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
+memory=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)
+trap 'rm -rf "$folder" "$memory"' EXIT
 
-sources="tests/native/engine_stress.cpp"
-for name in crc32 file file_image host_buffer parallel write_job; do
-    sources="$sources csrc/$name.cpp"
-done
-
-for sanitizer in address,undefined thread; do
+sanitizers="address,undefined thread"
+for sanitizer in $sanitizers; do
     if ! echo 'int main() {}' | "$compiler" -x c++ - "-fsanitize=$sanitizer" -o "$folder/empty" 2>"$folder/why"; then
         echo "$compiler has no -fsanitize=$sanitizer: $(head -n 1 "$folder/why")" >&2
         exit 77
     fi
+    mkdir "$folder/$sanitizer"
+done
+
+common="csrc/crc32.cpp csrc/file.cpp csrc/host_buffer.cpp csrc/host_copy.cpp csrc/parallel.cpp"
+write_stress="tests/native/write_stress.cpp csrc/write_job.cpp csrc/file_image.cpp csrc/huge_extent.cpp"
+read_stress="tests/native/read_stress.cpp csrc/read_job.cpp csrc/device_copy_none.cpp"
+device_test=""
+headers=.
+for home in "${CUDA_HOME:-}" /usr/local/cuda; do
+    [ -e "$home/include/cuda_runtime_api.h" ] || continue
+    device_test="tests/native/fake_cuda/device_copy_test.cpp tests/native/fake_cuda/fake_cuda.cpp"
+    device_test="$device_test csrc/read_job.cpp csrc/device_copy.cu csrc/device_copier.cu"
+    headers=$home/include
+    break
+done
+[ -n "$device_test" ] || echo "there are no CUDA headers in CUDA_HOME or /usr/local/cuda: no test on a fake GPU"
+
+for sanitizer in $sanitizers; do
+    for source in $common $write_stress $read_stress $device_test; do
+        echo "$sanitizer" "$source" "$folder/$sanitizer/$(basename "$source").o"
+    done
+done | sort -u | xargs -P "$(nproc)" -L 1 sh -c '
+    exec "$0" -std=c++17 -O1 -g -pthread "-fsanitize=$2" -fno-sanitize-recover=all -Icsrc -isystem "$1" \
+        "-DMCORE_CKPT_NO_CUDA_REASON=\"this is a test\"" -x c++ -c "$3" -o "$4"' "$compiler" "$headers"
+
+# check SANITIZER "SOURCES" [ARGUMENT ...]: links them with what is common, and runs that.
+check() {
+    sanitizer=$1
+    objects=""
+    for source in $common $2; do
+        objects="$objects $folder/$sanitizer/$(basename "$source").o"
+    done
+    shift 2
     # shellcheck disable=SC2086
-    "$compiler" -std=c++17 -O1 -g -pthread "-fsanitize=$sanitizer" -fno-sanitize-recover=all -Icsrc $sources -o "$folder/stress"
+    "$compiler" -pthread "-fsanitize=$sanitizer" $objects -ldl -o "$folder/program"
     mkdir "$folder/files"
     # ThreadSanitizer cannot place its shadow memory where the kernel randomizes addresses in more than 28 bits.
-    TSAN_OPTIONS=halt_on_error=1 setarch -R "$folder/stress" "$folder/files" "$seconds"
+    TSAN_OPTIONS=halt_on_error=1 setarch -R "$folder/program" "$folder/files" "$@"
     rm -r "$folder/files"
+}
+
+for sanitizer in $sanitizers; do
+    check "$sanitizer" "$write_stress" "$seconds" "$memory"
+    check "$sanitizer" "$read_stress" "$seconds"
+    [ -z "$device_test" ] || check "$sanitizer" "$device_test"
 done

@@ -1,6 +1,5 @@
 import itertools
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from mcore_ckpt import _native
 
 MEBIBYTE = 1 << 20
 POISON = 0xA5
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Scattered:
@@ -116,54 +113,3 @@ def test_what_cannot_be_meant_is_refused(
 def test_negative_numbers_are_refused() -> None:
     with pytest.raises(TypeError):
         _native.copy_host([8], [16], [-1], 1)
-
-
-@pytest.mark.skipif(torch.cuda.is_available() and _native.built_with_cuda, reason="needs a machine without a GPU")
-@pytest.mark.parametrize("copy", [_native.copy_to_host, _native.copy_to_device], ids=["to host", "to device"])
-def test_without_a_gpu_one_sentence_says_why(copy: Callable[..., None]) -> None:
-    buffer = torch.zeros(8, dtype=torch.uint8)
-    reason = "CUDA failed" if _native.built_with_cuda else "it was built without CUDA, because"
-    with pytest.raises(RuntimeError, match=reason) as error:
-        copy([buffer.data_ptr()], [buffer.data_ptr() + 4], [4], 0)
-    assert "\n" not in str(error.value)
-
-
-@needs_gpu
-@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
-@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
-@pytest.mark.parametrize("sizes", [[5, 0, 300_001, 64] * 25, [64 * MEBIBYTE + 3]], ids=["many", "huge"])
-def test_to_the_gpu_and_back(sizes: list[int], own_stream: bool, pinned: bool) -> None:
-    assert _native.built_with_cuda
-    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-    pieces = Scattered(sizes, 2)
-    source = pieces.source.pin_memory() if pinned else pieces.source
-    on_gpu = torch.full_like(pieces.destination, POISON, device="cuda")
-    torch.cuda.synchronize()
-    _native.copy_to_device(*pieces.addresses(on_gpu, source), stream.cuda_stream)
-    assert torch.equal(on_gpu.cpu(), pieces.expected())
-
-    back = torch.full_like(pieces.destination, POISON)
-    back = back.pin_memory() if pinned else back
-    host_starts = [back.data_ptr() + start for start in pieces.starts]
-    gpu_starts = [on_gpu.data_ptr() + start for start in pieces.starts]
-    _native.copy_to_host(host_starts, gpu_starts, pieces.sizes, stream.cuda_stream)
-    assert torch.equal(back, pieces.expected())
-
-
-@needs_gpu
-def test_the_copy_waits_for_what_is_on_its_stream() -> None:
-    stream = torch.cuda.Stream()
-    host = torch.zeros(MEBIBYTE, dtype=torch.uint8)
-    with torch.cuda.stream(stream):
-        on_gpu = torch.zeros(MEBIBYTE, dtype=torch.uint8, device="cuda")
-        torch.cuda._sleep(10_000_000)
-        on_gpu.fill_(7)
-    _native.copy_to_host([host.data_ptr()], [on_gpu.data_ptr()], [MEBIBYTE], stream.cuda_stream)
-    assert bool((host == 7).all())
-
-
-@needs_gpu
-def test_host_memory_where_gpu_memory_is_meant_is_refused() -> None:
-    host, other = torch.zeros(8), torch.zeros(8)
-    with pytest.raises(ValueError, match="GPU memory"):
-        _native.copy_to_host([host.data_ptr()], [other.data_ptr()], [8], 0)

@@ -1,6 +1,10 @@
+import ctypes
 import errno
+import fcntl
 import itertools
+import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,7 @@ from mcore_ckpt import _native
 from mcore_ckpt.storage.pt_image import build_image
 
 MEBIBYTE = 1 << 20
+HUGE_PAGE = 2 * MEBIBYTE
 TAIL = b"what comes after the image"
 
 
@@ -122,6 +127,101 @@ def test_large_pieces_and_several_files(folder: Path, in_place: bool) -> None:
     job.close()
 
 
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 200) | st.integers(0, 5 * MEBIBYTE), max_size=4),
+    threads=st.integers(1, 3),
+    kept=st.sampled_from([0, 3 * MEBIBYTE, 30 * MEBIBYTE]),
+    data=st.data(),
+)
+def test_large_files_in_memory(
+    memory_folder: Path, sizes: list[int], threads: int, kept: int, data: st.DataObject
+) -> None:
+    """Whole huge pages are stored into, the rest of a range is written."""
+    reference = Reference([*sizes, 3 * HUGE_PAGE], [4094, *[60] * len(sizes)], 4000, MEBIBYTE)
+    memory, path = Memory(reference), memory_folder / "file.pt"
+    path.write_bytes(b"\xee" * kept)  # left by an earlier try
+    cuts = data.draw(page_cuts(reference.end))
+    jobs, parts = [], []
+    for start, stop in itertools.pairwise(cuts):
+        jobs.append(_native.WriteJob(threads=threads, piece_bytes=4 * MEBIBYTE))
+        memory.add(jobs[-1], path, start, stop, in_place=data.draw(st.booleans()))
+        jobs[-1].start()
+    for job, (start, stop) in zip(jobs, itertools.pairwise(cuts), strict=True):
+        parts.append(reference.part_crcs(start, stop))
+        assert job.wait(0) == parts[-1]
+    image = reference.image()
+    crcs = image.slot_crcs(image.join(cuts, parts))
+    patches = [(at, crcs[slot]) for at, slot in image.foreign_descriptors(cuts)]
+    jobs[-1].finish(0, TAIL, patches)
+    assert path.read_bytes() == reference.data + TAIL
+
+
+def shared_huge_pages() -> int:
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("ShmemHugePages:")]
+    return int(line.split()[1]) << 10
+
+
+def test_a_file_in_memory_is_made_of_huge_pages(memory_folder: Path) -> None:
+    nbytes = 64 * MEBIBYTE
+    image = _native.FileImage([0], [nbytes], [nbytes], [(nbytes, bytes(4))], nbytes + 4, MEBIBYTE)
+    most = 0
+    for attempt in range(5):
+        # Frees huge pages that are quick to get again: where they are slow to get the job does without.
+        _native.HostBuffer(8 * nbytes)
+        source = _native.HostBuffer(nbytes)
+        before = shared_huge_pages()
+        job = _native.WriteJob(threads=2, piece_bytes=4 * MEBIBYTE)
+        job.add_file(memory_folder / f"file{attempt}", image, 0, image_end := nbytes + 4, [source.address], 0)
+        job.start()
+        assert job.wait(0) is not None
+        job.finish(0, TAIL)
+        assert (memory_folder / f"file{attempt}").stat().st_size == image_end + len(TAIL)
+        most = max(most, shared_huge_pages() - before)
+    if most == 0 and "[deny]" in Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text():
+        pytest.skip("the system makes no huge pages of files in memory")
+    assert most > nbytes // 2
+
+
+def pages_in_cache(path: Path) -> int:
+    with path.open("rb") as file:
+        view = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    resident = (ctypes.c_ubyte * -(-len(view) // PAGE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(view)), resident) == 0
+    return sum(page & 1 for page in resident)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["sources", "in place"])
+def test_what_goes_to_a_disk_goes_past_the_page_cache(tmp_path: Path, in_place: bool) -> None:
+    try:
+        descriptor = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        os.pwrite(descriptor, mmap.mmap(-1, MEBIBYTE), 0)
+        os.close(descriptor)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT here: {error}")
+    if pages_in_cache(tmp_path / "probe") != 0:
+        pytest.skip("this file system takes O_DIRECT and uses the page cache")
+    reference = Reference([5 * MEBIBYTE + 3, 700, 40_000, 6 * MEBIBYTE], [70] * 4, 999, MEBIBYTE)
+    memory = Memory(reference)
+    job = _native.WriteJob(threads=3, piece_bytes=MEBIBYTE)
+    memory.add(job, tmp_path / "file", 0, reference.end, in_place)
+    job.start()
+    job.wait(0)
+    job.finish(0, TAIL, [(reference.descriptors[0], reference.slot_crcs[0])])
+    assert pages_in_cache(tmp_path / "file") == 0
+    assert (tmp_path / "file").read_bytes() == reference.data + TAIL
+
+
 def test_a_file_of_torch(folder: Path) -> None:
     tree = {"weights": {f"layer.{i}": torch.randn(200 + i, 301) for i in range(30)}, "none": torch.empty(0), "step": 7}
     tensors = [*tree["weights"].values(), tree["none"]]  # type: ignore[attr-defined]
@@ -146,8 +246,8 @@ def test_a_file_of_torch(folder: Path) -> None:
     assert zlib.crc32(path.read_bytes()) == zlib.crc32(tail, layout.file_crc(crcs))
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-    for mmap in [False, True]:
-        torch.testing.assert_close(torch.load(path, weights_only=True, mmap=mmap), tree, rtol=0, atol=0)
+    for mapped in [False, True]:
+        torch.testing.assert_close(torch.load(path, weights_only=True, mmap=mapped), tree, rtol=0, atol=0)
 
 
 def small_job(reference: Reference, paths: list[Path], threads: int = 2) -> tuple[_native.WriteJob, Memory]:
@@ -223,14 +323,19 @@ write(1 << 20, b"")
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [PAGE, HUGE_PAGE])
+@pytest.mark.parametrize("size", ["1m", "7m"])
+def test_a_full_disk(tmp_path: Path, piece: int, size: str) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True).returncode != 0:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("may not mount a tmpfs")
     try:
-        reference = Reference([2 * MEBIBYTE], [10], 100, MEBIBYTE)
-        job, _memory = small_job(reference, [mount / "file"])
+        reference = Reference([9 * MEBIBYTE], [10], 100, MEBIBYTE)
+        memory = Memory(reference)
+        job = _native.WriteJob(threads=2, piece_bytes=piece)
+        memory.add(job, mount / "file", 0, reference.end, in_place=False)
         job.start()
         with pytest.raises(OSError, match="at byte") as error:
             job.wait(0)
@@ -273,23 +378,25 @@ def test_a_job_may_be_dropped_at_any_time(tmp_path: Path, started: bool) -> None
 
 
 def test_a_wait_ends_at_its_timeout(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # to open it for writing is to wait for a reader
-    job, _memory = small_job(SMALL, [tmp_path / "pipe"])
+    path = tmp_path / "file"
+    path.touch()
+    leased = os.open(path, os.O_RDONLY)
+    fcntl.fcntl(leased, fcntl.F_SETSIG, signal.SIGURG)  # nobody minds this one
+    fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_RDLCK)  # to open the file for writing is to wait until it is closed
+    job, _memory = small_job(SMALL, [path])
     job.start()
     assert job.wait(0, 0) is None
     assert job.wait(0, -1.0) is None
     assert job.wait(0, 0.2) is None
     with pytest.raises(RuntimeError, match="not written yet"):
         job.finish(0, TAIL)
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY)
-    with pytest.raises(OSError, match="at byte"):
-        job.wait(0)
-    os.close(reader)
+    os.close(leased)
+    assert job.wait(0) == SMALL.part_crcs(0, SMALL.end)
 
 
 def test_an_event_without_a_gpu_is_an_error_of_the_file(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a GPU")
+    if _native.built_with_cuda:
+        pytest.skip("needs a build without CUDA: here an event is the address of one")
     memory = Memory(SMALL)
     job = _native.WriteJob(threads=2, piece_bytes=PAGE)
     job.add_file(tmp_path / "file", SMALL.image(), 0, SMALL.end, None, memory.in_place(0, SMALL.end), [(SMALL.end, 1)])

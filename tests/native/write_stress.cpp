@@ -1,5 +1,4 @@
-// The engine under a sanitizer, without Python: random jobs, whose files are compared byte by byte.
-// scripts/sanitize.sh.
+// WriteJob without Python: random jobs, whose files are compared byte by byte. For scripts/sanitize.sh.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -14,7 +13,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -82,11 +80,16 @@ struct Expected {
     std::vector<std::uint8_t> data;
     std::shared_ptr<const FileImage> image;
 
-    explicit Expected(Random& random) {
+    explicit Expected(Random& random, std::uint64_t largest = 60000) {
         std::vector<std::int64_t> descriptors;
         std::vector<FileImage::Gap> gaps;
         const auto append = [&](std::size_t nbytes) {
-            for (std::size_t i = 0; i < nbytes; ++i) data.push_back(static_cast<std::uint8_t>(random()));
+            std::size_t at = data.size();
+            data.resize(at + nbytes);
+            for (; at < data.size(); at += sizeof(std::uint64_t)) {
+                const std::uint64_t word = random();
+                std::memcpy(&data[at], &word, std::min(sizeof word, data.size() - at));
+            }
         };
         const auto gap = [&] {
             const std::size_t begin = data.size();
@@ -96,7 +99,7 @@ struct Expected {
         gap();
         for (std::uint64_t left = below(random, 12); left != 0; --left) {
             offsets.push_back(data.size());
-            sizes.push_back(below(random, 3) == 0 ? below(random, 200) : below(random, 60000));
+            sizes.push_back(below(random, 3) == 0 ? below(random, 200) : below(random, largest));
             append(sizes.back());
             descriptors.push_back(data.size());
             gap();
@@ -125,8 +128,9 @@ void deliver(const Expected& expected, HostBuffer& buffer) {
 }
 
 std::vector<std::uint8_t> contents(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
+    std::vector<std::uint8_t> bytes(std::filesystem::file_size(path));
+    std::ifstream(path, std::ios::binary).read(reinterpret_cast<char*>(bytes.data()), bytes.size());
+    return bytes;
 }
 
 void check_file(const std::string& path, std::vector<std::uint8_t> data, const std::string& tail) {
@@ -135,12 +139,11 @@ void check_file(const std::string& path, std::vector<std::uint8_t> data, const s
 }
 
 // Several files, each in two ranges that two jobs write; the patches and the tail come last.
-void write_files(Random& random, const std::string& folder) {
-    const std::size_t count = 1 + below(random, 4);
-    const std::size_t piece = PAGE_BYTES << below(random, 4);
+void write_files(Random& random, const std::string& folder, std::size_t count, std::uint64_t largest,
+                 std::size_t piece) {
     const bool direct = below(random, 2) == 0;
     std::vector<Expected> files;
-    for (std::size_t i = 0; i < count; ++i) files.emplace_back(random);
+    for (std::size_t i = 0; i < count; ++i) files.emplace_back(random, largest);
     WriteJob first(1 + below(random, 4), piece, direct), second(1 + below(random, 4), piece, direct);
     std::vector<std::uint64_t> cuts;
     for (std::size_t i = 0; i < count; ++i) {
@@ -168,6 +171,15 @@ void write_files(Random& random, const std::string& folder) {
     }
 }
 
+void write_small_files(Random& random, const std::string& folder) {
+    write_files(random, folder, 1 + below(random, 4), 60000, PAGE_BYTES << below(random, 4));
+}
+
+// Large enough for huge pages, where the folder is in memory.
+void write_a_large_file(Random& random, const std::string& folder) {
+    write_files(random, folder, 1, std::uint64_t{3} << 20, HUGE_PAGE_BYTES);
+}
+
 void write_what_arrives(Random& random, const std::string& folder) {
     const Expected expected(random);
     HostBuffer buffer(expected.data.size());
@@ -179,8 +191,10 @@ void write_what_arrives(Random& random, const std::string& folder) {
     }
     job.add_file(range);
     job.start();
+    require(job.times().first == 0, "all has arrived before it was sent");
     deliver(expected, buffer);
     job.wait(0, FOREVER);
+    require((job.times().first > 0) == !expected.offsets.empty(), "when the last slot has arrived");
     job.finish(0, "", {});
     check_file(folder + "/file", expected.data, "");
 }
@@ -271,19 +285,22 @@ void fail_somewhere(Random& random, const std::string& folder) {
 
 }  // namespace
 
+// Arguments: a folder, seconds, a folder in memory.
 int main(int, char** arguments) {
     std::signal(SIGXFSZ, SIG_IGN);
     const std::string folder = arguments[1];
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(std::atoi(arguments[2]));
     Random random(1);
-    // The read job's part belongs in this list.
     using Part = void (*)(Random&, const std::string&);
-    const Part parts[] = {write_files, write_what_arrives, overtake, stop_somewhere, fail_somewhere};
+    const std::pair<Part, std::string> parts[] = {
+        {write_small_files, folder}, {write_a_large_file, arguments[3]}, {write_what_arrives, folder},
+        {overtake, folder},          {stop_somewhere, folder},           {fail_somewhere, folder},
+    };
     std::size_t rounds = 0;
     for (; rounds < 4 || std::chrono::steady_clock::now() < until; ++rounds) {
-        for (const auto part : parts) {
-            part(random, folder);
-            for (const auto& entry : std::filesystem::directory_iterator(folder)) std::filesystem::remove(entry.path());
+        for (const auto& [part, place] : parts) {
+            part(random, place);
+            for (const auto& entry : std::filesystem::directory_iterator(place)) std::filesystem::remove(entry.path());
         }
     }
     std::printf("%zu rounds\n", rounds);
