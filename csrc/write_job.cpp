@@ -362,7 +362,7 @@ void WriteJob::start() {
         start_time_ = Clock::now();
     }
     threads_ = start_threads(std::min<std::uint64_t>(thread_count_, shares), [this] { work(); });
-    if (threads_.empty()) {
+    if (threads_.empty() && shares != 0) {
         cancel();
         throw std::system_error(EAGAIN, std::generic_category(), "starting a thread");
     }

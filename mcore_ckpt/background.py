@@ -67,7 +67,7 @@ class SaveHandle:
             CheckpointError: it failed; the previous checkpoint stays.
         """
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the save is still under way after {timeout:g} s")
+            raise TimeoutError(f"the save of step {self.step} is still under way after {timeout:g} s")
         if self._exception is not None:
             self.told = True
             raise self._exception
@@ -77,17 +77,20 @@ class SaveHandle:
     def run(self, stall_s: float | None) -> None:
         """Ends the save, on the calling thread. Raises nothing: `wait` does."""
         assert self._save is not None
+        save = self._save
         try:
-            self._report = self._save.finish(stall_s)
+            self._report = save.finish(stall_s)
         except CheckpointError as error:
             self._exception = error
-        except Exception as error:
-            logger.exception("a save has failed in a way that it should not")
+        except BaseException as error:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
-        save = self._save
-        self._progress = save.progress()
-        self._save = None
-        self._ended.set()
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("a save has failed in a way that it should not")
+        finally:
+            self._progress = save.progress()
+            self._save = None
+            self._ended.set()
         if self._exception is None:
             save.after_commit()
 
@@ -129,6 +132,10 @@ class BackgroundSaves:
             self._handle.run(stall_s)
         finally:
             _under_way.discard(self)
+            if self._handle.exception is not None:
+                # Now: there may be no next call to raise it.
+                what = "; going on without a checkpoint" if self._warns else ""
+                logger.error("the save of step %d has failed%s: %s", self._handle.step, what, self._handle.exception)
 
     def settle(self) -> None:
         """Waits until no save is under way, which every save sees to by its deadlines."""
@@ -142,8 +149,6 @@ class BackgroundSaves:
         if handle is None or handle.exception is None or handle.told:
             return None
         if self._warns:
-            logger.warning("going on without a checkpoint: %s", handle.exception)
-            handle.told = True
             return None
         record = to_record(handle.exception, self._commits.rank)
         return record | {"message": f"an earlier save, of step {handle.step}, has failed: {record['message']}"}

@@ -32,10 +32,11 @@ from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.manifest import StageRecord
 from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
-from mcore_ckpt.topology import Topology, is_first_optimizer_instance, read_replicas, read_topology
+from mcore_ckpt.topology import is_first_optimizer_instance, read_replicas, read_topology
 
 logger = logging.getLogger(__name__)
 
+_SETTING_UP = "setting up a CheckpointManager"
 LARGEST_STEP = 1 << 62  # what the manifest can hold
 
 # Managers of one role, made one after the other in one process, must not read each other's keys.
@@ -81,32 +82,28 @@ class CheckpointManager:
         config: CheckpointConfig | None = None,
     ) -> None:
         config = config or CheckpointConfig()
-        chunks = as_chunks(model)
-        if layout.check_role(role) not in (config.roles or (role,)):
-            raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
-        rank, coordinates, topology = read_topology(len(chunks))
-        root = Path(root).absolute()
-        agreement = _agreement(role, rank, topology.world_size, config.timeout_s)
-        _set_up_together(agreement, root, role, config, chunks, optimizer, topology)
-        session = Session(
-            root=root,
-            role=role,
-            chunks=chunks,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            hf_config=hf_config,
-            processing_class=processing_class,
-            config=config,
-            coordinates=coordinates,
-            topology=topology,
-            stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
-            num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
-            first_instance=is_first_optimizer_instance(topology),
-            replicas=read_replicas(),
-            agreement=agreement,
-            commits=_agreement(role, rank, topology.world_size, config.timeout_s),
-            staging=Staging(config.max_host_bytes),
-        )
+        # The number first: a manager that one rank fails to make must not leave the ranks' counts apart.
+        number = next(_managers_made[str(role)])
+        agreement = _agreement(f"{role}/{number}/trainer", config.timeout_s)
+        try:
+            session = _session(
+                agreement,
+                _agreement(f"{role}/{number}/saves", config.timeout_s),
+                Path(root).absolute(),
+                role,
+                as_chunks(model),
+                config,
+                {
+                    "optimizer": optimizer,
+                    "lr_scheduler": lr_scheduler,
+                    "hf_config": hf_config,
+                    "processing_class": processing_class,
+                },
+            )
+        except BaseException as error:
+            agreement.withdraw(_SETTING_UP, error)
+            raise
+        _set_up_together(session)
         self._session = session
         self._resources = SaveResources()
         self._background = BackgroundSaves(session.commits, warns=config.if_failed == "warn")
@@ -145,7 +142,9 @@ class CheckpointManager:
             self._has_saved = True
             busy, failure = self._unsettled()
             # While another save is under way the host memory is its own.
-            save = None if busy or failure else Save(self._session, self._resources, topic, step, extra_state, declared)
+            ready = not (busy or failure)
+            parts = (self._session, self._resources, topic, step, extra_state, declared, started)
+            save = Save(*parts) if ready else None
         try:
             if save is None:
                 role_dir = layout.step_dir(self._session.root, step) / self._session.role
@@ -219,10 +218,10 @@ class CheckpointManager:
         """
         if self._closed:
             return
-        self._closed = True
         self._background.settle()
         self._guards.remove()
         self._session.staging.close()
+        self._closed = True
         self._background.raise_failure()
 
     @contextmanager
@@ -230,7 +229,7 @@ class CheckpointManager:
         """What fails on this rank alone, before the first round, is told to the ranks that will wait there."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: this rank must not be one round behind the others after
             self._session.agreement.withdraw(topic, error)
             raise
 
@@ -260,28 +259,54 @@ class CheckpointManager:
             raise ValueError("this CheckpointManager is closed: make a new one")
 
 
-def _set_up_together(
+def _session(
     agreement: Agreement,
+    commits: Agreement,
     root: Path,
     role: str,
+    chunks: tuple[torch.nn.Module, ...],
     config: CheckpointConfig,
-    chunks: Sequence[Any],
-    optimizer: Any,
-    topology: Topology,
-) -> None:
+    trainer: dict[str, Any],
+) -> Session:
+    """What is known of this rank alone. Raises TypeError, ValueError, UnsupportedError."""
+    if layout.check_role(role) not in (config.roles or (role,)):
+        raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
+    coordinates, topology = read_topology(len(chunks))
+    return Session(
+        root=root,
+        role=role,
+        chunks=chunks,
+        config=config,
+        coordinates=coordinates,
+        topology=topology,
+        stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
+        num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
+        first_instance=is_first_optimizer_instance(topology),
+        replicas=read_replicas(),
+        agreement=agreement,
+        commits=commits,
+        staging=Staging(config.max_host_bytes),
+        **trainer,
+    )
+
+
+def _set_up_together(session: Session) -> None:
     """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
+    config, chunks, optimizer = session.config, session.chunks, session.optimizer
 
     def work() -> Record:
         refuse_unsupported_model(chunks)
-        refuse_unsupported_experts(topology, read_model(chunks))
+        refuse_unsupported_experts(session.topology, read_model(chunks))
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
         return {
-            "root": str(root),
+            "root": str(session.root),
             "save_contents": config.save_contents,
             "load_contents": config.load_contents,
             "has_optimizer": optimizer is not None,
             "async_save": config.async_save,
+            "async_mode": config.async_mode,
+            "strict": config.strict,
             "if_busy": config.if_busy,
             "if_failed": config.if_failed,
             "shared_writes": config.shared_writes,
@@ -289,10 +314,10 @@ def _set_up_together(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the arguments of CheckpointManager")
-        commit.sweep(root, role, alone=False)
+        commit.sweep(session.root, session.role, alone=False)
         return {}
 
-    decide(agreement, "setting up a CheckpointManager", work, combine)
+    decide(session.agreement, _SETTING_UP, work, combine)
 
 
 def _is_lazy(config: CheckpointConfig) -> bool:
@@ -316,12 +341,12 @@ def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
     return StageRecord(pp, vp, layers.decoder, layers.mtp)
 
 
-def _agreement(role: str, rank: int, world_size: int, timeout_s: float) -> Agreement:
+def _agreement(name: str, timeout_s: float) -> Agreement:
     """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process."""
     import torch.distributed as dist
 
-    namespace = f"mcore_ckpt/{role}/{next(_managers_made[role])}"
+    namespace = f"mcore_ckpt/{name}"
     if not (dist.is_available() and dist.is_initialized()):
-        return Agreement(dist.HashStore(), rank, world_size, namespace, timeout_s)  # type: ignore[attr-defined]
+        return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
     store: Any = dist.distributed_c10d._get_default_store()
-    return Agreement(store.clone(), rank, world_size, namespace, timeout_s, host=store)
+    return Agreement(store.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, host=store)

@@ -85,14 +85,14 @@ class _Kept:
         """The plan with the tensors as they are now; None if it no longer holds."""
         if not self.live.are_still_there():
             return None
-        tensors: list[tuple[torch.Tensor | None, ...]] = [tuple(map(call, members)) for members in self.references]
+        tensors: list[list[torch.Tensor | None]] = [list(map(call, members)) for members in self.references]
         for file, number in self.buffers:
             refresh = self.files[file].request.tensors[number].refresh
             if refresh is not None:
-                tensors[file] = (*tensors[file][:number], refresh(), *tensors[file][number + 1 :])
+                tensors[file][number] = refresh()
         if any(map(is_, chain(*tensors), repeat(None))):
             return None
-        found = cast("list[tuple[torch.Tensor, ...]]", tensors)
+        found = cast("list[tuple[torch.Tensor, ...]]", list(map(tuple, tensors)))
         if not all(kinds.fit(members) for kinds, members in zip(self.kinds, found, strict=True)):
             return None
         return SavePlan(self.files, tuple(found), self.buffers, self.on_gpu)
@@ -106,7 +106,7 @@ class SavePlanner:
         self._kept: _Kept | None = None
 
     def plan(self, session: Session) -> SavePlan:
-        """This rank's plan: no copy, no communication.
+        """This rank's plan, of tensors whose memory is there: no copy, no communication.
 
         Raises:
             UnsupportedError: something that cannot be saved whole.
@@ -119,7 +119,21 @@ class SavePlanner:
             references = tuple(tuple(map(ref, members)) for members in plan.tensors)
             kinds = tuple(map(Kinds.of, plan.tensors))
             self._kept = _Kept(live, plan.files, references, kinds, plan.buffers, plan.on_gpu)
+        for file, members in zip(plan.files, plan.tensors, strict=True):
+            _refuse_freed_memory(file.request, members)
         return plan
+
+
+def _refuse_freed_memory(request: WriteRequest, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises UnsupportedError for an offloaded tensor: megatron's `offload_to_cpu` frees the storage below it, and its
+    address is then that of somebody else's memory, or of none."""
+    with torch._C.DisableTorchFunction():
+        for write, tensor in zip(request.tensors, tensors, strict=True):
+            # The storage's own size, asked for once a tensor: most end where theirs does.
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise UnsupportedError(
+                    f"tensor {write.key} has no memory: it is offloaded; bring model and optimizer back before save()"
+                )
 
 
 def _new_plan(session: Session, images: ImageCache) -> SavePlan:
@@ -171,12 +185,19 @@ def _model_requests(session: Session, model: Iterable[LocalShard]) -> Iterator[W
 
 def _shared(session: Session, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
     """A file of replicated tensors: one rank writes it, or all write a part each."""
-    # Opaque states need not be as long on every replica, and then the replicas' files would not be laid out alike.
-    alike = not any(write.refresh is not None and write.tensor.numel() for write in request.tensors)
+    alike = not any(map(_may_differ, request.tensors))
     if session.config.shared_writes and alike:
         yield replace(request, writers=tuple(ranks))
     elif session.agreement.rank == ranks[0]:
         yield request
+
+
+def _may_differ(write: TensorWrite) -> bool:
+    """Whether replicas need not hold the same: buffers may differ, and opaque states need not even be as long.
+
+    Not the router's bias: megatron computes it from the token counts of all data-parallel ranks.
+    """
+    return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(".expert_bias")
 
 
 def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:

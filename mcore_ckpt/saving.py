@@ -88,7 +88,8 @@ class SaveResources:
 class Save:
     """One save of this rank, in the order `Save(...)`, `begin`, `finish`.
 
-    Making one checks and plans: whatever can fail on one rank alone, before the ranks meet.
+    Making one checks and plans: whatever can fail on one rank alone, before the ranks meet. `called` is when the
+    trainer asked for it (time.perf_counter()): it may have waited for an earlier save since.
 
     Raises:
         UnsupportedError: something that cannot be saved whole.
@@ -103,8 +104,9 @@ class Save:
         step: int,
         extra_state: Mapping[str, Any] | None,
         roles: tuple[str, ...],
+        called: float,
     ) -> None:
-        self._started = time.perf_counter()
+        self._called, self._started = called, time.perf_counter()
         self._session = session
         self._resources = resources
         self._topic = topic
@@ -240,7 +242,7 @@ class Save:
 
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()
-        seconds = now - self._started
+        seconds = now - self._called
         return SaveReport(
             step=self.step,
             path=self._role_dir,

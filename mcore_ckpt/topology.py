@@ -58,15 +58,15 @@ class Topology:
         return f"{self.world_size} ranks ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
 
-def read_topology(virtual_stages: int) -> tuple[int, RankCoordinates, Topology]:
-    """This process's world rank, coordinates and the layout's sizes, from megatron's `parallel_state`.
+def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
+    """This process's coordinates and the layout's sizes, from megatron's `parallel_state`.
 
     Without initialized model parallelism (one process, no megatron groups) everything is 0 of 1.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return 0, RankCoordinates(), Topology(vpp=virtual_stages)
+        return RankCoordinates(), Topology(vpp=virtual_stages)
     from megatron.core import parallel_state as ps
 
     if not ps.model_parallel_is_initialized():
@@ -97,7 +97,7 @@ def read_topology(virtual_stages: int) -> tuple[int, RankCoordinates, Topology]:
         edp=ps.get_expert_data_parallel_world_size(),
         optimizer_instances=full_dp // instance_dp,
     )
-    return dist.get_rank(), coordinates, topology
+    return coordinates, topology
 
 
 def is_first_optimizer_instance(topology: Topology) -> bool:

@@ -29,6 +29,12 @@ command -v "${CXX:-g++}" >/dev/null || stop "the C++ compiler ${CXX:-g++} is mis
     stop "the build has found no CUDA (its reason is above): set CUDA_HOME to a toolkit that has nvcc."
 
 "$python" -m pytest -q tests/gpu tests/native
+if "$python" -c 'import megatron.core' 2>/dev/null; then
+    # Whole trainings, saved in every mode while they go on; as many ranks as there are GPUs can be tested this way.
+    OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc_per_node 1 -m pytest -q tests/distributed
+else
+    echo "gpu_check: $python has no megatron-core: trainings on the GPU are not tested."
+fi
 
 results=$(mktemp)
 trap 'rm -f "$results"' EXIT

@@ -234,12 +234,13 @@ def test_a_rank_is_named_once() -> None:
 
 
 def test_with_warn_a_failure_is_logged_once_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
-    background, handle = failed(warns=True)
     with caplog.at_level(logging.WARNING):
+        background, handle = failed(warns=True)
         assert background.failure() is None
         background.raise_failure()
         assert background.failure() is None
-    assert [r.message for r in caplog.records] == ["going on without a checkpoint: x.pt: is bad"]
+    text = "the save of step 7 has failed; going on without a checkpoint: x.pt: is bad"
+    assert [r.message for r in caplog.records] == [text]
     # Whoever asks is told all the same.
     with pytest.raises(CheckpointCorruptError):
         handle.wait()

@@ -15,7 +15,7 @@ from mcore_ckpt.topology import (
 
 
 def test_one_process_without_groups_is_all_there_is() -> None:
-    assert read_topology(virtual_stages=3) == (0, RankCoordinates(), Topology(vpp=3))
+    assert read_topology(virtual_stages=3) == (RankCoordinates(), Topology(vpp=3))
     assert is_first_optimizer_instance(Topology())
 
 

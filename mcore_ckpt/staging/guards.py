@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import wraps
+from functools import update_wrapper
+from types import MethodType
 from typing import Any
 
 
@@ -35,16 +37,36 @@ class Guards:
 
     def _guard(self, owner: Any, name: str) -> _Guarded:
         original = getattr(owner, name)
-
-        @wraps(original)
-        def guard(*args: Any, **kwargs: Any) -> Any:
-            if self._before is not None:
-                self._before()
-            return original(*args, **kwargs)
-
+        guard = _Guard(self, owner, name, original)
         on_object = name in vars(owner)
         setattr(owner, name, guard)
         return _Guarded(owner, name, original, guard, on_object)
+
+    def wait(self) -> None:
+        if self._before is not None:
+            self._before()
+
+
+class _Guard:
+    """Stands for a method of `owner`. A copy of the owner, or one from a pickle, gets the method, bound to itself."""
+
+    def __init__(self, guards: Guards, owner: Any, name: str, original: Callable[..., Any]) -> None:
+        update_wrapper(self, original)
+        self._guards, self._owner, self._name, self._original = guards, owner, name, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._guards.wait()
+        return self._original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._owner))
+        function = getattr(self._original, "__func__", None)
+        if copied is None or function is None:
+            return deepcopy(self._original, memo)
+        return MethodType(function, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
 
 
 @dataclass(frozen=True)

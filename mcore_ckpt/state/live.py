@@ -29,25 +29,28 @@ class LiveObjects:
         # parameters again takes several times as long.
         self._dicts: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
-        self._values: list[ReferenceType[Any] | _Kept] = []
+        self._values: list[ReferenceType[Any] | _Strong] = []
         self._sized: list[Any] = []
         self._sizes: list[int] = []
-        self._lists: list[tuple[list[Any], list[ReferenceType[Any] | _Kept]]] = []
-        self._states: list[tuple[Any, ReferenceType[Any] | _Kept, dict[Any, Any] | None]] = []
         self._without_extra_state: list[torch.nn.Module] = []
+        self._chunks = [(chunk, ref(unwrap(chunk))) for chunk in chunks]
+        self._optimizer = optimizer
         for chunk in chunks:
             for module in _modules(unwrap(chunk)):
                 self._add_module(module)
-        for part in optimizer_parts(optimizer) if optimizer is not None else ():
-            self._add_optimizer(part)
+        self._parts = [part.megatron for part in _parts(optimizer)]
+        self._optimizers = [_LiveOptimizer(part) for part in _parts(optimizer) if part.inner is not None]
 
     def are_still_there(self) -> bool:
         """Whether each of them is where it was, and no other has come."""
+        parts = [part.megatron for part in _parts(self._optimizer)]
         return (
-            all(map(eq, map(len, self._sized), self._sizes))
+            all(unwrap(chunk) is module() for chunk, module in self._chunks)
+            and len(parts) == len(self._parts)
+            and all(map(is_, parts, self._parts))
+            and all(map(eq, map(len, self._sized), self._sizes))
             and all(map(is_, map(dict.get, self._dicts, self._keys), map(call, self._values)))
-            and all(all(map(is_, now, map(call, then))) for now, then in self._lists)
-            and all(states.get(parameter()) is state for states, parameter, state in self._states)
+            and all(optimizer.is_still_there() for optimizer in self._optimizers)
             and all(module.get_extra_state() is None for module in self._without_extra_state)
         )
 
@@ -57,32 +60,63 @@ class LiveObjects:
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 
-    def _add_optimizer(self, part: OptimizerPart) -> None:
-        # Not by iterating over `state`: it may hold entries of parameters that are no longer in any group.
-        for group in part.param_groups:
-            self._add(group, ["params"], sized=False)
-            self._lists.append((group["params"], list(map(_reference, group["params"]))))
-            self._size(group["params"])
-            for parameter in group["params"]:
-                state = part.inner.state.get(parameter)
-                self._states.append((part.inner.state, _reference(parameter), state))
-                if state is not None:
-                    # Some optimizers put a new number there at every step.
-                    self._add(state, [kind for kind in state if kind != STEP])
-
-    def _add(self, members: dict[Any, Any], keys: Sequence[Any], sized: bool = True) -> None:
+    def _add(self, members: dict[Any, Any], keys: Sequence[Any]) -> None:
         self._dicts += [members] * len(keys)
         self._keys += keys
         self._values += [_reference(members[key]) for key in keys]
-        if sized:
-            self._size(members)
-
-    def _size(self, members: Any) -> None:
         self._sized.append(members)
         self._sizes.append(len(members))
 
 
-class _Kept:
+def _parts(optimizer: Any) -> list[OptimizerPart]:
+    return [] if optimizer is None else optimizer_parts(optimizer)
+
+
+class _LiveOptimizer:
+    """The parameters of one optimizer, and the kinds and tensors of their state.
+
+    Found from the optimizer each time: `load_state_dict` puts a new `state` and new `param_groups` there, and the old
+    ones would live on unchanged.
+    """
+
+    def __init__(self, part: OptimizerPart) -> None:
+        self._part = part
+        self._inner: Any = part.inner
+        self._sizes = [len(group["params"]) for group in part.param_groups]
+        self._parameters = [ref(parameter) for parameter in self._now()]
+        states = [self._inner.state.get(parameter) for parameter in self._now()]
+        self._kinds = [None if state is None else len(state) for state in states]
+        # Some optimizers put a new number there at every step.
+        found = [
+            (at, kind, value)
+            for at, state in enumerate(states)
+            for kind, value in (state or {}).items()
+            if kind != STEP
+        ]
+        self._at = [at for at, _, _ in found]
+        self._keys = [kind for _, kind, _ in found]
+        self._values = [_reference(value) for _, _, value in found]
+
+    def _now(self) -> list[Any]:
+        # Not by iterating over `state`: it may hold entries of parameters that are no longer in any group.
+        return [parameter for group in self._part.param_groups for parameter in group["params"]]
+
+    def is_still_there(self) -> bool:
+        current: Any = getattr(self._part.megatron, "optimizer", None)
+        if current is not self._inner:
+            return False
+        if [len(group["params"]) for group in self._part.param_groups] != self._sizes:
+            return False
+        parameters = self._now()
+        if not all(map(is_, parameters, map(call, self._parameters))):
+            return False
+        states = list(map(self._inner.state.get, parameters))
+        if [None if state is None else len(state) for state in states] != self._kinds:
+            return False
+        return all(map(is_, map(dict.get, map(states.__getitem__, self._at), self._keys), map(call, self._values)))
+
+
+class _Strong:
     """Stands in for a weak reference to what cannot have one, and is not worth one."""
 
     def __init__(self, value: object) -> None:
@@ -92,8 +126,8 @@ class _Kept:
         return self._value
 
 
-def _reference(value: object) -> ReferenceType[Any] | _Kept:
-    return ref(value) if isinstance(value, torch.Tensor) else _Kept(value)
+def _reference(value: object) -> ReferenceType[Any] | _Strong:
+    return ref(value) if isinstance(value, torch.Tensor) else _Strong(value)
 
 
 def _modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -165,7 +165,8 @@ class Round:
         keys = _submission_keys(self._prefix, self._world_size)
         all_there = self._wait(lambda: self._store.check(keys))
         there = keys if all_there else [key for key in keys if self._store.check([key])]
-        messages = [fields.decode(self._store.get(key)) for key in there]
+        # In one request: thousands, one by one, would hold up all ranks for a second.
+        messages = [fields.decode(message) for message in self._store.multi_get(there)]
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
             more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
@@ -300,7 +301,12 @@ def decide(
     """
     with store_failures(topic, error):
         round_ = agreement.begin(topic, name)
-        own = _run(round_, work)
+        try:
+            own = _run(round_, work)
+        except BaseException as interrupt:
+            if agreement.is_coordinator:
+                round_.announce_failure(interrupt)
+            raise
         if not agreement.is_coordinator:
             try:
                 return round_.outcome(error)
@@ -332,9 +338,11 @@ def _run(round_: Round, work: Callable[[], Record]) -> Exception | None:
     """Does this rank's part and submits its result or its error."""
     try:
         record = work()
-    except Exception as failure:
+    except BaseException as failure:
         round_.extend()
         round_.fail(failure)
+        if not isinstance(failure, Exception):
+            raise  # Ctrl-C: the others need not wait for the deadline
         return failure
     round_.extend()
     round_.submit(record)

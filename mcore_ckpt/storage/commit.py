@@ -193,6 +193,16 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
     return True
 
 
+def is_being_written(step_path: Path) -> bool:
+    """Whether a save that may still be under way has its staging folder in a step."""
+    for entry in os.listdir(step_path):
+        work = layout.parse_work_dir(entry)
+        owner = read_owner(step_path / entry) if work is not None and work.purpose == "staging" else None
+        if owner is not None and (owner.is_alive_here or not owner.is_on_this_host):
+            return True
+    return False
+
+
 def _is_remains(folder: Path, alone: bool) -> bool:
     owner = read_owner(folder)
     if owner is None:

@@ -135,17 +135,30 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(fields.encode({"value": value})).hexdigest()[:32]
 
 
+@dataclass(frozen=True, eq=False)
+class FileImage:
+    """What of a file does not depend on who writes it: see FilePlan."""
+
+    pt: PtImage
+    native: _native.FileImage
+    index: IndexTemplate
+
+
 class ImageCache:
-    """File images by structure: making one takes torch a while, and most saves are of the same tensors."""
+    """File images by structure: making one takes torch a while, and most saves are of the same tensors.
+
+    Of other tensors of the same structure too: a trainer that offloads its optimizer has new ones at each save.
+    """
 
     def __init__(self) -> None:
-        self._images: dict[str, tuple[object, PtImage]] = {}
+        self._images: dict[str, tuple[object, FileImage]] = {}
 
-    def get(self, request: WriteRequest) -> PtImage:
-        structure = [(t.path, t.shape, t.tensor.dtype) for t in request.tensors]
+    def get(self, request: WriteRequest) -> FileImage:
+        structure = ([(t.path, t.shape, t.tensor.dtype, t.key, t.region) for t in request.tensors], request.aliases)
         cached = self._images.get(request.path)
         if cached is None or cached[0] != structure:
-            cached = (structure, _new_image(request))
+            pt = _new_image(request)
+            cached = (structure, FileImage(pt, _native_image(pt), _index_template(request, pt)))
             self._images[request.path] = cached
         return cached[1]
 
@@ -155,12 +168,12 @@ def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
 
     Raises ValueError if the tensors are not listed in the order of the tree they are in.
     """
-    pt = images.get(request)
-    share = share_out(request.writers or (rank,), pt.records_end, knobs.SHARE_BYTES)
+    image = images.get(request)
+    share = share_out(request.writers or (rank,), image.pt.records_end, knobs.SHARE_BYTES)
     start, stop = share.range_of(rank)
     stand_ins = (replace(write, tensor=torch.empty_like(write.tensor, device="meta")) for write in request.tensors)
     request = replace(request, tensors=tuple(stand_ins))
-    return FilePlan(request, pt, _native_image(pt), _index_template(request, pt), share, start, stop)
+    return FilePlan(request, image.pt, image.native, image.index, share, start, stop)
 
 
 def _native_image(pt: PtImage) -> _native.FileImage:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.files import replace_file, sync_dir
 from mcore_ckpt.storage.reader import read_manifest
 
@@ -150,8 +151,12 @@ def delete_old_steps(root: Path, max_to_keep: int, attempt: str, committed: int 
     doomed = [
         status
         for status in statuses
-        if (status.is_complete and status.step not in kept)
-        or (status.step < oldest_kept and (status.committed or status.problems))
+        if (
+            (status.is_complete and status.step not in kept)
+            or (status.step < oldest_kept and (status.committed or status.problems))
+        )
+        # Another role's save may still be on its way into it.
+        and not commit.is_being_written(status.path)
     ]
     for status in doomed:
         _delete_step(status.path, attempt)

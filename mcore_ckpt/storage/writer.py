@@ -96,10 +96,6 @@ class ImageWriter:
         """Seconds from the start to the last copy out of the training state, and to the last write."""
         return self._job.times()
 
-    def cancel(self) -> None:
-        """Makes `finish`, in another thread, stop soon and raise."""
-        self._job.cancel()
-
     def _wait(self, number: int) -> list[int]:
         try:
             crcs = self._job.wait(number)

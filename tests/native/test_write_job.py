@@ -474,3 +474,10 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, change: dict[str, objec
 def test_unusable_settings_are_refused(threads: int, piece: int) -> None:
     with pytest.raises(ValueError, match=r"at least 1|a multiple of 4096"):
         _native.WriteJob(threads=threads, piece_bytes=piece)
+
+
+def test_a_job_without_files_has_nothing_to_do() -> None:
+    job = _native.WriteJob(threads=4, piece_bytes=4096)
+    job.start()
+    assert job.progress() == 0
+    job.close()

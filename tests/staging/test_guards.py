@@ -1,11 +1,14 @@
 """What changes the state is called after what makes it wait, as long as the guards are there and no longer."""
 
+import copy
 import functools
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt.staging.guards import Guards
 
@@ -138,3 +141,19 @@ def test_two_managers_of_one_trainer_guard_it_each_as_long_as_it_lives(trainer: 
     guards[1 - first_to_go].remove()
     trainer.step()
     assert trainer.calls == [("step", (), 0)]
+
+
+def test_a_copy_of_a_guarded_object_is_its_own() -> None:
+    """A trainer deep-copies its model for a reference policy: the copy must not load into the original."""
+    model, calls = torch.nn.Linear(2, 2), []
+    guards = Guards([(model, "load_state_dict")], lambda: calls.append("waited"))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = model.weight.detach().clone()
+        copied.load_state_dict({name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()})
+        assert torch.equal(model.weight, before)
+        assert bool((copied.weight == 7.0).all())
+    assert calls == []
+    model.load_state_dict(model.state_dict())
+    assert calls == ["waited"]
+    guards.remove()
+    assert "load_state_dict" not in vars(model)

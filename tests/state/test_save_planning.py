@@ -1,5 +1,6 @@
 """The plan of a save is made once, and anew as soon as anything it names is another."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.save_planning import SavePlan, SavePlanner
 from mcore_ckpt.session import Session
 from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
@@ -318,3 +320,42 @@ def test_what_the_trainer_lets_go_is_gone(trainer: Trainer) -> None:
     new_moment(trainer)
     gc.collect()
     assert old() is None
+
+
+def test_what_load_state_dict_puts_in_place_is_saved(trainer: Trainer) -> None:
+    """torch puts a new `state` and new `param_groups` on the optimizer; the old ones live on, unchanged."""
+    trainer.plan()
+    trainer.adam.load_state_dict(copy.deepcopy(trainer.adam.state_dict()))
+    trainer.step()
+    assert_current(trainer, trainer.plan())
+
+
+def test_a_new_state_of_the_optimizer_is_saved(trainer: Trainer) -> None:
+    trainer.plan()
+    trainer.adam.state = {p: {k: v.clone() for k, v in s.items()} for p, s in trainer.adam.state.items()}  # type: ignore[assignment]
+    assert_current(trainer, trainer.plan())
+
+
+def test_a_late_param_group_is_saved(trainer: Trainer) -> None:
+    trainer.plan()
+    late = trainer.model.frozen
+    late.requires_grad_(True)
+    trainer.adam.add_param_group({"params": [late]})
+    trainer.step()
+    assert_current(trainer, trainer.plan())
+
+
+def test_moments_that_are_dropped_are_freed(trainer: Trainer) -> None:
+    trainer.plan()
+    old = weakref.ref(trainer.state_of(trainer.model.weight)["exp_avg"])
+    trainer.adam.state.clear()
+    gc.collect()
+    assert old() is None
+
+
+def test_a_tensor_without_memory_is_refused_by_name(trainer: Trainer) -> None:
+    """As megatron's buffers leave it when they are offloaded: it has its shape, and somebody else's address."""
+    trainer.plan()
+    trainer.state_of(trainer.model.weight)["exp_avg"].untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match=r"weight \(exp_avg\) has no memory"):
+        trainer.plan()
