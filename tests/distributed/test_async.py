@@ -13,7 +13,7 @@ import torch.distributed as dist
 from agreement import everywhere, gather, raised_everywhere
 from checkpointing import manager_of
 from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
+from snapshot import assert_same, chained, poison, snapshot
 from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointManager, SaveHandle
@@ -272,3 +272,46 @@ def test_all_replicas_write_a_part_of_each_replicated_file(shared_path: Path, mo
                     # Rank 0 owns the file, so it has the end, where the index goes.
                     assert (other_start, other_stop) == (0, start)
                     assert 0.4 < (stop - start) / stop < 0.6
+
+
+@pytest.mark.parametrize("name", ["dp2-bf16-replicated", "dp2-fp32-replicated", "dp2-bf16"])
+def test_what_load_state_dict_puts_in_place_is_saved(name: str, shared_path: Path) -> None:
+    """The plan of the first save must not outlive the optimizer's state that it was made for."""
+    layout = LAYOUTS[name]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path)
+        manager.save(1)
+        for optimizer in chained(training.optimizer):
+            optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
+        train(training, 1, 3)
+        manager.save(3)
+        at_save = snapshot(training)
+        poison(training)
+        manager.load()
+        loaded = snapshot(training)
+        manager.close()
+        with everywhere():
+            assert_same(loaded, at_save)
+
+
+def test_an_offloaded_model_is_refused_by_name(shared_path: Path) -> None:
+    """Its tensors keep their shapes, but their addresses are nobody's."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path)
+        manager.save(1).wait()
+        # As _ParamAndGradBuffer.offload_to_cpu (0.16.1) does, which needs a GPU to copy from.
+        data = [buffer.param_data for chunk in training.model for buffer in chunk.buffers]
+        kept = [(tensor.clone(), tensor.untyped_storage().nbytes()) for tensor in data]
+        for tensor in data:
+            tensor.untyped_storage().resize_(0)
+        messages = raised_everywhere(UnsupportedError, error_of(lambda: manager.save(2)))
+        assert all("has no memory" in text for text in messages)
+        for tensor, (copy, nbytes) in zip(data, kept, strict=True):
+            tensor.untyped_storage().resize_(nbytes)
+            tensor.copy_(copy)
+        manager.save(3).wait()
+        manager.close()
