@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 
@@ -45,9 +46,10 @@ def capture_in_place(files: Sequence[FilePlan], tensors: Tensors) -> Capture:
     writes: list[ImageWrite] = []
     keep: list[torch.Tensor] = []
     for plan, members in zip(files, tensors, strict=True):
-        contiguous, addresses = _addresses(plan, members)
-        keep += contiguous.values()
-        writes.append(ImageWrite(plan, [addresses.get(number, 0) for number in range(len(members))], 0, []))
+        first, found, addresses = _locate(plan, members)
+        keep += found
+        others = len(members) - first - len(found)
+        writes.append(ImageWrite(plan, [*[0] * first, *addresses, *[0] * others], 0, []))
     return Capture(tuple(writes), 0.0, tuple(keep))
 
 
@@ -66,12 +68,13 @@ def capture_copies(files: Sequence[FilePlan], tensors: Tensors, address: int, de
     copied_from: list[torch.Tensor] = []
     places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
     for plan, members in zip(files, tensors, strict=True):
-        contiguous, addresses = _addresses(plan, members)
-        copied_from += contiguous.values()
+        first, found, addresses = _locate(plan, members)
+        copied_from += found
         parts = plan.parts
         destinations = [address - plan.start + at for at in parts.at]
-        sources = [addresses[tensor] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
-        is_cuda = _on_gpu(contiguous, parts.tensor)
+        sources = [addresses[tensor - first] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
+        on_gpu = _on_gpu(found)
+        is_cuda = [on_gpu[tensor - first] for tensor in parts.tensor]
         host.add(destinations, sources, parts.nbytes, [not cuda for cuda in is_cuda])
         before = len(on_device.nbytes)
         on_device.add(destinations, sources, parts.nbytes, is_cuda)
@@ -104,21 +107,26 @@ class _Columns:
         self.nbytes += compress(nbytes, which)
 
 
-def _addresses(plan: FilePlan, tensors: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
-    """By number, the tensors in this rank's range, copied where their elements are not in a row; where they begin."""
+class _Located(NamedTuple):
+    """The tensors in this rank's range, copied where their elements are not in a row, and where they begin."""
+
+    first: int  # the number of the first of them
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+
+
+def _locate(plan: FilePlan, tensors: Sequence[torch.Tensor]) -> _Located:
+    numbers = plan.parts.tensor
+    first, after = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
     # A TorchFunctionMode, as profilers are, would be asked at each attribute of thousands of tensors.
     with torch._C.DisableTorchFunction():
-        wanted = {number: tensors[number] for number in plan.parts.tensor}
-        contiguous = {
-            number: tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-            for number, tensor in wanted.items()
-        }
-        return contiguous, {number: tensor.data_ptr() for number, tensor in contiguous.items()}
+        found = [t if t.is_contiguous() else t.detach().contiguous() for t in tensors[first:after]]
+        return _Located(first, found, [tensor.data_ptr() for tensor in found])
 
 
-def _on_gpu(tensors: Mapping[int, torch.Tensor], which: Sequence[int]) -> list[bool]:
+def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:
     with torch._C.DisableTorchFunction():
-        return [tensors[number].is_cuda for number in which]
+        return [tensor.is_cuda for tensor in tensors]
 
 
 def _ready(

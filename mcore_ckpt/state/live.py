@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import call, eq, is_
+from operator import eq, is_
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 
@@ -25,11 +25,12 @@ class LiveObjects:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        # In columns, `dicts[i][keys[i]] is values[i]()`: comparing columns never leaves C; walking over modules and
-        # parameters again takes several times as long.
+        # In columns, `id(dicts[i][keys[i]]) == values[i]`: comparing columns never leaves C, and touches no tensor;
+        # walking over modules and parameters again takes several times as long.
         self._dicts: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
-        self._values: list[ReferenceType[Any] | _Strong] = []
+        self._values: list[int] = []
+        self._watch = _Watch()
         self._sized: list[Any] = []
         self._sizes: list[int] = []
         self._without_extra_state: list[torch.nn.Module] = []
@@ -49,7 +50,8 @@ class LiveObjects:
             and len(parts) == len(self._parts)
             and all(map(is_, parts, self._parts))
             and all(map(eq, map(len, self._sized), self._sizes))
-            and all(map(is_, map(dict.get, self._dicts, self._keys), map(call, self._values)))
+            and all(map(eq, map(id, map(dict.get, self._dicts, self._keys)), self._values))
+            and not self._watch.has_died
             and all(optimizer.is_still_there() for optimizer in self._optimizers)
             and all(module.get_extra_state() is None for module in self._without_extra_state)
         )
@@ -57,13 +59,15 @@ class LiveObjects:
     def _add_module(self, module: torch.nn.Module) -> None:
         for members in (module._modules, module._parameters, module._buffers):
             self._add(members, [name for name in members if name not in module._non_persistent_buffers_set])
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state and module.get_extra_state() is None:
+        get = type(module).get_extra_state
+        # megatron's own layers have the method for transformer-engine's sake, and always return None.
+        if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 
     def _add(self, members: dict[Any, Any], keys: Sequence[Any]) -> None:
         self._dicts += [members] * len(keys)
         self._keys += keys
-        self._values += [_reference(members[key]) for key in keys]
+        self._values += [self._watch.add(members[key]) for key in keys]
         self._sized.append(members)
         self._sizes.append(len(members))
 
@@ -83,7 +87,8 @@ class _LiveOptimizer:
         self._part = part
         self._inner: Any = part.inner
         self._sizes = [len(group["params"]) for group in part.param_groups]
-        self._parameters = [ref(parameter) for parameter in self._now()]
+        self._watch = _Watch()
+        self._parameters = [self._watch.add(parameter) for parameter in self._now()]
         states = [self._inner.state.get(parameter) for parameter in self._now()]
         self._kinds = [None if state is None else len(state) for state in states]
         # Some optimizers put a new number there at every step.
@@ -95,7 +100,7 @@ class _LiveOptimizer:
         ]
         self._at = [at for at, _, _ in found]
         self._keys = [kind for _, kind, _ in found]
-        self._values = [_reference(value) for _, _, value in found]
+        self._values = [self._watch.add(value) for _, _, value in found]
 
     def _now(self) -> list[Any]:
         # Not by iterating over `state`: it may hold entries of parameters that are no longer in any group.
@@ -108,26 +113,28 @@ class _LiveOptimizer:
         if [len(group["params"]) for group in self._part.param_groups] != self._sizes:
             return False
         parameters = self._now()
-        if not all(map(is_, parameters, map(call, self._parameters))):
+        if list(map(id, parameters)) != self._parameters or self._watch.has_died:
             return False
         states = list(map(self._inner.state.get, parameters))
         if [None if state is None else len(state) for state in states] != self._kinds:
             return False
-        return all(map(is_, map(dict.get, map(states.__getitem__, self._at), self._keys), map(call, self._values)))
+        return all(map(eq, map(id, map(dict.get, map(states.__getitem__, self._at), self._keys)), self._values))
 
 
-class _Strong:
-    """Stands in for a weak reference to what cannot have one, and is not worth one."""
+class _Watch:
+    """Identities that stay those of the same objects: as long as no tensor has died, no other can have its place."""
 
-    def __init__(self, value: object) -> None:
-        self._value = value
+    def __init__(self) -> None:
+        self.has_died = False
+        self._held: list[object] = []
 
-    def __call__(self) -> object:
-        return self._value
+    def add(self, value: object) -> int:
+        # Of tensors weak references: a trainer that puts others in their place gets its memory back.
+        self._held.append(ref(value, self._tell) if isinstance(value, torch.Tensor) else value)
+        return id(value)
 
-
-def _reference(value: object) -> ReferenceType[Any] | _Strong:
-    return ref(value) if isinstance(value, torch.Tensor) else _Strong(value)
+    def _tell(self, _: object) -> None:
+        self.has_died = True
 
 
 def _modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
