@@ -146,9 +146,7 @@ class BackgroundSaves:
     def failure(self) -> Record | None:
         """How the last save failed, if the trainer was not told yet."""
         handle = self._handle
-        if handle is None or handle.exception is None or handle.told:
-            return None
-        if self._warns:
+        if self._warns or handle is None or handle.exception is None or handle.told:
             return None
         record = to_record(handle.exception, self._commits.rank)
         return record | {"message": f"an earlier save, of step {handle.step}, has failed: {record['message']}"}

@@ -30,7 +30,7 @@ from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
 from mcore_ckpt.storage.reader import read_ranges
-from mcore_ckpt.storage.transaction import EarlierSaveError
+from mcore_ckpt.storage.transaction import failure_among, raise_failure
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,12 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["request"] for record in records], "the checkpoint to load")
-        failures = [record["failure"] for record in records if record["failure"]]
-        return {"failure": failures[0]} if failures else _candidates(session, step, path)
+        failure = failure_among(records)
+        return _candidates(session, step, path) if failure is None else {"failure": failure}
 
     told = {"request": request, "failure": failure}
     found = decide(session.agreement, "finding a checkpoint", lambda: told, combine)
-    if "failure" in found:
-        raise EarlierSaveError(found["failure"])
+    raise_failure(found)
     candidates = [(int(number), Path(folder)) for number, folder in found["candidates"]]
     skipped: list[str] = []
     changed = False

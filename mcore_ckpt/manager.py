@@ -141,19 +141,14 @@ class CheckpointManager:
                 commit.sweep(self._session.root, self._session.role, alone=True)
             self._has_saved = True
             busy, failure = self._unsettled()
+            parts = (self._session, self._resources, step, extra_state, declared, started)
             # While another save is under way the host memory is its own.
-            ready = not (busy or failure)
-            parts = (self._session, self._resources, topic, step, extra_state, declared, started)
-            save = Save(*parts) if ready else None
-        try:
-            if save is None:
-                role_dir = layout.step_dir(self._session.root, step) / self._session.role
-                open_together(self._session.agreement, topic, role_dir, busy, failure)
-                raise AssertionError("unreachable: told that this rank is not ready, all ranks raise")
-            save.begin()
-        except EarlierSaveError as earlier:
-            self._background.was_told()
-            raise earlier.error from None
+            save = None if busy or failure else Save(*parts)
+        role_dir = layout.step_dir(self._session.root, step) / self._session.role
+        with self._telling_of_earlier_save():
+            attempt = open_together(self._session.agreement, topic, role_dir, busy, failure)
+        assert save is not None, "a rank that has none has told the others, and all have raised"
+        save.begin(attempt)
         handle = SaveHandle(save)
         if self._session.config.async_save:
             self._background.launch(handle, time.perf_counter() - started)
@@ -179,13 +174,10 @@ class CheckpointManager:
             self._check_contents("load_contents")
             if step is not None and path is not None:
                 raise ValueError("step and path are both given: use one")
-        try:
+        with self._telling_of_earlier_save():
             return load_checkpoint(
                 self._session, step, None if path is None else Path(path), self._background.failure()
             )
-        except EarlierSaveError as earlier:
-            self._background.was_told()
-            raise earlier.error from None
 
     def latest_step(self) -> int | None:
         """The newest complete step of this role, or None. What one rank sees: no agreement, no check of the bytes."""
@@ -232,6 +224,15 @@ class CheckpointManager:
         except BaseException as error:  # Ctrl-C too: this rank must not be one round behind the others after
             self._session.agreement.withdraw(topic, error)
             raise
+
+    @contextmanager
+    def _telling_of_earlier_save(self) -> Iterator[None]:
+        """The trainer learns from this call that an earlier save has failed, and will not be told again."""
+        try:
+            yield
+        except EarlierSaveError as earlier:
+            self._background.was_told()
+            raise earlier.error from None
 
     def _unsettled(self) -> tuple[bool, Record | None]:
         """Whether an earlier save is still under way, or has failed without anyone being told."""

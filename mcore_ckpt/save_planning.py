@@ -18,6 +18,7 @@ from mcore_ckpt import layout
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.staging.capture import FileTensors
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.model import read_model
@@ -27,32 +28,42 @@ from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, plan_file
 from mcore_ckpt.storage.index import Alias
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
+_SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
+# Tensors looked at together: what the first look has brought into the processor's cache is there for the others.
+_AT_ONCE = 512
+
 
 @dataclass(frozen=True, eq=False)
-class Kinds:
-    """What the tensors of a file are like, in columns."""
+class _KeptTensors:
+    """Some of the tensors of a file, which are not kept alive, and what they are like: in columns."""
 
+    references: tuple[ReferenceType[torch.Tensor], ...]
     shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
 
     @staticmethod
-    def of(tensors: Iterable[torch.Tensor]) -> Kinds:
-        tensors = list(tensors)
-        return Kinds(*(tuple(map(attribute, tensors)) for attribute in (_SHAPE, _DTYPE, _DEVICE)))
+    def of(tensors: Sequence[torch.Tensor]) -> _KeptTensors:
+        kinds = (tuple(map(attribute, tensors)) for attribute in (_SHAPE, _DTYPE, _DEVICE))
+        return _KeptTensors(tuple(map(ref, tensors)), *kinds)
 
-    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def find(self, instead: Mapping[int, torch.Tensor | None]) -> FileTensors | None:
+        """They, as they are now; None if one is gone or of another kind. `instead`: those to take others for."""
+        tensors = list(map(call, self.references))
+        for number, tensor in instead.items():
+            tensors[number] = tensor
+        if any(map(is_, tensors, repeat(None))):
+            return None
+        found = cast("list[torch.Tensor]", tensors)
         # A TorchFunctionMode, as profilers and ways to run megatron on CPU are, would be asked at each of thousands;
         # and thousands of objects kept at a time would set off a garbage collection that takes longer than all this.
         with torch._C.DisableTorchFunction():
-            return (
-                all(map(eq, map(_SHAPE, tensors), self.shapes))
-                and all(map(eq, map(_DTYPE, tensors), self.dtypes))
-                and all(map(eq, map(_DEVICE, tensors), self.devices))
+            is_alike = (
+                all(map(eq, map(_SHAPE, found), self.shapes))
+                and all(map(is_, map(_DTYPE, found), self.dtypes))
+                and all(map(eq, map(_DEVICE, found), self.devices))
             )
-
-
-_SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
+        return FileTensors.of(found) if is_alike else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +76,7 @@ class SavePlan:
     """
 
     files: tuple[FilePlan, ...]
-    tensors: tuple[tuple[torch.Tensor, ...], ...]
+    tensors: tuple[FileTensors, ...]
     buffers: tuple[tuple[int, int], ...]
     on_gpu: bool
 
@@ -76,26 +87,51 @@ class _Kept:
 
     live: LiveObjects
     files: tuple[FilePlan, ...]
-    references: tuple[tuple[ReferenceType[torch.Tensor], ...], ...]
-    kinds: tuple[Kinds, ...]
+    tensors: tuple[tuple[_KeptTensors, ...], ...]
     buffers: tuple[tuple[int, int], ...]
     on_gpu: bool
+
+    @staticmethod
+    def of(plan: SavePlan, live: LiveObjects) -> _Kept:
+        tensors = tuple(
+            tuple(
+                _KeptTensors.of(members.tensors[at : at + _AT_ONCE]) for at in range(0, len(members.tensors), _AT_ONCE)
+            )
+            for members in plan.tensors
+        )
+        return _Kept(live, plan.files, tensors, plan.buffers, plan.on_gpu)
 
     def plan(self) -> SavePlan | None:
         """The plan with the tensors as they are now; None if it no longer holds."""
         if not self.live.are_still_there():
             return None
-        tensors: list[list[torch.Tensor | None]] = [list(map(call, members)) for members in self.references]
-        for file, number in self.buffers:
+        by_file = [self._find(file) for file in range(len(self.files))]
+        tensors = tuple(members for members in by_file if members is not None)
+        return SavePlan(self.files, tensors, self.buffers, self.on_gpu) if len(tensors) == len(by_file) else None
+
+    def _find(self, file: int) -> FileTensors | None:
+        refreshed = self._refreshed(file)
+        parts = []
+        for number, kept in enumerate(self.tensors[file]):
+            low = number * _AT_ONCE
+            found = kept.find({at - low: tensor for at, tensor in refreshed.items() if 0 <= at - low < _AT_ONCE})
+            if found is None:
+                return None
+            parts.append(found)
+        return FileTensors(
+            list(chain.from_iterable(part.tensors for part in parts)),
+            list(chain.from_iterable(part.addresses for part in parts)),
+            all(part.in_rows for part in parts),
+        )
+
+    def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
+        """Of the file's tensors those made anew, where the live one is another."""
+        found = {}
+        for number in (number for where, number in self.buffers if where == file):
             refresh = self.files[file].request.tensors[number].refresh
             if refresh is not None:
-                tensors[file][number] = refresh()
-        if any(map(is_, chain(*tensors), repeat(None))):
-            return None
-        found = cast("list[tuple[torch.Tensor, ...]]", list(map(tuple, tensors)))
-        if not all(kinds.fit(members) for kinds, members in zip(self.kinds, found, strict=True)):
-            return None
-        return SavePlan(self.files, tuple(found), self.buffers, self.on_gpu)
+                found[number] = refresh()
+        return found
 
 
 class SavePlanner:
@@ -116,9 +152,7 @@ class SavePlanner:
             self._kept = None
             live = LiveObjects(session.chunks, session.optimizer)
             plan = _new_plan(session, self._images)
-            references = tuple(tuple(map(ref, members)) for members in plan.tensors)
-            kinds = tuple(map(Kinds.of, plan.tensors))
-            self._kept = _Kept(live, plan.files, references, kinds, plan.buffers, plan.on_gpu)
+            self._kept = _Kept.of(plan, live)
         for file, members in zip(plan.files, plan.tensors, strict=True):
             _refuse_freed_memory(file.request, members)
         return plan
@@ -128,20 +162,17 @@ class SavePlanner:
 _LEAST_ADDRESS = 1 << 44
 
 
-def _refuse_freed_memory(request: WriteRequest, tensors: Sequence[torch.Tensor]) -> None:
+def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
     """Raises UnsupportedError for an offloaded tensor.
 
     megatron's `offload_to_cpu` (0.16.1) frees the storage below it; its address is then its offset in that storage.
     """
-    with torch._C.DisableTorchFunction():
-        if min(map(torch.Tensor.data_ptr, tensors), default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
-            return
-        odd = [number for number, at in enumerate(map(torch.Tensor.data_ptr, tensors)) if at < _LEAST_ADDRESS]
-    for number in odd:
-        if tensors[number].numel() and not tensors[number].untyped_storage().nbytes():
+    if min(members.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
+        return
+    for write, tensor, address in zip(request.tensors, members.tensors, members.addresses, strict=True):
+        if address < _LEAST_ADDRESS and tensor.numel() and not tensor.untyped_storage().nbytes():
             raise UnsupportedError(
-                f"tensor {request.tensors[number].key} has no memory: it is offloaded; bring model and optimizer back "
-                "before save()"
+                f"tensor {write.key} has no memory: it is offloaded; bring model and optimizer back before save()"
             )
 
 
@@ -157,7 +188,7 @@ def _new_plan(session: Session, images: ImageCache) -> SavePlan:
         _refuse_other_devices(request)
     plans = [(plan_file(request, session.agreement.rank, images), request) for request in requests]
     plans = [(plan, request) for plan, request in plans if plan.nbytes]
-    tensors = tuple(tuple(write.tensor for write in request.tensors) for _, request in plans)
+    tensors = tuple(FileTensors.of([write.tensor for write in request.tensors]) for _, request in plans)
     return SavePlan(
         tuple(plan for plan, _ in plans),
         tensors,
@@ -167,7 +198,7 @@ def _new_plan(session: Session, images: ImageCache) -> SavePlan:
             for position, write in enumerate(request.tensors)
             if write.is_buffer
         ),
-        on_gpu=any(tensor.is_cuda for members in tensors for tensor in members),
+        on_gpu=any(tensor.is_cuda for members in tensors for tensor in members.tensors),
     )
 
 

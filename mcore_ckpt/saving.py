@@ -15,7 +15,7 @@ from mcore_ckpt.hf.assets import save_assets
 from mcore_ckpt.save_planning import SavePlanner
 from mcore_ckpt.sealing import TensorNames, describe, read_common, report
 from mcore_ckpt.session import Session
-from mcore_ckpt.staging.capture import Capture
+from mcore_ckpt.staging.capture import Capture, capture_in_place
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.plain import to_plain
@@ -24,7 +24,7 @@ from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.files import sync_dir, sync_file
 from mcore_ckpt.storage.requests import WrittenFile
-from mcore_ckpt.storage.transaction import Attempt, commit_together, open_together
+from mcore_ckpt.storage.transaction import Attempt, commit_together
 from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,6 @@ class PlainState:
     rng: dict[str, Any] | None
     extra: dict[str, Any] | None
     common: dict[str, Any]
-    optimizer_steps: list[float | int | None]
 
 
 class SaveResources:
@@ -100,7 +99,6 @@ class Save:
         self,
         session: Session,
         resources: SaveResources,
-        topic: str,
         step: int,
         extra_state: Mapping[str, Any] | None,
         roles: tuple[str, ...],
@@ -109,27 +107,26 @@ class Save:
         self._called, self._started = called, time.perf_counter()
         self._session = session
         self._resources = resources
-        self._topic = topic
         self.step = step
         self._roles = roles
-        self._role_dir = layout.step_dir(session.root, step) / session.role
         self._plain = _read_plain(session, extra_state)
         self._plan = resources.planner.plan(session)
         self._in_place = not session.config.async_save and not self._plan.on_gpu
         self._address = 0 if self._in_place else session.staging.reserve(self._plan.files)
+        # One number per parameter takes a while to look at; a state that stays as it is has it done under the writing.
+        self._steps = None if self._in_place else _read_steps(session)
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: ImageWriter | None = None
         self._nbytes = sum(plan.nbytes for plan in self._plan.files)
         self._times: dict[str, float] = {}
 
-    def begin(self) -> None:
-        """Meets the other ranks and copies the state. When this returns, training may go on if the save is async.
+    def begin(self, attempt: Attempt) -> None:
+        """Copies the state. When this returns, training may go on if the save is async.
 
-        Raises:
-            CheckpointError, EarlierSaveError: see open_together. The same on all ranks.
+        Raises nothing: the other ranks are on their way to `finish`, which is where they are told.
         """
-        self._attempt = open_together(self._session.agreement, self._topic, self._role_dir)
+        self._attempt = attempt
         try:
             sync_parameters(self._session.chunks)
             self._times["planned"] = time.perf_counter()
@@ -137,13 +134,13 @@ class Save:
             if not self._in_place:
                 self._plan = replace(self._plan, tensors=())  # the trainer may offload them now
         except Exception as error:
-            self._capture = error  # told to all ranks by `finish`, which they are on their way to
+            self._capture = error
         self._times["captured"] = time.perf_counter()
 
     def _captured(self) -> Capture:
         session, plan = self._session, self._plan
         if self._in_place:
-            return session.staging.capture_in_place(plan.files, plan.tensors)
+            return capture_in_place(plan.files, plan.tensors)
         # Synchronous saves of a GPU's state: nothing changes it meanwhile, so writing need not wait for the copies.
         if not session.config.async_save:
             return session.staging.capture(plan.files, plan.tensors, self._address, lazy=())
@@ -166,11 +163,12 @@ class Save:
         def write(staging: Path) -> Record:
             written.extend(self._write(staging))
             names = self._resources.names.to_tell(self._plan.files)
-            return report(session, written, self._plan.files, names, self._plain.optimizer_steps)
+            assert self._steps is not None
+            return report(session, written, self._plan.files, names, self._steps)
 
         commit_together(
             session.commits,
-            self._topic,
+            f"saving step {self.step} of {session.role}",
             self._attempt,
             write,
             self._describe,
@@ -198,7 +196,10 @@ class Save:
         with ImageWriter(staging, self._capture.writes, self._session.commits) as writer:
             self._writer = writer
             writer.start()
-            written = self._write_small(staging)  # while the disk has the large ones
+            # While the disk has the large ones:
+            written = self._write_small(staging)
+            if self._steps is None:
+                self._steps = _read_steps(self._session)
             written += writer.finish()
             self._times["copied"] = self._copy_seconds(writer.times()[0])
         for folder in {(staging / file.path).parent for file in written}:
@@ -243,9 +244,10 @@ class Save:
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()
         seconds = now - self._called
+        assert self._attempt is not None
         return SaveReport(
             step=self.step,
-            path=self._role_dir,
+            path=self._attempt.role_dir,
             nbytes=nbytes,
             seconds=seconds,
             stall_s=seconds if stall_s is None else stall_s,
@@ -259,13 +261,18 @@ class Save:
 def _read_plain(session: Session, extra_state: Mapping[str, Any] | None) -> PlainState:
     contents = session.config.save_contents
     with_optimizer = "optimizer" in contents
-    parts = optimizer_state.optimizer_parts(session.optimizer) if with_optimizer else []
     return PlainState(
         rng=read_rng() if "extra" in contents else None,
         extra=None if extra_state is None else to_plain(extra_state, "extra_state"),
         common=read_common(session) if with_optimizer and session.agreement.is_coordinator else {},
-        optimizer_steps=[optimizer_state.read_step(part) for part in parts],
     )
+
+
+def _read_steps(session: Session) -> list[float | int | None]:
+    """What each of the optimizer's parts has done. Raises UnsupportedError if its parameters differ."""
+    if "optimizer" not in session.config.save_contents:
+        return []
+    return [optimizer_state.read_step(part) for part in optimizer_state.optimizer_parts(session.optimizer)]
 
 
 def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:

@@ -17,8 +17,26 @@ from mcore_ckpt.staging.device import DeviceCopies
 from mcore_ckpt.storage.file_plan import FilePlan, page_ceil
 from mcore_ckpt.storage.requests import ImageWrite
 
-Tensors = Sequence[Sequence[torch.Tensor]]
-"""The tensors to save, by file, in the order of the file's request."""
+
+class FileTensors(NamedTuple):
+    """The tensors to save to one file, in the order of its request.
+
+    Attributes:
+        tensors: row-major or not, in host memory or on a GPU.
+        addresses: where each begins.
+        in_rows: whether all are row-major, without gaps.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    in_rows: bool
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> FileTensors:
+        # A TorchFunctionMode, as profilers are, would be asked at each of thousands.
+        with torch._C.DisableTorchFunction():
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            return FileTensors(tensors, addresses, all(map(torch.Tensor.is_contiguous, tensors)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +59,21 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
     return sum(page_ceil(plan.nbytes) for plan in files)
 
 
-def capture_in_place(files: Sequence[FilePlan], tensors: Tensors) -> Capture:
+def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
     """For tensors in host memory that do not change until they are on the disk: nothing is copied beforehand."""
     writes: list[ImageWrite] = []
     keep: list[torch.Tensor] = []
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
         keep += found
-        others = len(members) - first - len(found)
+        others = len(members.tensors) - first - len(found)
         writes.append(ImageWrite(plan, [*[0] * first, *addresses, *[0] * others], 0, []))
     return Capture(tuple(writes), 0.0, tuple(keep))
 
 
-def capture_copies(files: Sequence[FilePlan], tensors: Tensors, address: int, device: DeviceCopies | None) -> Capture:
+def capture_copies(
+    files: Sequence[FilePlan], tensors: Sequence[FileTensors], address: int, device: DeviceCopies | None
+) -> Capture:
     """Copies the tensors to their places in images.
 
     When this returns, tensors in host memory may change. Those on a GPU may once `device` says so.
@@ -111,17 +131,19 @@ class _Located(NamedTuple):
     """The tensors in this rank's range, copied where their elements are not in a row, and where they begin."""
 
     first: int  # the number of the first of them
-    tensors: list[torch.Tensor]
-    addresses: list[int]
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
 
 
-def _locate(plan: FilePlan, tensors: Sequence[torch.Tensor]) -> _Located:
+def _locate(plan: FilePlan, members: FileTensors) -> _Located:
     numbers = plan.parts.tensor
     first, after = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
-    # A TorchFunctionMode, as profilers are, would be asked at each attribute of thousands of tensors.
-    with torch._C.DisableTorchFunction():
-        found = [t if t.is_contiguous() else t.detach().contiguous() for t in tensors[first:after]]
-        return _Located(first, found, [tensor.data_ptr() for tensor in found])
+    found, addresses = members.tensors[first:after], members.addresses[first:after]
+    if not members.in_rows:
+        with torch._C.DisableTorchFunction():
+            found = [tensor.detach().contiguous() for tensor in found]
+            addresses = list(map(torch.Tensor.data_ptr, found))
+    return _Located(first, found, addresses)
 
 
 def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import Capture, Tensors, arena_bytes, capture_copies, capture_in_place
+from mcore_ckpt.staging.capture import Capture, FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.staging.device import DeviceCopies
 from mcore_ckpt.storage.file_plan import FilePlan
 
@@ -30,7 +30,11 @@ class Staging:
         return self._arena.take(arena_bytes(files))
 
     def capture(
-        self, files: Sequence[FilePlan], tensors: Tensors, address: int, lazy: Sequence[tuple[int, int]] | None
+        self,
+        files: Sequence[FilePlan],
+        tensors: Sequence[FileTensors],
+        address: int,
+        lazy: Sequence[tuple[int, int]] | None,
     ) -> Capture:
         """Copies the tensors into images at `address`.
 
@@ -42,16 +46,12 @@ class Staging:
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
-        if self._device is None and any(tensor.is_cuda for members in tensors for tensor in members):
+        if self._device is None and any(tensor.is_cuda for members in tensors for tensor in members.tensors):
             self._device = DeviceCopies()
         capture = capture_copies(files, tensors, address, self._device)
         if lazy is None:
             self.wait()
         return capture
-
-    def capture_in_place(self, files: Sequence[FilePlan], tensors: Tensors) -> Capture:
-        """For a state that does not change until it is on the disk: it is written from where it is."""
-        return capture_in_place(files, tensors)
 
     def hold(self) -> None:
         """What the current stream is given from now on waits until the state has been copied. The host goes on."""
@@ -71,10 +71,10 @@ class Staging:
         self._arena.release()
 
 
-def _detached(tensors: Tensors, which: Sequence[tuple[int, int]]) -> Tensors:
+def _detached(tensors: Sequence[FileTensors], which: Sequence[tuple[int, int]]) -> list[FileTensors]:
     """The tensors, with copies on the GPU of some, made in stream order: the host does not wait for them."""
-    by_file = [list(members) for members in tensors]
+    by_file = [list(members.tensors) for members in tensors]
     for file, number in which:
         if by_file[file][number].is_cuda:
             by_file[file][number] = by_file[file][number].detach().clone()
-    return by_file
+    return list(map(FileTensors.of, by_file))

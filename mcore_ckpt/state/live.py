@@ -25,14 +25,18 @@ class LiveObjects:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        # In columns, `id(dicts[i][keys[i]]) == values[i]`: comparing columns never leaves C, and touches no tensor;
-        # walking over modules and parameters again takes several times as long.
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
+        # Comparing columns never leaves C, and touches no tensor; walking over modules and parameters again takes
+        # several times as long.
+        self._empty: list[dict[str, Any]] = []
+        self._submodules: list[dict[str, Any]] = []
+        self._submodules_before: list[dict[str, Any]] = []
+        self._with_tensors: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        # id(dicts[i][keys[i]]) == values[i]
+        self._dicts: list[dict[str, Any]] = []
+        self._keys: list[str] = []
         self._values: list[int] = []
         self._watch = _Watch()
-        self._sized: list[Any] = []
-        self._sizes: list[int] = []
         self._without_extra_state: list[torch.nn.Module] = []
         self._chunks = [(chunk, ref(unwrap(chunk))) for chunk in chunks]
         self._optimizer = optimizer
@@ -49,7 +53,9 @@ class LiveObjects:
             all(unwrap(chunk) is module() for chunk, module in self._chunks)
             and len(parts) == len(self._parts)
             and all(map(is_, parts, self._parts))
-            and all(map(eq, map(len, self._sized), self._sizes))
+            and not any(self._empty)
+            and all(map(eq, self._submodules, self._submodules_before))
+            and all(map(eq, map(len, self._with_tensors), self._sizes))
             and all(map(eq, map(id, map(dict.get, self._dicts, self._keys)), self._values))
             and not self._watch.has_died
             and all(optimizer.is_still_there() for optimizer in self._optimizers)
@@ -57,19 +63,24 @@ class LiveObjects:
         )
 
     def _add_module(self, module: torch.nn.Module) -> None:
-        for members in (module._modules, module._parameters, module._buffers):
-            self._add(members, [name for name in members if name not in module._non_persistent_buffers_set])
+        if module._modules:
+            self._submodules.append(module._modules)
+            self._submodules_before.append(dict(module._modules))
+        for tensors in (module._parameters, module._buffers):
+            if tensors:
+                self._add(tensors, [name for name in tensors if name not in module._non_persistent_buffers_set])
+        self._empty += [members for members in (module._modules, module._parameters, module._buffers) if not members]
         get = type(module).get_extra_state
         # megatron's own layers have the method for transformer-engine's sake, and always return None.
         if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 
-    def _add(self, members: dict[Any, Any], keys: Sequence[Any]) -> None:
-        self._dicts += [members] * len(keys)
-        self._keys += keys
-        self._values += [self._watch.add(members[key]) for key in keys]
-        self._sized.append(members)
-        self._sizes.append(len(members))
+    def _add(self, tensors: dict[str, Any], names: Sequence[str]) -> None:
+        self._with_tensors.append(tensors)
+        self._sizes.append(len(tensors))
+        self._dicts += [tensors] * len(names)
+        self._keys += names
+        self._values += [self._watch.add(tensors[name]) for name in names]
 
 
 def _parts(optimizer: Any) -> list[OptimizerPart]:

@@ -164,19 +164,14 @@ def read_step(part: OptimizerPart) -> float | int | None:
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:
-    found: set[float | int] = set()
-    on_device = []
     # A TorchFunctionMode, as profilers are, would be asked at each of thousands.
     with torch._C.DisableTorchFunction():
-        for step in steps:
-            if not isinstance(step, torch.Tensor):
-                found.add(step)
-            elif step.is_cpu:
-                found.add(step.item())
-            else:
-                on_device.append(step)
-    # In one transfer: each waits for the device.
-    return found | set(torch.stack(on_device).tolist() if on_device else ())
+        tensors = [step for step in steps if isinstance(step, torch.Tensor)]
+        numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
+        on_device = [step for step in tensors if not step.is_cpu]
+        numbers.update(map(torch.Tensor.item, (step for step in tensors if step.is_cpu)))
+        # In one transfer: each waits for the device.
+        return numbers.union(torch.stack(on_device).tolist() if on_device else ())
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:

@@ -51,9 +51,9 @@ def open_together(
         for rank, record in enumerate(records):
             if record["busy"]:
                 raise BusyError(f"{topic}: an earlier save is still under way on rank {rank}; wait for it first")
-        failures = [record["failure"] for record in records if record["failure"]]
-        if failures:
-            return {"failure": failures[0]}
+        failure = failure_among(records)
+        if failure is not None:
+            return {"failure": failure}
         commit.open_staging(role_dir, number)
         return {"attempt": number}
 
@@ -64,8 +64,7 @@ def open_together(
         # Another rank may have given up after rank 0 has made the folder.
         commit.discard(layout.staging_dir(role_dir, number))
         raise
-    if "failure" in outcome:
-        raise EarlierSaveError(outcome["failure"])
+    raise_failure(outcome)
     return Attempt(outcome["attempt"], layout.staging_dir(role_dir, outcome["attempt"]), role_dir)
 
 
@@ -75,6 +74,17 @@ class EarlierSaveError(Exception):
     def __init__(self, failure: Record) -> None:
         super().__init__(failure["message"])
         self.error = from_record(failure, CommitError)
+
+
+def failure_among(records: Sequence[Record]) -> Record | None:
+    """The first rank's whose earlier save has failed."""
+    return next((record["failure"] for record in records if record["failure"]), None)
+
+
+def raise_failure(outcome: Record) -> None:
+    """Raises EarlierSaveError if that is what the ranks have agreed on."""
+    if "failure" in outcome:
+        raise EarlierSaveError(outcome["failure"])
 
 
 def commit_together(

@@ -8,6 +8,7 @@ import torch
 
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.staging.capture import FileTensors
 from mcore_ckpt.staging.guards import Guards
 from mcore_ckpt.staging.staging import Staging
 from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, plan_file
@@ -84,7 +85,7 @@ def test_old_values_are_saved_a_thousand_times(change: Change, staging: Staging)
     for round_ in range(1000):
         trainer.tensors = [torch.full((size,), float(round_), device="cuda") for size in SIZES]
         address = staging.reserve([plan])
-        staging.capture([plan], [trainer.tensors], address, lazy=[(0, BUFFER)])
+        staging.capture([plan], [FileTensors.of(trainer.tensors)], address, lazy=[(0, BUFFER)])
         change(trainer)
         staging.wait()
         image = image_at(address, plan)
@@ -102,7 +103,7 @@ def test_without_the_guard_it_would_fail(staging: Staging) -> None:
         trainer.tensors = [torch.full((64 << 20,), float(round_), device="cuda")]
         plan = plan_of(trainer.tensors)
         address = staging.reserve([plan])
-        staging.capture([plan], [trainer.tensors], address, lazy=[])
+        staging.capture([plan], [FileTensors.of(trainer.tensors)], address, lazy=[])
         trainer.step()
         staging.wait()
         (slot,) = plan.pt.slots
@@ -117,7 +118,7 @@ def test_a_snapshot_is_whole_when_capture_returns(staging: Staging) -> None:
     for round_ in range(100):
         trainer.tensors = [torch.full((size,), float(round_), device="cuda") for size in SIZES]
         address = staging.reserve([plan])
-        staging.capture([plan], [trainer.tensors], address, lazy=None)
+        staging.capture([plan], [FileTensors.of(trainer.tensors)], address, lazy=None)
         image = image_at(address, plan)
         assert all(
             bool((image[s.offset : s.offset + s.nbytes].view(torch.float32) == round_).all()) for s in plan.pt.slots

@@ -16,7 +16,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import _ready, arena_bytes, capture_copies, capture_in_place
+from mcore_ckpt.staging.capture import FileTensors, _ready, arena_bytes, capture_copies, capture_in_place
 from mcore_ckpt.staging.device import DeviceCopies
 from mcore_ckpt.staging.staging import Staging
 from mcore_ckpt.storage.file_plan import PAGE_BYTES, FilePlan, ImageCache, page_ceil, plan_file
@@ -94,7 +94,7 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
     ctypes.memset(address, POISON, room)
 
     copies = DeviceCopies() if device == "cuda" else None
-    capture = capture_copies(plans, files, address, copies)
+    capture = capture_copies(plans, list(map(FileTensors.of, files)), address, copies)
     if copies is not None:
         copies.wait()
 
@@ -119,7 +119,7 @@ def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_l
     seeds = itertools.count()
     files = [[make(*piece, next(seeds)) for piece in file] for file in layout]
     plans = [plan_of(tensors, 1, 0, f"{number}.pt") for number, tensors in enumerate(files)]
-    capture = capture_in_place(plans, files)
+    capture = capture_in_place(plans, list(map(FileTensors.of, files)))
     for write, tensors in zip(capture.writes, files, strict=True):
         assert (write.buffer, write.ready) == (0, [])
         assert write.sources is not None
@@ -137,7 +137,7 @@ def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(devi
     address = staging.reserve(plans)
     for _ in range(50):
         tensor += 1
-    staging.capture(plans, [[tensor]], address, lazy)
+    staging.capture(plans, [FileTensors.of([tensor])], address, lazy)
     staging.hold()
     tensor += 1
     if device == "cuda":

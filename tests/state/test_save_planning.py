@@ -108,7 +108,7 @@ def planned(plan: SavePlan) -> dict[tuple[str, str], torch.Tensor]:
     """What is written, by name and kind."""
     found = {}
     for file, tensors in zip(plan.files, plan.tensors, strict=True):
-        for write, slot, tensor in zip(file.request.tensors, file.pt.slots, tensors, strict=True):
+        for write, slot, tensor in zip(file.request.tensors, file.pt.slots, tensors.tensors, strict=True):
             assert slot.nbytes == tensor.nbytes, write.key
             found[write.key.name, write.key.kind] = tensor
     return found

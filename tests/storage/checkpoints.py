@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mcore_ckpt import layout
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.capture import capture_in_place
+from mcore_ckpt.staging.capture import FileTensors, capture_in_place
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
@@ -74,7 +74,9 @@ def write_files(staging: Path, exchange: Exchange, version: int, world: int) -> 
     rank, images = exchange.rank, ImageCache()
     wanted = requests(version, rank, world)
     plans = [plan_file(request, rank, images) for request in wanted]
-    capture = capture_in_place(plans, [[write.tensor for write in request.tensors] for request in wanted])
+    capture = capture_in_place(
+        plans, [FileTensors.of([write.tensor for write in request.tensors]) for request in wanted]
+    )
     with ImageWriter(staging, capture.writes, exchange) as writer:
         writer.start()
         small = pickle_plain(small_state(version, rank))
@@ -167,7 +169,7 @@ class Alone:
 def write_alone(folder: Path, request: WriteRequest, images: ImageCache | None = None) -> WrittenFile:
     """One file, written by one rank from where its tensors are."""
     plan = plan_file(request, Alone.rank, images or ImageCache())
-    capture = capture_in_place([plan], [[write.tensor for write in request.tensors]])
+    capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in request.tensors])])
     with ImageWriter(folder, capture.writes, Alone()) as writer:
         writer.start()
         (written,) = writer.finish()

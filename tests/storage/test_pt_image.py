@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import arena_bytes, capture_copies
+from mcore_ckpt.staging.capture import FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, decode_index
 from mcore_ckpt.storage.pt_image import INDEX_RECORD, build_image
@@ -190,7 +190,7 @@ def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
         address = arena.take(1 << 20)
         ctypes.memset(address, poison, 1 << 20)
         assert arena.take(arena_bytes([plan])) == address
-        capture = capture_copies([plan], [list(tensors.values())], address, None)
+        capture = capture_copies([plan], [FileTensors.of(list(tensors.values()))], address, None)
         (tmp_path / str(poison)).mkdir()
         with ImageWriter(tmp_path / str(poison), capture.writes, Alone()) as writer:
             writer.start()

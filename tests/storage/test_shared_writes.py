@@ -19,7 +19,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import arena_bytes, capture_copies, capture_in_place
+from mcore_ckpt.staging.capture import FileTensors, arena_bytes, capture_copies, capture_in_place
 from mcore_ckpt.storage.agreement import Agreement, Record, decide
 from mcore_ckpt.storage.commit import check_parts
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
@@ -80,8 +80,8 @@ class Ranks:
         return results
 
 
-def tensors_of(requests: Sequence[WriteRequest]) -> list[list[torch.Tensor]]:
-    return [[write.tensor for write in request.tensors] for request in requests]
+def tensors_of(requests: Sequence[WriteRequest]) -> list[FileTensors]:
+    return [FileTensors.of([write.tensor for write in request.tensors]) for request in requests]
 
 
 def writing(
