@@ -34,6 +34,8 @@ class CheckpointConfig:
         max_host_bytes: most host memory this rank may keep for copies of its state; None for as much as it takes.
         max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all.
         roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
+        vocab_size: how many tokens there are, without the rows that megatron pads embeddings with; needed only to load
+            under another tensor-parallel size what padding alone does not explain. None: the HuggingFace config's.
         timeout_s: deadline of every wait for another rank, in seconds.
         strict: raise on a checkpoint that turns out bad while it is read, instead of loading the next older one.
 
@@ -56,6 +58,7 @@ class CheckpointConfig:
     max_host_bytes: int | None = None
     max_to_keep: int | None = None
     roles: tuple[str, ...] | None = None
+    vocab_size: int | None = None
     timeout_s: float = 600.0
     strict: bool = False
 
@@ -64,6 +67,8 @@ class CheckpointConfig:
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
         if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
             raise ValueError(f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint")
+        if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
+            raise ValueError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
         if self.roles is not None:

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_ckpt import knobs
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from mcore_ckpt.planning import LoadPlan, plan_load
+from mcore_ckpt.planning import CommonState, LoadPlan, TensorFill, check_all_used, plan_load
 from mcore_ckpt.session import Session
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gather_parameters
-from mcore_ckpt.state.rng import write_rng
+from mcore_ckpt.state.optimizer import OptimizerPart
+from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
+from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
+from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.storage.reader import read_ranges
 from mcore_ckpt.storage.transaction import failure_among, raise_failure
 
@@ -107,9 +111,21 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
             logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
             skipped.append(str(error))
             continue
+        _warn_of_new_layout(session, plan)
         report = LoadReport(role_dir, nbytes, time.monotonic() - started, tuple(skipped))
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
+
+
+def _warn_of_new_layout(session: Session, plan: LoadPlan) -> None:
+    if plan.seed is not None and session.agreement.is_coordinator:
+        logger.warning(
+            "%s was saved on %s, this is %s: the random number generators start anew from the saved seed, and each "
+            "rank has the extra_state of the rank whose coordinates are its own modulo the saved sizes",
+            plan.role_dir,
+            plan.manifest.topology,
+            session.topology,
+        )
 
 
 def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
@@ -151,10 +167,13 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
 
     def work() -> Record:
         plans.append(plan_load(session, role_dir))
-        return {"attempt": plans[0].manifest.attempt}
+        return {"attempt": plans[0].manifest.attempt, "used": plans[0].used}
 
     def combine(records: Sequence[Record]) -> Record:
-        return same_everywhere(records, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
+        seen = [{"attempt": record["attempt"]} for record in records]
+        same_everywhere(seen, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
+        check_all_used(session, role_dir, [record["used"] for record in records])
+        return {}
 
     decide(session.agreement, f"checking {role_dir}", work, combine)
     return plans[0]
@@ -180,36 +199,73 @@ def _apply(session: Session, plan: LoadPlan) -> int:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what still uses the old state must not meet the new one
     with torch.no_grad():
-        targets = [fill.target() for fill in plan.fills]
-        memories = [
-            tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for tensor in targets
-        ]
-        reads = [(read, memory) for fill, memory in zip(plan.fills, memories, strict=True) for read in fill.reads]
-        nbytes = read_ranges(plan.role_dir, files, reads)
-        for fill, tensor, memory in zip(plan.fills, targets, memories, strict=True):
-            if memory is not tensor:
-                tensor.copy_(memory)
-            if fill.finish is not None:
-                fill.finish(tensor)
+        nbytes = sum(_fill_together(plan.role_dir, files, fills) for fills in _in_batches(plan.fills))
     if plan.common is not None:
-        _apply_common(session, plan)
-    if plan.rng is not None:
-        write_rng(plan.rng)
+        _apply_common(session, plan.common, plan.unstepped)
+    _apply_rng(session, plan)
     return nbytes
 
 
-def _apply_common(session: Session, plan: LoadPlan) -> None:
-    assert plan.common is not None
-    for part, state in plan.unstepped:
+def _in_batches(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
+    """Those filled where they are, at once; those that take memory on the way, as many as fit into CONVERT_BYTES."""
+    direct = [fill for fill in fills if _is_direct(fill)]
+    yield direct
+    batch: list[TensorFill] = []
+    nbytes = 0
+    for fill in fills:
+        if _is_direct(fill):
+            continue
+        batch.append(fill)
+        nbytes += sum(read.rows.numel for read in fill.reads) * fill.dtype.itemsize
+        if nbytes >= knobs.CONVERT_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
+
+
+def _is_direct(fill: TensorFill) -> bool:
+    target = fill.target()
+    return target.is_contiguous() and target.dtype == fill.dtype
+
+
+def _fill_together(role_dir: Path, files: Mapping[str, FileRecord], fills: Sequence[TensorFill]) -> int:
+    targets = [fill.target() for fill in fills]
+    memories = [
+        tensor if _is_direct(fill) else torch.empty(tensor.shape, dtype=fill.dtype, device=tensor.device)
+        for fill, tensor in zip(fills, targets, strict=True)
+    ]
+    for fill, memory in zip(fills, memories, strict=True):
+        if fill.padded:
+            memory.zero_()
+    reads = [(read, memory) for fill, memory in zip(fills, memories, strict=True) for read in fill.reads]
+    nbytes = read_ranges(role_dir, files, reads)
+    for fill, tensor, memory in zip(fills, targets, memories, strict=True):
+        if memory is not tensor:
+            tensor.copy_(memory)
+        if fill.finish is not None:
+            fill.finish(tensor)
+    return nbytes
+
+
+def _apply_rng(session: Session, plan: LoadPlan) -> None:
+    if plan.rng is not None:
+        write_rng(plan.rng)
+    if plan.seed is not None:
+        write_seed(plan.seed, plan.manifest.step, session.coordinates.pp)
+
+
+def _apply_common(
+    session: Session, common: CommonState, unstepped: Iterable[tuple[OptimizerPart, ParameterState]]
+) -> None:
+    for part, state in unstepped:
         optimizer_state.forget_state(part, state)
     # The scheduler first: loading it sets the groups' rates, from fields it has not all read yet.
-    write_scheduler(session.lr_scheduler, plan.common["lr_scheduler"])
+    write_scheduler(session.lr_scheduler, common.lr_scheduler)
     keep_rates = keeps_own_rates(session.lr_scheduler)
-    for part, saved in zip(optimizer_state.optimizer_parts(session.optimizer), plan.common["optimizers"], strict=True):
-        optimizer_state.write_param_groups(part, saved["param_groups"], keep_rates)
-        optimizer_state.write_step(part, saved["step"])
-        optimizer_state.write_grad_scaler(part, saved["grad_scaler"])
+    for part, saved in zip(optimizer_state.optimizer_parts(session.optimizer), common.optimizers, strict=True):
+        optimizer_state.write_param_groups(part, saved, keep_rates)
+        optimizer_state.write_step(part, saved.step)
+        optimizer_state.write_grad_scaler(part, saved.grad_scaler)
 
 
 def _make_consistent(session: Session) -> None:

@@ -282,6 +282,7 @@ def _session(
         topology=topology,
         stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
         num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
+        vocab_size=config.vocab_size or _vocab_size(trainer["hf_config"]),
         first_instance=is_first_optimizer_instance(topology),
         replicas=read_replicas(),
         agreement=agreement,
@@ -311,6 +312,7 @@ def _set_up_together(session: Session) -> None:
             "if_busy": config.if_busy,
             "if_failed": config.if_failed,
             "shared_writes": config.shared_writes,
+            "vocab_size": session.vocab_size,
         }
 
     def combine(records: Sequence[Record]) -> Record:
@@ -319,6 +321,13 @@ def _set_up_together(session: Session) -> None:
         return {}
 
     decide(session.agreement, _SETTING_UP, work, combine)
+
+
+def _vocab_size(hf_config: Any) -> int | None:
+    # Multimodal models keep it with their language model's.
+    text = getattr(hf_config, "text_config", hf_config)
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _is_lazy(config: CheckpointConfig) -> bool:

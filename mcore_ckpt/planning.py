@@ -6,8 +6,7 @@ nothing is changed.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,50 +16,70 @@ import torch
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.session import Session
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, WantedShard, plan_reads
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, runs
+from mcore_ckpt.sources import Source, Sources, Wanted
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import read_model
-from mcore_ckpt.state.optimizer import OptimizerPart
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
+from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
-from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
-from mcore_ckpt.storage.index import FileIndex
-from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
-from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain
+from mcore_ckpt.storage.catalog import Catalog
+from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
+from mcore_ckpt.topology import RankCoordinates, Topology
 
 
 @dataclass(frozen=True, eq=False)
 class TensorFill:
-    """One tensor to fill: where its bytes are, and how to get at its memory once it may change."""
+    """One tensor to fill: where its bytes are, and how to get at its memory once it may change.
+
+    Attributes:
+        reads: rows of stored shards.
+        dtype: of the stored elements.
+        target: the tensor.
+        padded: whether some of its elements are in no file and become zero.
+        finish: what to do with the tensor once it is filled.
+    """
 
     reads: tuple[ReadRange, ...]
+    dtype: torch.dtype
     target: Callable[[], torch.Tensor]
+    padded: bool = False
     finish: Callable[[torch.Tensor], None] | None = None
+
+
+@dataclass(frozen=True)
+class CommonState:
+    """What the ranks share of optimizer and scheduler, for the parts of this optimizer."""
+
+    optimizers: tuple[SavedPart, ...]
+    lr_scheduler: dict[str, Any] | None
 
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """Everything known, checked, and not yet applied."""
+    """Everything known, checked, and not yet applied.
+
+    Attributes:
+        fills: the tensors of model and optimizer.
+        unstepped: parameters that had not been stepped when they were saved.
+        rng: the state of the generators; None if they are not loaded, or cannot go on where they were.
+        seed: what they start from instead.
+        used: positions in the manifest's list of the tensors this rank takes, as runs: of the model, of the optimizer.
+    """
 
     manifest: Manifest
     role_dir: Path
     fills: tuple[TensorFill, ...]
     unstepped: tuple[tuple[OptimizerPart, ParameterState], ...]
-    common: dict[str, Any] | None
+    common: CommonState | None
     rng: dict[str, Any] | None
+    seed: int | None
     extra_state: dict[str, Any] | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    """What the opened indexes hold: shards by key, and keys whose bytes are stored under another."""
-
-    shards: dict[ShardKey, list[StoredShard]]
-    aliases: dict[ShardKey, ShardKey]
-    moments: dict[str, tuple[str, ...]]  # kinds of optimizer state by tensor name
-
-    def fill(self, wanted: WantedShard, target: Callable[[], torch.Tensor]) -> TensorFill:
-        return TensorFill(tuple(plan_reads(wanted, self.shards, self.aliases)), target)
+    used: dict[str, list[tuple[int, int]]]
 
 
 def plan_load(session: Session, role_dir: Path) -> LoadPlan:
@@ -73,78 +92,84 @@ def plan_load(session: Session, role_dir: Path) -> LoadPlan:
     manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
     try:
         _check_contents(session, manifest)
-        _check_layout(session, manifest)
         return _plan(session, role_dir, manifest)
     except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{role_dir}: {error}{_depth_note(session, manifest)}") from error
+        raise CheckpointMismatchError(f"{role_dir}: {error}{_note(session, manifest)}") from error
 
 
 def _plan(session: Session, role_dir: Path, manifest: Manifest) -> LoadPlan:
     wanted = session.config.load_contents
+    catalog = Catalog(role_dir, manifest)
+    sources = Sources(catalog, session.topology, session.coordinates, session.vocab_size)
     model = read_model(session.chunks)
     by_part = _states(session, model)
-    owned = [state for states in by_part for state in states]
-    indexes = _read_indexes(session, role_dir, manifest, model, owned)
-    stored = _stored(indexes.values())
     fills: list[TensorFill] = []
     unstepped: list[tuple[OptimizerPart, ParameterState]] = []
-    common = rng = extra = None
+    common = rng = seed = extra = None
     if "model" in wanted:
-        fills += [_model_fill(session, shard, stored) for shard in model]
-        _check_leftovers(session, model, indexes)
+        fills += [fill for shard in model if (fill := _model_fill(session, shard, sources)) is not None]
     if "optimizer" in wanted:
         common = _read_common(session, role_dir, manifest)
-        optimizer_fills, unstepped = _optimizer_fills(session, by_part, stored)
-        _check_optimizer_leftovers(session, model, stored)
+        optimizer_fills, unstepped = _optimizer_fills(session, by_part, sources)
         fills += optimizer_fills
     if "extra" in wanted:
-        rng, extra = _read_extra(session, role_dir, manifest)
+        rng, seed, extra = _read_extra(session, role_dir, manifest)
     _check_sizes(role_dir, manifest, fills)
-    return LoadPlan(manifest, role_dir, tuple(fills), tuple(unstepped), common, rng, extra)
+    used = {
+        "model": _positions(sources, [shard.key for shard in model] if "model" in wanted else []),
+        "optimizer": _positions(sources, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
+    }
+    return LoadPlan(manifest, role_dir, tuple(fills), tuple(unstepped), common, rng, seed, extra, used)
 
 
-def _saved_depth(manifest: Manifest) -> int:
-    return len({layer for stage in manifest.stages for layer in stage.decoder})
+def _positions(sources: Sources, keys: Iterable[ShardKey]) -> list[tuple[int, int]]:
+    stored = (sources.stored_key(key) for key in keys)
+    return runs(sources.catalog.positions[key.name] for key in stored if key is not None)
 
 
-def _depth_note(session: Session, manifest: Manifest) -> str:
-    saved = _saved_depth(manifest)
-    return (
-        ""
-        if saved == session.num_layers
-        else f" (the model has {session.num_layers} decoder layers, the checkpoint {saved})"
-    )
+def check_all_used(session: Session, role_dir: Path, used: Sequence[dict[str, Any]]) -> None:
+    """What the checkpoint holds and no rank takes would be lost without a word.
+
+    Args:
+        session: rank 0's.
+        role_dir: the checkpoint.
+        used: what each rank's plan says.
+
+    Raises:
+        CheckpointMismatchError: names such a tensor.
+    """
+    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    catalog = Catalog(role_dir, manifest)
+    for contents, kind, reason in (
+        ("model", MODEL, "no such tensor"),
+        ("optimizer", PARAM, "no state of it, for no rank trains it (is it frozen now?)"),
+    ):
+        if contents not in session.config.load_contents:
+            continue
+        taken = {at for plan in used for first, last in plan[contents] for at in range(first, last + 1)}
+        for position, name in enumerate(manifest.tensors):
+            files = () if position in taken else catalog.files(ShardKey(name, kind))
+            for shard in catalog.shards(ShardKey(name, kind), files):
+                raise CheckpointMismatchError(
+                    f"{role_dir}: {shard.file}: tensor {shard.key}: wanted {reason}, found {shard.region.describe()}"
+                    f"{_note(session, manifest)}"
+                )
+
+
+def _note(session: Session, manifest: Manifest) -> str:
+    saved = len({layer for stage in manifest.stages for layer in stage.decoder})
+    depth = f"; {session.num_layers} decoder layers here, {saved} there" if saved != session.num_layers else ""
+    return f" (saved on {manifest.topology}, this is {session.topology}{depth})"
 
 
 def _check_contents(session: Session, manifest: Manifest) -> None:
-    missing = [word for word in session.config.load_contents if word not in manifest.contents]
+    # Main parameters are as good as the model's.
+    there = {*manifest.contents, *(("model",) if "optimizer" in manifest.contents else ())}
+    missing = [word for word in session.config.load_contents if word not in there]
     if missing:
         raise CheckpointMismatchError(
             f"load_contents asks for {', '.join(missing)}, the checkpoint has {', '.join(manifest.contents)}"
         )
-
-
-def _check_layout(session: Session, manifest: Manifest) -> None:
-    if manifest.topology != session.topology or session.coordinates not in manifest.ranks:
-        raise CheckpointMismatchError(
-            f"was saved on {manifest.topology}, this is {session.topology}. Loading under another parallel "
-            "layout is not supported yet: use the layout it was saved with"
-        )
-    ours, theirs = ({(stage.pp, stage.vp): stage for stage in stages} for stages in (session.stages, manifest.stages))
-    if _saved_depth(manifest) != session.num_layers:
-        return  # another model, not another split: the tensors will say which
-    for place, stage in ours.items():
-        found = theirs.get(place)
-        if found != stage:
-            raise CheckpointMismatchError(
-                f"pipeline stage pp={place[0]}, vp={place[1]}: wanted layers {_layers(stage)}, found "
-                f"{_layers(found) if found else 'no such stage'}. Loading under another pipeline split is not "
-                "supported yet: use the one it was saved with"
-            )
-
-
-def _layers(stage: StageRecord) -> str:
-    return f"{list(stage.decoder)}" + (f" and MTP {list(stage.mtp)}" if stage.mtp else "")
 
 
 def _states(session: Session, model: Sequence[LocalShard]) -> list[list[ParameterState]]:
@@ -153,98 +178,65 @@ def _states(session: Session, model: Sequence[LocalShard]) -> list[list[Paramete
     return optimizer_state.read_optimizer(session.optimizer, model, first_instance=True)
 
 
-def _read_indexes(
-    session: Session,
-    role_dir: Path,
-    manifest: Manifest,
-    model: Iterable[LocalShard],
-    owned: Iterable[ParameterState],
-) -> dict[str, FileIndex]:
-    """The indexes of the files that hold anything this rank wants, and of no others."""
-    position = {name: number for number, name in enumerate(manifest.tensors)}
-    in_model = _positions(position, ((shard.key.name, shard.expert) for shard in model))
-    in_optimizer = _positions(position, ((state.name, state.expert) for state in owned))
-    at, own = session.coordinates, _own_optimizer_file(session)
-    indexes = {}
-    for file in manifest.files:
-        if file.index is None or not _is_asked_for(file, session.config.load_contents):
-            continue
-        dense, experts = in_optimizer if file.kind == "optimizer" else in_model
-        writer = manifest.ranks[file.rank]
-        wanted = (writer.tp == at.tp and _holds_any(file, dense)) or (
-            writer.etp == at.etp and _holds_any(file, experts)
-        )
-        if wanted or file.path == own:
-            indexes[file.path] = read_index(role_dir, file)
-    return indexes
+# -- model -------------------------------------------------------------------------------------------------
 
 
-def _positions(position: Mapping[str, int], wanted: Iterable[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-    """Sorted positions in the manifest of the wanted dense tensors, and of the experts'."""
-    found: tuple[set[int], set[int]] = (set(), set())
-    for name, expert in wanted:
-        if name in position:
-            found[expert].add(position[name])
-    return sorted(found[False]), sorted(found[True])
-
-
-def _is_asked_for(file: FileRecord, contents: Sequence[str]) -> bool:
-    # Model files are needed for the optimizer too: fp32 main parameters are aliases of what is in them.
-    return file.kind != "optimizer" or "optimizer" in contents
-
-
-def _holds_any(file: FileRecord, positions: Sequence[int]) -> bool:
-    for first, last in file.holds:
-        at = bisect_left(positions, first)
-        if at < len(positions) and positions[at] <= last:
-            return True
-    return False
-
-
-def _stored(indexes: Iterable[FileIndex]) -> _Stored:
-    shards: dict[ShardKey, list[StoredShard]] = {}
-    aliases: dict[ShardKey, ShardKey] = {}
-    moments: dict[str, dict[str, None]] = {}
-    for index in indexes:
-        for shard in index.shards:
-            shards.setdefault(shard.key, []).append(shard)
-            if shard.key.kind not in (MODEL, PARAM, OPAQUE):
-                moments.setdefault(shard.key.name, {})[shard.key.kind] = None
-        for alias in index.aliases:
-            aliases[alias.key] = ShardKey(alias.key.name, alias.same_as)
-    return _Stored(shards, aliases, {name: tuple(kinds) for name, kinds in moments.items()})
-
-
-def _model_fill(session: Session, shard: LocalShard, stored: _Stored) -> TensorFill:
+def _model_fill(session: Session, shard: LocalShard, sources: Sources) -> TensorFill | None:
     at, apart = session.coordinates, session.topology.experts_apart and shard.expert
     file = layout.expert_file(at.etp, at.pp, at.ep) if apart else layout.model_file(at.tp, at.pp)
-    if shard.key.kind != OPAQUE:
-        return stored.fill(
-            WantedShard(shard.key, shard.region, dtype_name(shard.tensor.dtype), file), lambda: shard.tensor
-        )
-    found = next((candidate for candidate in stored.shards.get(shard.key, ()) if candidate.file == file), None)
-    if found is None:
+    wanted = Wanted(shard.key, shard.region, shard.expert, file)
+    if shard.key.kind == OPAQUE:
+        return _opaque_fill(shard, wanted, sources)
+    return _fill(wanted, shard.tensor.dtype, _model_source(wanted, shard, sources), lambda: shard.tensor)
+
+
+def _model_source(wanted: Wanted, shard: LocalShard, sources: Sources) -> Source:
+    """The model's own tensor; where that has another dtype or is not there, the main parameter, which is finer."""
+    source = sources.find(wanted)
+    if source is None or torch_dtype(source.dtype) != shard.tensor.dtype:
+        main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.expert, wanted.file)
+        source = sources.find(main) or source
+    if source is None:
+        raise _not_there(wanted)
+    return source
+
+
+def _not_there(wanted: Wanted) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the checkpoint"
+    )
+
+
+def _opaque_fill(shard: LocalShard, wanted: Wanted, sources: Sources) -> TensorFill | None:
+    found = sources.opaque(wanted)
+    if found is not None:
+        read = ReadRange(found, Rows(0, 0, found.region.numel))
+        memory = torch.empty(found.nbytes, dtype=torch.uint8)
+        return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
+    # Saved from layers that have no such state, or none of its own here: nothing to lose.
+    if not shard.tensor.numel() or not any(name.endswith("_extra_state") for name in sources.catalog.positions):
+        return None
+    raise CheckpointMismatchError(
+        f"{wanted.file}: tensor {shard.key}: wanted {shard.tensor.nbytes} bytes, found no such tensor"
+    )
+
+
+def _fill(wanted: Wanted, dtype: torch.dtype, source: Source, target: Callable[[], torch.Tensor]) -> TensorFill:
+    stored = torch_dtype(source.dtype)
+    # An int16 beside bfloat16 weights is the lower half of a main parameter (`store_param_remainders`), not a number.
+    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise CheckpointMismatchError(
-            f"{file}: tensor {shard.key}: wanted {shard.tensor.nbytes} bytes, found no such tensor"
+            f"{source.reads[0].stored.file if source.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
+            f"{dtype}, found {stored}"
         )
-    read = ReadRange(found, 0, found.region.numel, 0)
-    return TensorFill((read,), lambda: torch.empty(found.nbytes, dtype=torch.uint8), shard.restore)
+    return TensorFill(source.reads, stored, target, padded=bool(source.outside))
 
 
-def _check_leftovers(session: Session, model: Iterable[LocalShard], indexes: Mapping[str, FileIndex]) -> None:
-    """What this rank's own files hold and the model does not have would be lost without a word."""
-    at = session.coordinates
-    wanted = {shard.key for shard in model}
-    for path in (layout.model_file(at.tp, at.pp), layout.expert_file(at.etp, at.pp, at.ep)):
-        for shard in indexes[path].shards if path in indexes else ():
-            if shard.key not in wanted:
-                raise CheckpointMismatchError(
-                    f"{path}: tensor {shard.key}: wanted no such tensor, found {shard.region.describe()}"
-                )
+# -- optimizer ---------------------------------------------------------------------------------------------
 
 
 def _optimizer_fills(
-    session: Session, by_part: Sequence[Sequence[ParameterState]], stored: _Stored
+    session: Session, by_part: Sequence[Sequence[ParameterState]], sources: Sources
 ) -> tuple[list[TensorFill], list[tuple[OptimizerPart, ParameterState]]]:
     """The fills of main parameters and moments, and the parameters that had not been stepped when they were saved."""
     fills: list[TensorFill] = []
@@ -252,59 +244,53 @@ def _optimizer_fills(
     for part, states in zip(optimizer_state.optimizer_parts(session.optimizer), by_part, strict=True):
         for state in states:
             # Asked for in any case: a parameter that was frozen must not pass for one that was not stepped yet.
-            fill = _param_fill(session, state, stored)
+            fill = _param_fill(session, state, sources)
             if not (state.is_model_view and "model" in session.config.load_contents):
                 fills.append(fill)
-            kinds = stored.moments.get(state.name, ())
-            fills += [_moment_fill(session, part, state, kind, stored) for kind in kinds]
+            kinds = sources.moments(state.name, state.expert)
+            fills += [_moment_fill(session, part, state, kind, sources) for kind in kinds]
             if not kinds:
                 unstepped.append((part, state))
     return fills, unstepped
 
 
-def _check_optimizer_leftovers(session: Session, model: Sequence[LocalShard], stored: _Stored) -> None:
-    """State of a parameter that is frozen now would be dropped without a word."""
-    own = _own_optimizer_file(session)
-    trainable = optimizer_state.trainable_names(model)
-    for key, shards in stored.shards.items():
-        if key.kind in (MODEL, OPAQUE) or key.name in trainable:
-            continue
-        for shard in shards:
-            if shard.file == own:
-                raise CheckpointMismatchError(
-                    f"{own}: tensor {key}: wanted no such tensor, because the parameter is frozen now, found "
-                    f"{shard.region.describe()}"
-                )
-
-
-def _param_fill(session: Session, state: ParameterState, stored: _Stored) -> TensorFill:
-    key = ShardKey(state.name, PARAM)
-    if key not in stored.shards and key not in stored.aliases:
+def _param_fill(session: Session, state: ParameterState, sources: Sources) -> TensorFill:
+    wanted = _wanted(session, state, PARAM)
+    source = sources.find(wanted)
+    if source is None:
         raise CheckpointMismatchError(
-            f"{_own_optimizer_file(session)}: tensor {key}: wanted {state.region.describe()}, found no "
+            f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
             "such tensor: the parameter was frozen when it was saved"
         )
-    return stored.fill(_wanted(session, state, PARAM, dtype_name(state.main.dtype)), lambda: state.main)
+    return _fill(wanted, state.main.dtype, source, lambda: state.main)
 
 
 def _moment_fill(
-    session: Session, part: OptimizerPart, state: ParameterState, kind: str, stored: _Stored
+    session: Session, part: OptimizerPart, state: ParameterState, kind: str, sources: Sources
 ) -> TensorFill:
+    wanted = _wanted(session, state, kind)
+    source = sources.find(wanted)
+    if source is None:
+        raise _not_there(wanted)
     there = state.moments.get(kind)
-    dtype = stored.shards[ShardKey(state.name, kind)][0].dtype if there is None else dtype_name(there.dtype)
-    return stored.fill(
-        _wanted(session, state, kind, dtype),
-        lambda: optimizer_state.moment_tensor(part, state, kind, torch_dtype(dtype)),
-    )
+    dtype = torch_dtype(source.dtype) if there is None else there.dtype
+    return _fill(wanted, dtype, source, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
 
 
-def _wanted(session: Session, state: ParameterState, kind: str, dtype: str) -> WantedShard:
-    return WantedShard(ShardKey(state.name, kind), state.region, dtype, _own_optimizer_file(session))
+def _wanted(session: Session, state: ParameterState, kind: str) -> Wanted:
+    file = layout.optimizer_file(*session.coordinates.place)
+    return Wanted(ShardKey(state.name, kind), state.region, state.expert, file)
 
 
-def _own_optimizer_file(session: Session) -> str:
-    at = session.coordinates
-    return layout.optimizer_file(at.pp, at.tp, at.cp, at.dp)
+def _read_common(session: Session, role_dir: Path, manifest: Manifest) -> CommonState:
+    common = read_plain(role_dir, _record_at(role_dir, manifest, layout.COMMON_FILE))
+    parts = optimizer_state.optimizer_parts(session.optimizer)
+    optimizers = optimizer_state.match_parts(parts, common["optimizers"])
+    check_scheduler(session.lr_scheduler, common["lr_scheduler"])
+    return CommonState(optimizers, common["lr_scheduler"])
+
+
+# -- the rest ----------------------------------------------------------------------------------------------
 
 
 def _check_sizes(role_dir: Path, manifest: Manifest, fills: Iterable[TensorFill]) -> None:
@@ -315,28 +301,27 @@ def _check_sizes(role_dir: Path, manifest: Manifest, fills: Iterable[TensorFill]
             pass
 
 
-def _read_common(session: Session, role_dir: Path, manifest: Manifest) -> dict[str, Any]:
-    common = read_plain(role_dir, _record_at(role_dir, manifest, layout.COMMON_FILE))
-    parts = optimizer_state.optimizer_parts(session.optimizer)
-    saved = common["optimizers"]
-    if len(saved) != len(parts):
-        raise CheckpointMismatchError(
-            f"{layout.COMMON_FILE}: has the state of {len(saved)} chained optimizers, wanted {len(parts)}"
-        )
-    for part, state in zip(parts, saved, strict=True):
-        optimizer_state.check_common(part, state)
-    check_scheduler(session.lr_scheduler, common["lr_scheduler"])
-    return common
-
-
-def _read_extra(session: Session, role_dir: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    at = session.coordinates
-    place = (at.pp, at.tp, at.cp, at.dp)
-    rng = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(*place)))
+def _read_extra(
+    session: Session, role_dir: Path, manifest: Manifest
+) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
+    """The generators' state or the seed to start them from, and what the trainer handed over."""
+    at, saved = session.coordinates, manifest.topology
+    place = _saved_place(at, saved)
     path = layout.extra_file(*place)
-    if not any(file.path == path for file in manifest.files):
-        return rng, None
-    return rng, read_plain(role_dir, _record_at(role_dir, manifest, path))
+    extra = None
+    if any(file.path == path for file in manifest.files):
+        extra = read_plain(role_dir, _record_at(role_dir, manifest, path))
+    rng = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(*place)))
+    # They differ by pipeline and tensor-parallel rank.
+    if (saved.pp, saved.tp) == (session.topology.pp, session.topology.tp) and "torch" in rng:
+        return rng, None, extra
+    first = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(0, 0, 0, 0)))
+    return None, seed_of(first), extra
+
+
+def _saved_place(at: RankCoordinates, saved: Topology) -> tuple[int, int, int, int]:
+    """Whose small files a rank reads: its own, or, of fewer ranks, those of the one it would be in turn."""
+    return at.pp % saved.pp, at.tp % saved.tp, at.cp % saved.cp, at.dp % saved.dp
 
 
 def _record_at(role_dir: Path, manifest: Manifest, path: str) -> FileRecord:

@@ -36,6 +36,7 @@ class Session:
     stages: tuple[StageRecord, ...]
     first_instance: bool
     num_layers: int
+    vocab_size: int | None
     agreement: Agreement
     commits: Agreement
     staging: Staging

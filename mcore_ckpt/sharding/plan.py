@@ -1,15 +1,14 @@
 """The load plan: which stored bytes go where.
 
-Wanted and stored shards are matched by (name, kind). Ranges of the same local tensor are joined from as many
-files as it takes; shards of another cut are refused here by name.
+Wanted and stored shards are matched by (name, kind), and meet in the global tensor: whatever layout cut either of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.sharding.overlap import Rows, overlap
 from mcore_ckpt.sharding.regions import Region
 
 # Kinds of shards; any other is a part of the optimizer's state by the name the optimizer has for it.
@@ -46,93 +45,38 @@ class StoredShard:
 
 
 @dataclass(frozen=True)
-class WantedShard:
-    """A shard the trainer wants back into a tensor of `dtype`.
+class ReadRange:
+    """Rows of a stored shard that go into a wanted one."""
 
-    `file` is where this layout would have it, for messages.
-    """
-
-    key: ShardKey
-    region: Region
-    dtype: str
-    file: str
+    stored: StoredShard
+    rows: Rows
 
 
 @dataclass(frozen=True)
-class ReadRange:
-    """Elements `[start, stop)` of a stored shard go to position `destination` of the wanted one, in elements."""
+class ReadPlan:
+    """How one wanted shard is filled.
 
-    stored: StoredShard
-    start: int
-    stop: int
-    destination: int
+    Attributes:
+        reads: each element once.
+        missing: elements that none of the stored shards has, though the stored tensor does.
+        outside: elements beyond the stored tensor: a vocabulary that is padded further now.
+    """
+
+    reads: tuple[ReadRange, ...]
+    missing: int
+    outside: int
 
 
-def plan_reads(
-    wanted: WantedShard, stored: Mapping[ShardKey, Sequence[StoredShard]], aliases: Mapping[ShardKey, ShardKey]
-) -> list[ReadRange]:
-    """The reads that fill one wanted shard, each element once.
+def plan_reads(wanted: Region, stored: Sequence[StoredShard]) -> ReadPlan:
+    """The reads that fill one wanted region; of shards that hold the same elements, the first.
 
     Args:
-        wanted: the shard to fill.
-        stored: what the opened indexes hold, by key.
-        aliases: keys whose bytes are stored under another key.
-
-    Raises:
-        CheckpointMismatchError: it is stored with another shape, cut or dtype, or not at all.
-        CheckpointCorruptError: some of its elements are in none of the files.
+        wanted: what to fill.
+        stored: shards of the same tensor; their global shapes may differ from the wanted one along an axis.
     """
-    key = aliases.get(wanted.key, wanted.key)
-    candidates = stored.get(key, ())
-    if not candidates:
-        raise CheckpointMismatchError(
-            f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the "
-            "checkpoint"
-        )
-    for shard in candidates:
-        _check_same_tensor(wanted, shard)
-    fitting = [shard for shard in candidates if shard.region.same_local(wanted.region)]
-    if not fitting:
-        raise CheckpointMismatchError(
-            f"{candidates[0].file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found "
-            f"{candidates[0].region.describe()}. Loading under another parallel layout is not supported yet: use the "
-            "one it was saved with"
-        )
-    return _cover(wanted, fitting)
-
-
-def _check_same_tensor(wanted: WantedShard, shard: StoredShard) -> None:
-    if shard.region.global_shape != wanted.region.global_shape:
-        raise CheckpointMismatchError(
-            f"{shard.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found {shard.region.describe()}"
-        )
-    if shard.dtype != wanted.dtype:
-        raise CheckpointMismatchError(
-            f"{shard.file}: tensor {wanted.key}: wanted dtype {wanted.dtype}, found {shard.dtype}"
-        )
-
-
-def _cover(wanted: WantedShard, shards: Iterable[StoredShard]) -> list[ReadRange]:
-    start, stop = wanted.region.flat
-    reads = []
-    position = start
-    # Replicas may have drifted apart: of equal ranges, this rank's own.
-    for shard in sorted(shards, key=lambda s: (s.region.flat, s.file != wanted.file)):
-        low, high = shard.region.flat
-        if position >= stop or low > position:
-            break
-        if high <= position:
-            continue
-        end = min(high, stop)
-        reads.append(ReadRange(shard, position - low, end - low, position - start))
-        position = end
-    if position < stop:
-        files = sorted({shard.file for shard in shards})
-        raise CheckpointCorruptError(
-            f"{', '.join(files)}: tensor {wanted.key}: elements [{position}, {stop}) of {wanted.region.describe()} "
-            "are in none of these files"
-        )
-    return reads
+    found = overlap(wanted, [shard.region for shard in stored])
+    reads = tuple(ReadRange(stored[number], rows) for number, rows in found.rows)
+    return ReadPlan(reads, found.missing, found.outside)
 
 
 def runs(positions: Iterable[int]) -> list[tuple[int, int]]:

@@ -201,22 +201,68 @@ def trainable_names(model: Sequence[LocalShard]) -> set[str]:
     return {shard.key.name for shard in model if shard.tensor.requires_grad}
 
 
-def check_common(part: OptimizerPart, saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointMismatchError if what the ranks share of a saved optimizer does not fit this one."""
-    if saved["kind"] != kind_of(part):
-        raise CheckpointMismatchError(f"optimizer: wanted the state of {kind_of(part)}, found that of {saved['kind']}")
+# What `kind_of` says of a part without parameters.
+_NO_OPTIMIZER = type(None).__name__
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """What is saved of one chained optimizer beside its tensors, in the order of its own groups."""
+
+    param_groups: tuple[Mapping[str, Any], ...]
+    step: float | int | None
+    grad_scaler: Mapping[str, Any] | None
+
+
+def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]]) -> tuple[SavedPart, ...]:
+    """The saved state of each part, though they may be chained otherwise.
+
+    With expert parallelism experts have an optimizer of their own, without it they are in the dense one's groups
+    (`_get_param_groups`, 0.16.1).
+
+    Raises:
+        CheckpointMismatchError: a part has no saved counterpart, or several that differ.
+    """
+    for part in parts:
+        _check_kind(part, saved)
+    if len(parts) == len(saved):
+        return tuple(_match_part(part, [state]) for part, state in zip(parts, saved, strict=True))
+    return tuple(_match_part(part, saved) for part in parts)
+
+
+def _check_kind(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> None:
+    if part.inner is None:
+        return
     has_scaler = getattr(part.megatron, "grad_scaler", None) is not None
-    if has_scaler != (saved["grad_scaler"] is not None):
-        wanted, found = ("a grad scaler", "none") if has_scaler else ("no grad scaler", "one")
-        raise CheckpointMismatchError(f"optimizer: wanted {wanted}, found {found} in the checkpoint")
-    match_groups(part, saved["param_groups"])
+    for state in saved:
+        if state["kind"] == _NO_OPTIMIZER:
+            continue
+        if state["kind"] != kind_of(part):
+            raise CheckpointMismatchError(
+                f"optimizer: wanted the state of {kind_of(part)}, found that of {state['kind']}"
+            )
+        if has_scaler != (state["grad_scaler"] is not None):
+            wanted, found = ("a grad scaler", "none") if has_scaler else ("no grad scaler", "one")
+            raise CheckpointMismatchError(f"optimizer: wanted {wanted}, found {found} in the checkpoint")
+
+
+def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> SavedPart:
+    groups = match_groups(part, [group for state in saved for group in state["param_groups"]])
+    steps = {state["step"] for state in saved if state["step"] is not None}
+    if len(steps) > 1:
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, and share one "
+            "optimizer here: load it with expert parallelism, as it was saved"
+        )
+    return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"])
 
 
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The saved group of each group of `part`.
 
     By position where the groups there have the same identity, else by identity alone, as
-    `_filter_and_reorder_param_groups` (0.16.1) does.
+    `_filter_and_reorder_param_groups` (0.16.1) does; at last without telling experts from the rest, since which groups
+    there are of experts alone depends on the layout.
 
     Raises:
         CheckpointMismatchError: a group has no saved counterpart, or several.
@@ -227,7 +273,8 @@ def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> lis
     matched = []
     for number, group in enumerate(groups):
         same = [candidate for candidate in saved if _identity(candidate) == _identity(group)]
-        if len(same) != 1:
+        same = same or [candidate for candidate in saved if _rates_of(candidate) == _rates_of(group)]
+        if not same or any(_settings(candidate) != _settings(same[0]) for candidate in same):
             raise CheckpointMismatchError(
                 f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} "
                 f"counterparts among the {len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same "
@@ -237,15 +284,27 @@ def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> lis
     return matched
 
 
+_EXPERTS = ("is_expert_parallel", "pre_is_expert_parallel")
+
+
+def _rates_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _identity(group).items() if key not in _EXPERTS}
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _EXPERTS}
+
+
 def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
     """megatron's `param_group_identifier_keys`; NeMo writes some with `pre_` before them."""
     keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
     return {key: group.get(key, group.get(f"pre_{key}")) for key in keys}
 
 
-def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], keep_rates: bool) -> None:
-    for group, values in zip(part.param_groups, match_groups(part, saved), strict=True):
-        group.update({key: value for key, value in values.items() if not (keep_rates and key in _RATES)})
+def write_param_groups(part: OptimizerPart, saved: SavedPart, keep_rates: bool) -> None:
+    left = (*_EXPERTS, *(_RATES if keep_rates else ()))
+    for group, values in zip(part.param_groups, saved.param_groups, strict=True):
+        group.update({key: value for key, value in values.items() if key not in left})
 
 
 def write_step(part: OptimizerPart, step: float | int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any
@@ -20,6 +21,35 @@ def read_rng() -> dict[str, Any]:
         "device": torch.cuda.get_rng_state().cpu().clone() if torch.cuda.is_available() else None,
         "megatron": to_plain(dict(_tracker().get_states()), "megatron's RNG tracker"),
     }
+
+
+def seed_of(state: dict[str, Any]) -> int:
+    """The seed that the generators of a saved state were started with.
+
+    torch's CPU generator writes it first (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes, little-endian). A state
+    that was made for another layout has nothing but the seed.
+    """
+    if "seed" in state:
+        return int(state["seed"])
+    return int.from_bytes(bytes(state["torch"][:8].tolist()), "little")
+
+
+def write_seed(seed: int, step: int, pp: int) -> None:
+    """Starts all generators anew, as megatron's trainer does (`_set_random_seed`): apart by pipeline stage, and those
+    of megatron's tracker by tensor- and expert-parallel rank.
+
+    The step makes them differ from what the seed gave at the beginning of the training.
+    """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "little") // 2 + 100 * pp
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if _tracker().get_states():
+        model_parallel_cuda_manual_seed(seed)
 
 
 def write_rng(state: dict[str, Any]) -> None:

@@ -114,7 +114,8 @@ def read_ranges(
     Args:
         role_dir: the folder of the files.
         files: the manifest's records, by path.
-        reads: each range, and the contiguous tensor that is the wanted shard's memory, on the CPU or a GPU.
+        reads: each range, and the contiguous tensor of the stored dtype that is the wanted shard's memory, on the CPU
+            or a GPU.
 
     Raises:
         CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. Nothing of a bad block has been
@@ -133,11 +134,10 @@ def read_ranges(
         pinned=any(memory.is_cuda for _, memory in reads),
     )
     for read, memory in reads:
-        stored, item = read.stored, item_bytes(read.stored.dtype)
-        destination = memory.data_ptr() + read.destination * item
-        start, stop = read.start * item, read.stop * item
-        crcs = list(stored.crc32)
-        job.add(numbers[stored.file], stored.offset, stored.nbytes, crcs, start, stop, destination, memory.is_cuda)
+        stored, rows, item = read.stored, read.rows, item_bytes(read.stored.dtype)
+        for k in range(rows.rows):  # TEMP
+            b0=(rows.start+k*rows.source_stride)*item
+            job.add(numbers[stored.file], stored.offset, stored.nbytes, list(stored.crc32), b0, b0+rows.row*item, memory.data_ptr()+(rows.destination+k*rows.destination_stride)*item, memory.is_cuda)
     try:
         job.run()
     except _native.DamagedBlock as damage:

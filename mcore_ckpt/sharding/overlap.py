@@ -1,0 +1,179 @@
+"""Which rows of stored regions make up a wanted one: boxes met in the global tensor, as strided copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from mcore_ckpt.sharding.regions import Box, Region, Shape, flat_to_boxes
+
+
+class Rows(NamedTuple):
+    """Copies of `row` elements each: number k from `start + k * source_stride` of a stored region to
+    `destination + k * destination_stride` of the wanted one. Of one row the strides are 0.
+    """
+
+    start: int
+    destination: int
+    row: int
+    rows: int = 1
+    source_stride: int = 0
+    destination_stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.row * self.rows
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How a wanted region is put together.
+
+    Attributes:
+        rows: (number of the stored region, rows of it), by ascending destination.
+        missing: elements that lie in the stored tensor, but in none of its regions.
+        outside: elements beyond the stored global shape.
+    """
+
+    rows: tuple[tuple[int, Rows], ...]
+    missing: int
+    outside: int
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A box of the global tensor, and where its first element and its axes are in a flat range of a local one."""
+
+    box: Box
+    position: int
+    strides: Shape
+
+    def position_of(self, offset: Shape) -> int:
+        return self.position + sum(
+            (at - start) * stride for at, start, stride in zip(offset, self.box.offset, self.strides, strict=True)
+        )
+
+    def part(self, box: Box) -> _Placed:
+        return _Placed(box, self.position_of(box.offset), self.strides)
+
+
+def overlap(wanted: Region, stored: Sequence[Region]) -> Overlap:
+    """Puts `wanted` together from `stored` regions of the same tensor, each element once, from the first that has it.
+
+    Global shapes may differ in their length along an axis (a padded vocabulary): what lies beyond is left out.
+    Costs time in proportion to the regions handed in, so hand in only those that may hold something.
+
+    Example:
+        >>> overlap(Region.whole((2, 4)), [Region.whole((2, 4)).with_flat(0, 3), Region.whole((2, 4))]).rows
+        ((0, Rows(start=0, destination=0, row=3, rows=1, source_stride=0, destination_stride=0)), \
+(1, Rows(start=3, destination=3, row=5, rows=1, source_stride=0, destination_stride=0)))
+    """
+    remaining = list(_placed(wanted))
+    outside = 0
+    if stored:
+        extent = Box((0,) * len(stored[0].global_shape), stored[0].global_shape)
+        inside = [want.part(box) for want in remaining if (box := want.box.intersect(extent)) is not None]
+        outside = sum(want.box.numel for want in remaining) - sum(want.box.numel for want in inside)
+        remaining = inside
+    found: list[tuple[int, Rows]] = []
+    for number, region in enumerate(stored):
+        if not remaining:
+            break
+        for have in _placed(region):
+            remaining = list(_take(have, remaining, number, found))
+    return Overlap(tuple(_joined(found)), sum(want.box.numel for want in remaining), outside)
+
+
+# The shards of one parameter, its moments and its main parameter have the same region.
+@lru_cache(maxsize=1 << 14)
+def _placed(region: Region) -> tuple[_Placed, ...]:
+    strides = _strides(region.local_shape)
+    placed = []
+    for cut in flat_to_boxes(region.local_shape, *region.flat):
+        for piece in region.pieces:
+            common = cut.intersect(Box(piece.local_offset, piece.shape))
+            if common is None:
+                continue
+            position = sum(map(int.__mul__, common.offset, strides)) - region.flat[0]
+            offset = tuple(
+                at - low + start
+                for at, low, start in zip(common.offset, piece.local_offset, piece.global_offset, strict=True)
+            )
+            placed.append(_Placed(Box(offset, common.shape), position, strides))
+    return tuple(placed)
+
+
+def _strides(shape: Shape) -> Shape:
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * shape[axis]
+    return tuple(strides)
+
+
+def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tuple[int, Rows]]) -> Iterator[_Placed]:
+    """Adds what `have` gives to `found`; what it does not is still wanted."""
+    for want in remaining:
+        common = want.box.intersect(have.box)
+        if common is None:
+            yield want
+            continue
+        found.extend((number, rows) for rows in _rows(common, have, want))
+        yield from (want.part(rest) for rest in _without(want.box, common))
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """The rest of a box, in at most two boxes per axis."""
+    offset, shape = list(box.offset), list(box.shape)
+    for axis in range(len(shape)):
+        before = hole.offset[axis] - offset[axis]
+        after = shape[axis] - before - hole.shape[axis]
+        if before:
+            yield Box(tuple(offset), (*shape[:axis], before, *shape[axis + 1 :]))
+        if after:
+            start = hole.offset[axis] + hole.shape[axis]
+            yield Box((*offset[:axis], start, *offset[axis + 1 :]), (*shape[:axis], after, *shape[axis + 1 :]))
+        offset[axis], shape[axis] = hole.offset[axis], hole.shape[axis]
+
+
+def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
+    """A box's elements, as few and as long rows as the two memories allow."""
+    start, destination = have.position_of(common.offset), want.position_of(common.offset)
+    axes = [axis for axis in zip(common.shape, have.strides, want.strides, strict=True) if axis[0] != 1]
+    row = 1
+    while axes and axes[-1][1:] == (row, row):
+        row *= axes.pop()[0]
+    while len(axes) > 1 and axes[-2][1:] == (axes[-1][0] * axes[-1][1], axes[-1][0] * axes[-1][2]):
+        count, source_stride, destination_stride = axes.pop()
+        axes[-1] = (axes[-1][0] * count, source_stride, destination_stride)
+    if not axes:
+        yield Rows(start, destination, row)
+        return
+    rows, source_stride, destination_stride = axes.pop()
+    for index in product(*(range(count) for count, _, _ in axes)):
+        yield Rows(
+            start + sum(at * stride for at, (_, stride, _) in zip(index, axes, strict=True)),
+            destination + sum(at * stride for at, (_, _, stride) in zip(index, axes, strict=True)),
+            row,
+            rows,
+            source_stride,
+            destination_stride,
+        )
+
+
+def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
+    """Single rows that follow on each other in both memories, as one: a flat range is cut into up to five boxes."""
+    last: tuple[int, Rows] | None = None
+    for number, rows in sorted(found, key=lambda item: item[1].destination):
+        if last is not None and last[0] == number and last[1].rows == rows.rows == 1:
+            before = last[1]
+            if (before.start + before.row, before.destination + before.row) == rows[:2]:
+                last = (number, Rows(before.start, before.destination, before.row + rows.row))
+                continue
+        if last is not None:
+            yield last
+        last = (number, rows)
+    if last is not None:
+        yield last

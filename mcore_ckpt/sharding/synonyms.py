@@ -1,0 +1,48 @@
+"""Other names of the same tensor: megatron's layer specs put some of them into other modules (megatron-core 0.16.1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+
+# The local spec has norms of their own; transformer-engine's joins each with the linear layer behind it
+# (`TELayerNormColumnParallelLinear`, gpt_layer_specs.py).
+_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+_NORM = r"(.*\blayers\.\d+\.(?:.*\.)?)(%s)(weight|bias)"
+_FORWARD = re.compile(_NORM % "|".join(re.escape(local) for local, _ in _NORMS))
+_BACKWARD = re.compile(_NORM % "|".join(re.escape(fused) for _, fused in _NORMS))
+_FUSED = dict(_NORMS)
+_LOCAL = {fused: local for local, fused in _NORMS}
+
+_SEQUENTIAL = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
+_GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
+
+
+def synonyms(name: str) -> Iterator[str]:
+    """The global name and what the same tensor is called under other layer specs.
+
+    Example:
+        >>> list(synonyms("decoder.layers.3.mlp.linear_fc1.layer_norm_weight"))[1]
+        'decoder.layers.3.pre_mlp_layernorm.weight'
+        >>> list(synonyms("decoder.layers.3.mlp.experts.linear_fc2.weight7"))[1]
+        'decoder.layers.3.mlp.experts.local_experts.7.linear_fc2.weight'
+    """
+    yield name
+    if match := _FORWARD.fullmatch(name):
+        yield f"{match[1]}{_FUSED[match[2]]}{match[3]}"
+    elif match := _BACKWARD.fullmatch(name):
+        yield f"{match[1]}{_LOCAL[match[2]]}{match[3]}"
+    elif match := _SEQUENTIAL.fullmatch(name):
+        yield f"{match[1]}.{match[3]}.{match[4]}{match[2]}"
+    elif match := _GROUPED.fullmatch(name):
+        yield f"{match[1]}.local_experts.{match[4]}.{match[2]}.{match[3]}"
+
+
+def found_as(name: str, names: Container[str]) -> str | None:
+    """What a tensor is called among `names`; None if it is not there."""
+    return next((synonym for synonym in synonyms(name) if synonym in names), None)
