@@ -136,8 +136,17 @@ def read_ranges(
     for read, memory in reads:
         stored, rows, item = read.stored, read.rows, item_bytes(read.stored.dtype)
         for k in range(rows.rows):  # TEMP
-            b0=(rows.start+k*rows.source_stride)*item
-            job.add(numbers[stored.file], stored.offset, stored.nbytes, list(stored.crc32), b0, b0+rows.row*item, memory.data_ptr()+(rows.destination+k*rows.destination_stride)*item, memory.is_cuda)
+            b0 = (rows.start + k * rows.source_stride) * item
+            job.add(
+                numbers[stored.file],
+                stored.offset,
+                stored.nbytes,
+                list(stored.crc32),
+                b0,
+                b0 + rows.row * item,
+                memory.data_ptr() + (rows.destination + k * rows.destination_stride) * item,
+                memory.is_cuda,
+            )
     try:
         job.run()
     except _native.DamagedBlock as damage:

@@ -71,6 +71,10 @@ class Layout:
     frozen: str | None = None
     """Parameters whose local name this pattern finds do not train."""
     dropout: float = 0.1
+    padded_vocab: int | None = None
+    """None: padded for the tensor-parallel size."""
+    global_batch: int | None = None
+    """Sequences of a step, which the data-parallel ranks share; None: NUM_MICROBATCHES on every rank, each its own."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     fp32_norms: bool = False
@@ -87,8 +91,16 @@ class Layout:
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
+    def num_microbatches(self) -> int:
+        if self.global_batch is None:
+            return NUM_MICROBATCHES
+        return self.global_batch // (MICRO_BATCH_SIZE * self.dp)
+
+    @property
     def padded_vocab_size(self) -> int:
         """As megatron's trainer pads it: to a multiple that each tensor-parallel rank can cut."""
+        if self.padded_vocab is not None:
+            return self.padded_vocab
         multiple = 1 if self.tp == 1 else 4 * self.tp
         return -(-VOCAB_SIZE // multiple) * multiple
 
@@ -199,6 +211,10 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        # With two stages each is the other's next and previous one: batched, what goes forward would be received as what
+        # comes back (_batched_p2p_ops; megatron's trainer refuses it).
+        overlap_p2p_comm=layout.vpp is not None,
+        batch_p2p_comm=layout.vpp is None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
@@ -351,7 +367,7 @@ def _train_step(training: Training, step: int) -> Step:
         forward_step_func=_forward_step,
         data_iterator=[_batches(training.layout, step) for _ in model],
         model=model,
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=training.layout.num_microbatches,
         seq_length=SEQUENCE_LENGTH,
         micro_batch_size=MICRO_BATCH_SIZE,
         forward_only=False,
@@ -368,6 +384,9 @@ def _train_step(training: Training, step: int) -> Step:
 
 def _batches(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens that follow from step and rank, moved by a draw from each generator that a checkpoint restores."""
+    if layout.global_batch is not None:
+        yield from _share_of_global_batch(layout, step)
+        return
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for microbatch in range(NUM_MICROBATCHES):
         generator = torch.Generator().manual_seed((step * NUM_MICROBATCHES + microbatch) * layout.world + replica)
@@ -375,6 +394,16 @@ def _batches(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Te
         drawn = random.randrange(VOCAB_SIZE) + int(np.random.randint(VOCAB_SIZE)) + int(torch.randint(VOCAB_SIZE, ()))
         tokens = (torch.randint(0, VOCAB_SIZE, shape, generator=generator) + drawn) % VOCAB_SIZE
         yield tokens[:, :-1].contiguous().cuda(), tokens[:, 1:].contiguous().cuda()
+
+
+def _share_of_global_batch(layout: Layout, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the same sequences under every layout, this rank's."""
+    first = parallel_state.get_data_parallel_rank()
+    for number in range(first, layout.num_microbatches * layout.dp, layout.dp):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        tokens = torch.randint(0, VOCAB_SIZE, (MICRO_BATCH_SIZE, SEQUENCE_LENGTH + 1), generator=generator)
+        own = slice(parallel_state.get_context_parallel_rank(), None, layout.cp)
+        yield tokens[:, :-1][:, own].contiguous().cuda(), tokens[:, 1:][:, own].contiguous().cuda()
 
 
 def _forward_step(

@@ -1,0 +1,84 @@
+"""The training state put together from all ranks: the same under every layout, so that layouts can be compared."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from agreement import gather
+from training import Training
+
+from mcore_ckpt.sharding.plan import OPAQUE
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.model import read_model, sync_parameters
+from mcore_ckpt.state.optimizer import optimizer_parts, read_optimizer, read_step
+
+GlobalState = dict[str, torch.Tensor]
+
+
+def global_state(training: Training) -> GlobalState:
+    """Every tensor of model and optimizer, whole, by global name and kind; and how many steps were done.
+
+    Fails if two ranks have different bits for the same element.
+    """
+    sync_parameters(training.model)
+    tensors: GlobalState = {}
+    written: dict[str, torch.Tensor] = {}
+    for name, region, values in (item for rank in gather(list(_local(training))) for item in rank):
+        whole = tensors.setdefault(name, torch.zeros(region.global_shape, dtype=values.dtype))
+        seen = written.setdefault(name, torch.zeros(region.global_shape, dtype=torch.bool))
+        at = _positions(region)
+        known = seen.view(-1)[at]
+        assert torch.equal(_bits(whole.view(-1)[at][known]), _bits(values[known])), f"replicas of {name} differ"
+        whole.view(-1)[at] = values
+        seen.view(-1)[at] = True
+    holes = [name for name, seen in written.items() if not seen.all()]
+    assert not holes, f"no rank has all of {holes[:3]}"
+    steps = {step for rank in gather(_steps(training)) for step in rank if step is not None}
+    assert len(steps) <= 1, steps
+    return tensors | {"step": torch.tensor(list(steps))}
+
+
+def assert_same_state(found: GlobalState, wanted: GlobalState, rows: dict[str, int] | None = None) -> None:
+    """Bit for bit. `rows`: how many rows to compare of tensors whose names end so, where padding differs."""
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:6]
+    differing = []
+    for name in wanted:
+        first, second = found[name], wanted[name]
+        for ending, count in (rows or {}).items():
+            if name.rsplit(" ", 1)[0].endswith(ending):
+                first, second = first[:count], second[:count]
+        if first.dtype != second.dtype or first.shape != second.shape or not torch.equal(_bits(first), _bits(second)):
+            differing.append(name)
+    assert not differing, f"{len(differing)} of {len(wanted)} differ: {differing[:5]}"
+
+
+def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
+    model = read_model(training.model)
+    for shard in model:
+        if shard.key.kind != OPAQUE:
+            yield f"{shard.key.name} model", shard.region, shard.tensor.detach().reshape(-1).clone()
+    for states in read_optimizer(training.optimizer, model, first_instance=True):
+        for state in states:
+            for kind, tensor in {"param": state.main, **state.moments}.items():
+                yield f"{state.name} {kind}", state.region, tensor.detach().reshape(-1).clone()
+
+
+def _steps(training: Training) -> list[float | int | None]:
+    return [read_step(part) for part in optimizer_parts(training.optimizer)]
+
+
+def _positions(region: Region) -> torch.Tensor:
+    """Where in the flattened global tensor each element of the region is, found by cutting a tensor of positions."""
+    everywhere = torch.arange(math.prod(region.global_shape)).view(region.global_shape)
+    local = torch.full(region.local_shape, -1)
+    for piece in region.pieces:
+        here = tuple(slice(at, at + size) for at, size in zip(piece.local_offset, piece.shape, strict=True))
+        there = tuple(slice(at, at + size) for at, size in zip(piece.global_offset, piece.shape, strict=True))
+        local[here] = everywhere[there]
+    assert (local >= 0).all()
+    return local.view(-1)[slice(*region.flat)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
