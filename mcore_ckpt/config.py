@@ -10,7 +10,12 @@ from mcore_ckpt.errors import UnsupportedError
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
-_CHOICES = {"async_mode": ("snapshot", "lazy"), "if_busy": ("wait", "raise"), "if_failed": ("raise", "warn")}
+_CHOICES = {
+    "async_mode": ("snapshot", "lazy"),
+    "if_busy": ("wait", "raise"),
+    "if_failed": ("raise", "warn"),
+    "load_replicas": ("read", "broadcast"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,9 @@ class CheckpointConfig:
             or "warn" in the log and go on.
         shared_writes: replicas of data and context parallelism write a part of each replicated file; off, the first
             replica writes it all.
+        load_replicas: what ranks load alike (the model, over data and context parallelism; the state of an optimizer
+            that is not distributed): each may "read" it, or one of them does and they "broadcast" it, which is faster
+            where the network between ranks is, and the file system is not.
         max_host_bytes: most host memory this rank may keep for copies of its state; None for as much as it takes.
         max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all.
         roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
@@ -55,6 +63,7 @@ class CheckpointConfig:
     if_busy: str = "wait"
     if_failed: str = "raise"
     shared_writes: bool = True
+    load_replicas: str = "read"
     max_host_bytes: int | None = None
     max_to_keep: int | None = None
     roles: tuple[str, ...] | None = None

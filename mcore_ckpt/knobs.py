@@ -24,6 +24,9 @@ COPY_GROUP_BYTES = 64 << 20
 # Memory that a load takes at a time for tensors that are not filled where they are: of another dtype, or not row-major.
 CONVERT_BYTES = 128 << 20
 
+# Tensors that one replica reads for the others are sent in batches of about this size.
+BROADCAST_BYTES = 64 << 20
+
 # How long a rank that waits for others pauses before it asks the key-value store again (seconds): at least this, or
 # this for each rank of the job if that is more; and at most.
 POLL_FIRST_S = 0.0005

@@ -23,6 +23,7 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
 )
 from mcore_ckpt.planning import CommonState, LoadPlan, TensorFill, check_all_used, plan_load
+from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
 from mcore_ckpt.session import Session
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gather_parameters
@@ -166,6 +167,7 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
     plans: list[LoadPlan] = []
 
     def work() -> Record:
+        refuse_broadcast(session)
         plans.append(plan_load(session, role_dir))
         return {"attempt": plans[0].manifest.attempt, "used": plans[0].used}
 
@@ -184,22 +186,26 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
 
 def _apply_together(session: Session, plan: LoadPlan) -> int:
     nbytes: list[int] = []
+    shared: list[Batch] = []
 
     def work() -> Record:
-        nbytes.append(_apply(session, plan))
+        with torch.no_grad():
+            shared.extend(batches(plan.fills))
+        nbytes.append(_apply(session, plan, to_read(plan.fills, shared, session.agreement.rank)))
         return {}
 
     decide(session.agreement, f"loading {plan.role_dir}", work, lambda _: {})
+    broadcast(session, shared)
     _make_consistent(session)
     return nbytes[0]
 
 
-def _apply(session: Session, plan: LoadPlan) -> int:
+def _apply(session: Session, plan: LoadPlan, fills: Sequence[TensorFill]) -> int:
     files = {file.path: file for file in plan.manifest.files}
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what still uses the old state must not meet the new one
     with torch.no_grad():
-        nbytes = sum(_fill_together(plan.role_dir, files, fills) for fills in _in_batches(plan.fills))
+        nbytes = sum(_fill_together(plan.role_dir, files, batch) for batch in _in_batches(fills))
     if plan.common is not None:
         _apply_common(session, plan.common, plan.unstepped)
     _apply_rng(session, plan)

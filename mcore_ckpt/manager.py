@@ -313,6 +313,7 @@ def _set_up_together(session: Session) -> None:
             "if_failed": config.if_failed,
             "shared_writes": config.shared_writes,
             "vocab_size": session.vocab_size,
+            "load_replicas": config.load_replicas,
         }
 
     def combine(records: Sequence[Record]) -> Record:

@@ -7,7 +7,7 @@ nothing is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class TensorFill:
         target: the tensor.
         padded: whether some of its elements are in no file and become zero.
         finish: what to do with the tensor once it is filled.
+        replicas: world ranks that fill it alike, where one may do so for the others.
     """
 
     reads: tuple[ReadRange, ...]
@@ -49,6 +50,7 @@ class TensorFill:
     target: Callable[[], torch.Tensor]
     padded: bool = False
     finish: Callable[[torch.Tensor], None] | None = None
+    replicas: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,14 @@ def _model_fill(session: Session, shard: LocalShard, sources: Sources) -> Tensor
     wanted = Wanted(shard.key, shard.region, shard.expert, file)
     if shard.key.kind == OPAQUE:
         return _opaque_fill(shard, wanted, sources)
-    return _fill(wanted, shard.tensor.dtype, _model_source(wanted, shard, sources), lambda: shard.tensor)
+    fill = _fill(wanted, shard.tensor.dtype, _model_source(wanted, shard, sources), lambda: shard.tensor)
+    return replace(fill, replicas=_replicas(session, shard.expert))
+
+
+def _replicas(session: Session, expert: bool) -> tuple[int, ...]:
+    if session.config.load_replicas == "read":
+        return ()
+    return session.replicas.experts if expert and session.topology.experts_apart else session.replicas.dense
 
 
 def _model_source(wanted: Wanted, shard: LocalShard, sources: Sources) -> Source:
@@ -244,11 +253,13 @@ def _optimizer_fills(
     for part, states in zip(optimizer_state.optimizer_parts(session.optimizer), by_part, strict=True):
         for state in states:
             # Asked for in any case: a parameter that was frozen must not pass for one that was not stepped yet.
-            fill = _param_fill(session, state, sources)
-            if not (state.is_model_view and "model" in session.config.load_contents):
-                fills.append(fill)
+            found = [_param_fill(session, state, sources)]
+            if state.is_model_view and "model" in session.config.load_contents:
+                found.clear()
             kinds = sources.moments(state.name, state.expert)
-            fills += [_moment_fill(session, part, state, kind, sources) for kind in kinds]
+            found += [_moment_fill(session, part, state, kind, sources) for kind in kinds]
+            replicas = () if part.is_sharded else _replicas(session, state.expert)
+            fills += [replace(fill, replicas=replicas) for fill in found]
             if not kinds:
                 unstepped.append((part, state))
     return fills, unstepped

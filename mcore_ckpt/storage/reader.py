@@ -135,18 +135,19 @@ def read_ranges(
     )
     for read, memory in reads:
         stored, rows, item = read.stored, read.rows, item_bytes(read.stored.dtype)
-        for k in range(rows.rows):  # TEMP
-            b0 = (rows.start + k * rows.source_stride) * item
-            job.add(
-                numbers[stored.file],
-                stored.offset,
-                stored.nbytes,
-                list(stored.crc32),
-                b0,
-                b0 + rows.row * item,
-                memory.data_ptr() + (rows.destination + k * rows.destination_stride) * item,
-                memory.is_cuda,
-            )
+        job.add(
+            numbers[stored.file],
+            stored.offset,
+            stored.nbytes,
+            list(stored.crc32),
+            rows.start * item,
+            rows.row * item,
+            rows.rows,
+            rows.source_stride * item,
+            memory.data_ptr() + rows.destination * item,
+            rows.destination_stride * item,
+            memory.is_cuda,
+        )
     try:
         job.run()
     except _native.DamagedBlock as damage:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from agreement import gather
@@ -39,18 +38,15 @@ def global_state(training: Training) -> GlobalState:
     return tensors | {"step": torch.tensor(list(steps))}
 
 
-def assert_same_state(found: GlobalState, wanted: GlobalState, rows: dict[str, int] | None = None) -> None:
-    """Bit for bit. `rows`: how many rows to compare of tensors whose names end so, where padding differs."""
+def assert_same_state(found: GlobalState, wanted: GlobalState) -> None:
+    """Bit for bit."""
     assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:6]
-    differing = []
-    for name in wanted:
-        first, second = found[name], wanted[name]
-        for ending, count in (rows or {}).items():
-            if name.rsplit(" ", 1)[0].endswith(ending):
-                first, second = first[:count], second[:count]
-        if first.dtype != second.dtype or first.shape != second.shape or not torch.equal(_bits(first), _bits(second)):
-            differing.append(name)
+    differing = [name for name in wanted if not _same(found[name], wanted[name])]
     assert not differing, f"{len(differing)} of {len(wanted)} differ: {differing[:5]}"
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(_bits(found), _bits(wanted))
 
 
 def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:

@@ -1,18 +1,21 @@
 """A checkpoint loads under any other layout: the same bits, and training goes on as if it had never moved."""
 
-from dataclasses import dataclass, replace
+import random
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from agreement import everywhere, gather, raised_everywhere
-from checkpointing import manager_of, position, save
+from checkpointing import files_of, manager_of, save
 from global_state import GlobalState, assert_same_state, global_state
-from snapshot import poison
+from snapshot import assert_same, poison, snapshot
 from training import VOCAB_SIZE, Layout, Step, Training, build, parallel, train
 
+from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
@@ -137,3 +140,186 @@ def test_every_layout_loads_every_other(layouts: dict[str, Layout], shared_path:
                     if layouts[source].cp == layout.cp:
                         tolerance = 2e-2 if layout.precision == "bf16" else 2e-5
                         assert after == pytest.approx(steps[source], rel=tolerance), (source, target)
+
+
+@pytest.mark.world(4)
+def test_a_chain_of_layouts_returns_the_same_bytes(shared_path: Path) -> None:
+    chain = [FAMILIES["moe4"][name] for name in ("ep2-dp4", "tp2-ep2-etp1", "pp2-ep2", "ep2-dp4")]
+    with parallel(chain[0]):
+        training = build(chain[0], seed=1)
+        train(training, 0, 2)
+        save(training, shared_path / "0", 2)
+    for number, layout in enumerate(chain[1:]):
+        with parallel(layout):
+            save(load_poisoned(layout, shared_path / str(number)), shared_path / str(number + 1), 2)
+    with everywhere():
+        first, last = (files_of(shared_path / name / "global_steps_2" / "actor") for name in ("0", "3"))
+        assert first.keys() == last.keys()
+        # The generators started anew, and what the trainer hands over is each rank's own.
+        differing = [path for path in first if first[path] != last[path]]
+        assert all(path.startswith(("rng_states/", "extra_state/")) for path in differing), differing
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_vocabulary_padding_follows_the_tensor_parallel_size(tied: bool, shared_path: Path) -> None:
+    """131 rows and 136 are the same 131 tokens."""
+    one, two = (
+        Layout(2, **(SAME | {"padded_vocab": None, "num_layers": 4}), tied_embeddings=tied, tp=tp) for tp in (1, 2)
+    )
+    assert (one.padded_vocab_size, two.padded_vocab_size) == (131, 136)
+    for name, saving, loading in (("more", one, two), ("fewer", two, one)):
+        saved = save_and_go_on(saving, shared_path / name)
+        with parallel(loading):
+            training = load_poisoned(loading, shared_path / name)
+            found = global_state(training)
+            with everywhere():
+                cut = {key: value[:VOCAB_SIZE] if is_vocabulary(key) else value for key, value in found.items()}
+                wanted = {k: v[:VOCAB_SIZE] if is_vocabulary(k) else v for k, v in saved.state.items()}
+                assert_same_state(cut, wanted)
+                padding = [value[VOCAB_SIZE:] for key, value in found.items() if is_vocabulary(key)]
+                assert not any(rows.any() for rows in padding) or name == "fewer"
+            train(training, 2, 3)
+
+
+def is_vocabulary(key: str) -> bool:
+    return key.rsplit(" ", 1)[0].endswith(("word_embeddings.weight", "output_layer.weight"))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("how", ["model", "optimizer-alone", "model-alone"])
+def test_the_model_comes_from_what_is_there(how: str, shared_path: Path) -> None:
+    """bfloat16 parameters from float32 ones, and float32 ones from the main parameters, not from their roundings."""
+    bf16 = Layout(2, **DENSE, tp=2, precision="bf16")
+    fp32 = Layout(2, **DENSE, pp=2)
+    contents = ("optimizer", "extra") if how == "optimizer-alone" else ("model", "optimizer", "extra")
+    wanted_contents = ("model",) if how == "model-alone" else ("model", "optimizer", "extra")
+    for name, saving, loading in (("rounded", fp32, bf16), ("finer", bf16, fp32)):
+        with parallel(saving):
+            training = build(saving, seed=1)
+            train(training, 0, 2)
+            main = {key: value for key, value in global_state(training).items() if key.endswith(" param")}
+            save(training, shared_path / name, 2, save_contents=contents)
+        with parallel(loading):
+            loaded = load_poisoned(loading, shared_path / name, load_contents=wanted_contents)
+            found = global_state(loaded)
+            with everywhere():
+                for key, value in main.items():
+                    model = found[key.removesuffix("param") + "model"]
+                    assert torch.equal(model, value.to(model.dtype)), key
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("name", ["tp2-ep2-etp1", "ep2-dp4", "replicated"])
+def test_replicas_may_read_once_and_broadcast(name: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "BROADCAST_BYTES", 20000)
+    replicated = Layout(4, **DENSE, tp=2, distributed_optimizer=False, precision="bf16")
+    layout = FAMILIES["moe4"].get(name, replicated)
+    saved = save_and_go_on(layout, shared_path)
+    read = {}
+    with parallel(layout):
+        for how in ("read", "broadcast"):
+            training = build(layout, seed=2)
+            poison(training)
+            manager = manager_of(training, shared_path, load_replicas=how)
+            read[how] = sum(gather(manager.load().report.nbytes))
+            manager.close()
+            found = global_state(training)
+            with everywhere():
+                assert_same_state(found, saved.state)
+        with everywhere():
+            stored = sum(
+                file.stat().st_size for file in (shared_path / "global_steps_2" / "actor").glob("[mo]*/**/*.pt")
+            )
+            assert read["broadcast"] < stored < read["read"]
+
+
+@pytest.mark.world(2)
+def test_generators_start_anew_under_another_layout(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the saved seed, the same each time, apart by pipeline stage; with one warning that says so."""
+    saving, loading = (Layout(2, **DENSE, **size) for size in ({"tp": 2}, {"pp": 2}))
+    save_and_go_on(saving, shared_path)
+    draws = []
+    with parallel(loading):
+        for _ in range(2):
+            caplog.clear()
+            load_poisoned(loading, shared_path)
+            told = [record for record in caplog.records if "start anew from the saved seed" in record.message]
+            assert gather(len(told)) == [1, 0]
+            draws.append(gather([random.random(), float(np.random.rand()), float(torch.rand(()))]))
+        caplog.clear()
+    assert draws[0] == draws[1]
+    assert draws[0][0] != draws[0][1]
+
+
+@pytest.mark.world(2)
+def test_extra_state_comes_from_the_rank_in_turn(shared_path: Path) -> None:
+    """Data-parallel positions stay where their number is; of a smaller size each is somebody's."""
+    saving, loading = Layout(2, **DENSE), Layout(2, **DENSE, tp=2)
+    save_and_go_on(saving, shared_path)
+    with parallel(loading):
+        training = build(loading, seed=2)
+        manager = manager_of(training, shared_path)
+        result = manager.load()
+        manager.close()
+        assert [state["rank"] for state in gather(result.extra_state)] == [0, 0]
+
+
+@dataclass(frozen=True)
+class Impossible:
+    saving: Layout
+    loading: Layout
+    says: tuple[str, ...]
+
+
+IMPOSSIBLE = {
+    "hidden-size": Impossible(
+        Layout(2, **DENSE), Layout(2, **DENSE, tp=2, hidden_size=48), (r"\.weight", r"48", r"40", "dp=2", "tp=2")
+    ),
+    "fewer-experts": Impossible(
+        Layout(2, **MOE), Layout(2, **(MOE | {"experts": 8}), ep=2), (r"router|experts", "8", "4", "ep=2")
+    ),
+    "more-experts": Impossible(
+        Layout(2, **(MOE | {"experts": 8})), Layout(2, **MOE, ep=2), (r"router|experts", "8", "4", "ep=2")
+    ),
+    "vocabulary": Impossible(
+        Layout(2, **DENSE), Layout(2, **(DENSE | {"padded_vocab": 264}), tp=2), ("word_embeddings", "264", "144")
+    ),
+    "vocabulary-of-the-same-cut": Impossible(
+        Layout(2, **DENSE), Layout(2, **(DENSE | {"padded_vocab": 148}), pp=2), ("word_embeddings", "148", "144")
+    ),
+    "more-layers": Impossible(
+        Layout(2, **(DENSE | {"num_layers": 6})), Layout(2, **DENSE, pp=2), (r"layers\.[67]\.", "8 decoder", "6 there")
+    ),
+    "fewer-layers": Impossible(
+        Layout(2, **DENSE), Layout(2, **(DENSE | {"num_layers": 6}), pp=2), (r"layers\.[67]\.", "wanted no such")
+    ),
+    "no-experts": Impossible(Layout(2, **MOE, ep=2), Layout(2, **(SAME | {"num_layers": 4}), tp=2), ("mlp",)),
+    "tied": Impossible(
+        Layout(2, **(SAME | {"num_layers": 4})), Layout(2, **TIED, pp=2), ("output_layer", "wanted no such")
+    ),
+}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in IMPOSSIBLE.items()])
+def test_what_cannot_be_is_refused_before_anything_changes(case: Impossible, shared_path: Path) -> None:
+    save_and_go_on(case.saving, shared_path)
+    with parallel(case.loading):
+        training = build(case.loading, seed=2)
+        train(training, 0, 1)
+        before = snapshot(training)
+        manager = manager_of(training, shared_path)
+        error = None
+        try:
+            manager.load()
+        except CheckpointError as raised:
+            error = raised
+        manager.close()
+        messages = raised_everywhere(CheckpointMismatchError, error)
+        after = snapshot(training)
+        with everywhere():
+            assert_same(after, before)
+            for text in messages:
+                missing = [pattern for pattern in case.says if not re.search(pattern, text)]
+                assert not missing, (missing, text)

@@ -211,8 +211,8 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
-        # With two stages each is the other's next and previous one: batched, what goes forward would be received as what
-        # comes back (_batched_p2p_ops; megatron's trainer refuses it).
+        # With two stages each is the other's next and previous one: batched, what goes forward would be received as
+        # what comes back (_batched_p2p_ops; megatron's trainer refuses it).
         overlap_p2p_comm=layout.vpp is not None,
         batch_p2p_comm=layout.vpp is None,
         expert_model_parallel_size=layout.ep,

@@ -1,0 +1,94 @@
+"""Tensors that several ranks load alike: each read by one of them, and broadcast to the others in large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt import knobs
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.planning import TensorFill
+from mcore_ckpt.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Tensors of one dtype that the ranks `replicas` have alike; world rank `reader` reads them."""
+
+    fills: tuple[TensorFill, ...]
+    replicas: tuple[int, ...]
+    reader: int
+
+
+def batches(fills: Iterable[TensorFill]) -> list[Batch]:
+    """What is replicated, in batches of some BROADCAST_BYTES. The same on all replicas; they read in turn."""
+    members: dict[tuple[tuple[int, ...], torch.dtype], list[TensorFill]] = {}
+    for fill in fills:
+        if len(fill.replicas) > 1:
+            members.setdefault((fill.replicas, fill.target().dtype), []).append(fill)
+    found: list[Batch] = []
+    for (replicas, _), alike in members.items():
+        for number, batch in enumerate(_cut(alike)):
+            found.append(Batch(tuple(batch), replicas, replicas[number % len(replicas)]))
+    return found
+
+
+def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
+    batch: list[TensorFill] = []
+    nbytes = 0
+    for fill in fills:
+        batch.append(fill)
+        nbytes += fill.target().nbytes
+        if nbytes >= knobs.BROADCAST_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
+    """What this rank reads itself."""
+    own = [fill for fill in fills if len(fill.replicas) <= 1]
+    return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
+
+
+def broadcast(session: Session, shared: Iterable[Batch]) -> None:
+    """Brings every rank what others have read. Collective over each batch's replicas, in the same order on all."""
+    import torch.distributed as dist
+
+    for batch in shared:
+        targets = [fill.target() for fill in batch.fills]
+        group = _group(session, batch.replicas)
+        with torch.no_grad():
+            if len(targets) == 1 and targets[0].is_contiguous():
+                dist.broadcast(targets[0], batch.reader, group)
+                continue
+            flat = torch.cat([target.detach().reshape(-1) for target in targets])
+            dist.broadcast(flat, batch.reader, group)
+            for target, part in zip(targets, flat.split([target.numel() for target in targets]), strict=True):
+                target.copy_(part.view(target.shape))
+
+
+def refuse_broadcast(session: Session) -> None:
+    """Raises UnsupportedError if tensors are where their group's backend cannot send from: offloaded from the GPU."""
+    import torch.distributed as dist
+
+    if session.config.load_replicas == "read" or not dist.is_initialized():
+        return
+    on_cpu = any(not parameter.is_cuda for chunk in session.chunks for parameter in chunk.parameters())
+    if on_cpu and dist.get_backend(_group(session, session.replicas.dense)) == "nccl":
+        raise UnsupportedError(
+            "load_replicas='broadcast' cannot send parameters that are in CPU memory: bring the model to the GPU "
+            "first, or use 'read'"
+        )
+
+
+def _group(session: Session, replicas: tuple[int, ...]) -> Any:
+    from megatron.core import parallel_state as ps
+
+    if replicas == session.replicas.dense:
+        return ps.get_data_parallel_group(with_context_parallel=True)
+    return ps.get_expert_data_parallel_group()
