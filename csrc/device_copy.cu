@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -21,6 +22,13 @@ bool thread_has_context() {
     }();
     void* context = nullptr;
     return current_context != nullptr && current_context(&context) == 0 && context != nullptr;
+}
+
+std::size_t most_stride() {
+    int device = 0, bytes = 0;
+    check(cudaGetDevice(&device), "asking for the current GPU");
+    check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxPitch, device), "asking a GPU for its largest pitch");
+    return static_cast<std::size_t>(bytes);
 }
 
 }  // namespace
@@ -92,12 +100,27 @@ Event make_event(unsigned flags) {
 }
 
 Upload::Upload()
-    : stream_(make_stream()), copied_{make_event(cudaEventBlockingSync), make_event(cudaEventBlockingSync)} {}
+    : stream_(make_stream()),
+      copied_{make_event(cudaEventBlockingSync), make_event(cudaEventBlockingSync)},
+      most_stride_(most_stride()) {}
 
 Upload::~Upload() { cudaStreamSynchronize(stream_.get()); }
 
 void Upload::copy(void* device, const void* host, std::size_t nbytes) {
     check(cudaMemcpyAsync(device, host, nbytes, cudaMemcpyHostToDevice, stream_.get()), "queueing an upload");
+}
+
+void Upload::copy(const Grid& grid) {
+    if (grid.count > 1 && std::max(grid.destination_stride, grid.source_stride) <= most_stride_) {
+        const cudaError_t error =
+            cudaMemcpy2DAsync(grid.destination, grid.destination_stride, grid.source, grid.source_stride, grid.nbytes,
+                              grid.count, cudaMemcpyHostToDevice, stream_.get());
+        if (error == cudaSuccess) return;
+        cudaGetLastError();  // what is wrong with more than this one call, the copies below say again
+    }
+    for (std::size_t row = 0; row < grid.count; ++row) {
+        copy(grid.destination + row * grid.destination_stride, grid.source + row * grid.source_stride, grid.nbytes);
+    }
 }
 
 void Upload::record(int buffer) { check(cudaEventRecord(copied_[buffer].get(), stream_.get()), "recording an event"); }

@@ -61,6 +61,7 @@ class Upload {
     Upload& operator=(const Upload&) = delete;
 
     void copy(void* device, const void* host, std::size_t nbytes);
+    void copy(const Grid& grid);
 
     // The copies since the last record() were those from buffer `buffer` (0 or 1).
     void record(int buffer);
@@ -71,6 +72,7 @@ class Upload {
   private:
     Stream stream_;
     Event copied_[2];
+    std::size_t most_stride_ = 0;  // that the GPU copies rows with in one call
 };
 
 // An event knows its GPU: a thread that has none yet and waits for a bare cudaEvent_t would set up GPU 0, half a GB

@@ -32,6 +32,7 @@ void Destroy::operator()(CUevent_st*) const noexcept {}
 Upload::Upload() { refuse(); }
 Upload::~Upload() = default;
 void Upload::copy(void*, const void*, std::size_t) { refuse(); }
+void Upload::copy(const Grid&) { refuse(); }
 void Upload::record(int) { refuse(); }
 void Upload::wait(int) { refuse(); }
 

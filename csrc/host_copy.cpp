@@ -24,6 +24,9 @@ constexpr std::size_t SHARE_BYTES = std::size_t{1} << 20;
 // looked at before it has left the cache again. The C library streams only where one call is worth the whole
 // cache, and the tensors of a checkpoint are smaller, each. Below this size ordinary stores are as fast or faster.
 constexpr std::size_t STREAM_FROM_BYTES = std::size_t{16} << 10;
+// Rows share one finish_streams(). Where they are shorter, the lines that they share with what is beside them cost more
+// than streaming saves.
+constexpr std::size_t STREAM_ROWS_FROM_BYTES = std::size_t{2} << 10;
 
 void stream_copy(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes) {
     // Only whole lines of 64 bytes are combined into one write.
@@ -43,8 +46,8 @@ void stream_copy(std::uint8_t* destination, const std::uint8_t* source, std::siz
     std::memcpy(destination, source, nbytes);
 }
 
-void copy_bytes(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes) {
-    if (nbytes >= STREAM_FROM_BYTES) {
+void copy_bytes(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes, std::size_t stream_from) {
+    if (nbytes >= stream_from) {
         stream_copy(destination, source, nbytes);
     } else {
         std::memcpy(destination, source, nbytes);
@@ -56,7 +59,9 @@ void finish_streams() { _mm_sfence(); }
 
 #else
 
-void copy_bytes(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes) {
+constexpr std::size_t STREAM_FROM_BYTES = SIZE_MAX, STREAM_ROWS_FROM_BYTES = SIZE_MAX;
+
+void copy_bytes(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes, std::size_t) {
     std::memcpy(destination, source, nbytes);
 }
 
@@ -67,7 +72,16 @@ void finish_streams() {}
 }  // namespace
 
 void copy_past_cache(void* destination, const void* source, std::size_t nbytes) {
-    copy_bytes(static_cast<std::uint8_t*>(destination), static_cast<const std::uint8_t*>(source), nbytes);
+    copy_bytes(static_cast<std::uint8_t*>(destination), static_cast<const std::uint8_t*>(source), nbytes,
+               STREAM_FROM_BYTES);
+    finish_streams();
+}
+
+void copy_past_cache(const Grid& grid) {
+    for (std::size_t row = 0; row < grid.count; ++row) {
+        copy_bytes(grid.destination + row * grid.destination_stride, grid.source + row * grid.source_stride,
+                   grid.nbytes, STREAM_ROWS_FROM_BYTES);
+    }
     finish_streams();
 }
 
@@ -87,7 +101,7 @@ void copy_host(const std::vector<Copy>& copies, int threads) {
                 const std::size_t offset = position - (ends[i] - copy.nbytes);
                 const std::size_t nbytes = std::min(ends[i], stop) - position;
                 copy_bytes(static_cast<std::uint8_t*>(copy.destination) + offset,
-                           static_cast<const std::uint8_t*>(copy.source) + offset, nbytes);
+                           static_cast<const std::uint8_t*>(copy.source) + offset, nbytes, STREAM_FROM_BYTES);
                 position += nbytes;
             }
         }

@@ -162,6 +162,12 @@ cudaError_t cudaSetDevice(int device) {
     return cudaSuccess;
 }
 
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    require(attribute == cudaDevAttrMaxPitch, "a question that this GPU cannot answer");
+    *value = fake_cuda::MAX_PITCH;
+    return cudaSuccess;
+}
+
 cudaError_t cudaDeviceSynchronize() {
     const Lock lock(everything);
     for (const auto& [stream, exists] : streams) {
@@ -276,6 +282,20 @@ cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t nbytes
     if (fails("cudaMemcpyAsync")) return cudaErrorUnknown;
     ++counted.copies;
     queue_copy(resolve(stream), destination, source, nbytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const void* source, size_t source_pitch,
+                              size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+    const Lock lock(everything);
+    require(width <= destination_pitch && width <= source_pitch, "rows that overlap");
+    require(destination_pitch <= fake_cuda::MAX_PITCH && source_pitch <= fake_cuda::MAX_PITCH, "too large a pitch");
+    if (fails("cudaMemcpy2DAsync")) return cudaErrorInvalidPitchValue;
+    ++counted.copies_of_rows;
+    for (size_t row = 0; row < height; ++row) {
+        queue_copy(resolve(stream), static_cast<char*>(destination) + row * destination_pitch,
+                   static_cast<const char*>(source) + row * source_pitch, width);
+    }
     return cudaSuccess;
 }
 

@@ -22,9 +22,12 @@ void fail(const char* name, int calls);
 // Streams and events that exist.
 int handles();
 
-// How many cudaMemcpyBatchAsync, cudaMemcpyAsync and gather kernels there were.
+// The largest stride that cudaMemcpy2DAsync takes.
+constexpr int MAX_PITCH = 20'000;
+
+// How many cudaMemcpyBatchAsync, cudaMemcpyAsync, cudaMemcpy2DAsync and gather kernels there were.
 struct Calls {
-    int batches, copies, gathers;
+    int batches, copies, copies_of_rows, gathers;
 };
 Calls calls();
 
