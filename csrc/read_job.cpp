@@ -22,6 +22,28 @@ std::string range(std::uint64_t start, std::uint64_t stop) {
     return "[" + std::to_string(start) + ", " + std::to_string(stop) + ")";
 }
 
+std::string words(const ReadJob::Rows& rows) {
+    const std::string nbytes = std::to_string(rows.nbytes) + " bytes from byte " + std::to_string(rows.start) + " on";
+    return rows.count == 1 ? nbytes : std::to_string(rows.count) + " rows of " + nbytes;
+}
+
+// Whether rows end at most `room` bytes after the first begins.
+bool fit(const ReadJob::Rows& rows, std::size_t stride, std::size_t room) {
+    return rows.nbytes <= room && (rows.count == 1 || rows.count - 1 <= (room - rows.nbytes) / stride);
+}
+
+// How many rows begin before byte `at` of the tensor.
+std::size_t begun(const ReadJob::Rows& rows, std::size_t at) {
+    if (at <= rows.start) return 0;
+    return std::min(rows.count, (at - rows.start - 1) / rows.source_stride + 1);
+}
+
+// How many rows end at byte `at` or before.
+std::size_t ended(const ReadJob::Rows& rows, std::size_t at) {
+    if (at - std::min(at, rows.start) < rows.nbytes) return 0;
+    return std::min(rows.count, (at - rows.start - rows.nbytes) / rows.source_stride + 1);
+}
+
 }  // namespace
 
 DamagedBlock::DamagedBlock(std::size_t number, std::uint64_t at, std::size_t size)
@@ -77,16 +99,42 @@ class ReadJob::Lane {
             const Slice& slice = job_.slices_[i];
             if (slice.offset != block.offset || slice.nbytes != block.nbytes) break;
             if (slice.crc != crc) throw DamagedBlock(slice.read, slice.offset, slice.nbytes);
-            copy(slice, data + slice.start, slice.stop - slice.start);
+            copy_rows(job_.reads_[slice.read], data, slice.start, slice.start + slice.nbytes);
         }
         return i;
     }
 
-    void copy(const Slice& slice, const void* source, std::size_t nbytes) {
-        if (slice.on_device) {
-            upload_->copy(slice.destination, source, nbytes);
+    // Copies what a block, bytes [start, stop) of the tensor, holds of the rows. It may cut its first and its last one.
+    void copy_rows(const Rows& rows, const std::uint8_t* block, std::size_t start, std::size_t stop) {
+        const std::size_t begin = ended(rows, start), end = begun(rows, stop);
+        const std::size_t whole_end = ended(rows, stop);
+        std::size_t row = begin;
+        if (begun(rows, start) > begin) copy_part(rows, row++, block, start, stop);
+        if (row < whole_end) {
+            copy_whole(rows, row, whole_end - row, block + (rows.start + row * rows.source_stride - start));
+            row = whole_end;
+        }
+        if (row < end) copy_part(rows, row, block, start, stop);
+    }
+
+    void copy_part(const Rows& rows, std::size_t row, const std::uint8_t* block, std::size_t start, std::size_t stop) {
+        const std::size_t row_start = rows.start + row * rows.source_stride;
+        const std::size_t from = std::max(row_start, start), to = std::min(row_start + rows.nbytes, stop);
+        std::uint8_t* destination = rows.destination + row * rows.destination_stride + (from - row_start);
+        if (rows.on_device) {
+            upload_->copy(destination, block + (from - start), to - from);
         } else {
-            copy_past_cache(slice.destination, source, nbytes);
+            copy_past_cache(destination, block + (from - start), to - from);
+        }
+    }
+
+    void copy_whole(const Rows& rows, std::size_t first, std::size_t count, const std::uint8_t* source) {
+        const Grid grid{rows.destination + first * rows.destination_stride, rows.destination_stride, source,
+                        rows.source_stride, rows.nbytes, count};
+        if (rows.on_device) {
+            upload_->copy(grid);
+        } else {
+            copy_past_cache(grid);
         }
     }
 
@@ -113,15 +161,10 @@ ReadJob::ReadJob(std::vector<std::string> paths, const Settings& settings)
     }
 }
 
-void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, std::size_t start,
-                     std::size_t stop, const void* destination, bool on_device) {
+void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, const Rows& rows) {
     if (started_) throw std::invalid_argument("the job has run");
     if (file >= paths_.size()) {
         throw std::invalid_argument("no file " + std::to_string(file) + " among " + std::to_string(paths_.size()));
-    }
-    if (start > stop || stop > nbytes) {
-        throw std::invalid_argument(range(start, stop) + " is no range of a tensor of " + std::to_string(nbytes) +
-                                    " bytes");
     }
     // Signed: what pread takes.
     if (offset > INT64_MAX || nbytes > INT64_MAX - offset) {
@@ -132,33 +175,45 @@ void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes,
     if (crcs != blocks) {
         throw std::invalid_argument(std::to_string(crcs) + " CRCs for " + std::to_string(blocks) + " blocks");
     }
-    if (start == stop) return;
-    if (destination == nullptr) {
-        throw std::invalid_argument("null address for " + std::to_string(stop - start) + " bytes");
+    const bool empty = rows.count == 0 || rows.nbytes == 0;
+    if (rows.count > 1 && std::min(rows.source_stride, rows.destination_stride) < rows.nbytes) {
+        throw std::invalid_argument(words(rows) + " overlap, with strides of " + std::to_string(rows.source_stride) +
+                                    " and " + std::to_string(rows.destination_stride) + " bytes");
     }
-    if (!on_device) return;
+    if (rows.start > nbytes || (!empty && !fit(rows, rows.source_stride, nbytes - rows.start))) {
+        throw std::invalid_argument(words(rows) + " are not all in a tensor of " + std::to_string(nbytes) + " bytes");
+    }
+    if (empty) return;
+    if (rows.destination == nullptr) throw std::invalid_argument("null address for " + words(rows));
+    if (!fit(rows, rows.destination_stride, SIZE_MAX - reinterpret_cast<std::uintptr_t>(rows.destination))) {
+        throw std::invalid_argument("no memory has room for " + words(rows) + " at the address");
+    }
+    if (!rows.on_device) return;
     if (!settings_.pinned) throw std::invalid_argument("reads to a GPU need pinned buffers");
-    const int device = device_of(destination);
+    const int device = device_of(rows.destination);
     if (device_ >= 0 && device_ != device) throw std::invalid_argument("destinations on several GPUs");
     device_ = device;
 }
 
 std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nbytes,
-                         const std::vector<std::uint32_t>& crcs, std::size_t start, std::size_t stop, void* destination,
-                         bool on_device) {
-    refuse(file, offset, nbytes, crcs.size(), start, stop, destination, on_device);
-    const std::size_t block_bytes = settings_.block_bytes;
-    auto* next = static_cast<std::uint8_t*>(destination);
-    for (std::size_t at = start; at < stop;) {
+                         const std::vector<std::uint32_t>& crcs, Rows rows) {
+    refuse(file, offset, nbytes, crcs.size(), rows);
+    if (rows.nbytes == 0) rows.count = 0;
+    if (rows.count > 1 && rows.source_stride == rows.nbytes && rows.destination_stride == rows.nbytes) {
+        rows.nbytes *= rows.count;
+        rows.count = 1;
+    }
+    if (rows.count == 1) rows.source_stride = rows.nbytes;  // to divide by
+    const std::size_t read = reads_.size(), block_bytes = settings_.block_bytes;
+    reads_.push_back(rows);
+    for (std::size_t row = 0, at = rows.start; row < rows.count;) {
         const std::size_t number = at / block_bytes, block = number * block_bytes;
         const std::size_t end = block + std::min(block_bytes, nbytes - block);
-        const std::size_t until = std::min(end, stop);
-        slices_.push_back(
-            {file, offset + block, end - block, crcs[number], reads_, at - block, until - block, next, on_device});
-        next += until - at;
-        at = until;
+        slices_.push_back({file, offset + block, end - block, crcs[number], read, block});
+        row = ended(rows, end);
+        at = std::max(end, rows.start + row * rows.source_stride);
     }
-    return reads_++;
+    return read;
 }
 
 void ReadJob::cut_into_pieces() {

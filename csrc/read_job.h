@@ -35,10 +35,20 @@ class ReadJob {
 
     ReadJob(std::vector<std::string> paths, const Settings& settings);
 
-    // A stored tensor: bytes [offset, offset + nbytes) of a file, with a CRC for each block; its bytes [start, stop)
-    // go to `destination`. Returns the number of the read. Throws std::invalid_argument for what cannot be meant.
+    // Row k of `count` is the `nbytes` bytes of a tensor from byte `start + k * source_stride` on; it goes to
+    // `destination + k * destination_stride`. A single row has no use for strides.
+    struct Rows {
+        std::size_t start, nbytes, count;
+        std::size_t source_stride;
+        std::uint8_t* destination;
+        std::size_t destination_stride;
+        bool on_device;
+    };
+
+    // A stored tensor: bytes [offset, offset + nbytes) of a file, with a CRC for each block. Returns the number of the
+    // read. Throws std::invalid_argument for what cannot be meant, such as rows that overlap.
     std::size_t add(std::size_t file, std::uint64_t offset, std::size_t nbytes, const std::vector<std::uint32_t>& crcs,
-                    std::size_t start, std::size_t stop, void* destination, bool on_device);
+                    Rows rows);
 
     // Returns when all is read. Throws the first error that any thread has met: FileError, DamagedBlock, what pinning
     // or uploading throws; std::runtime_error("cancelled") after cancel(). Nothing is in flight any more then,
@@ -50,16 +60,15 @@ class ReadJob {
     std::size_t scratch_bytes() const;
 
   private:
-    // What one read wants of one block.
+    // A block that holds a byte of a row. Which rows those are is found out when it is there: there may be thousands in
+    // each of thousands of blocks.
     struct Slice {
         std::size_t file;
         std::uint64_t offset;
         std::size_t nbytes;
         std::uint32_t crc;
         std::size_t read;
-        std::size_t start, stop;  // in the block
-        std::uint8_t* destination;
-        bool on_device;
+        std::size_t start;  // in the tensor
     };
     // Slices [first, last), and the bytes of the file that hold their blocks.
     struct Piece {
@@ -69,8 +78,7 @@ class ReadJob {
     };
     class Lane;
 
-    void refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, std::size_t start,
-                std::size_t stop, const void* destination, bool on_device);
+    void refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, const Rows& rows);
     void cut_into_pieces();
     void work() noexcept;
     void fail(std::exception_ptr error);
@@ -79,7 +87,7 @@ class ReadJob {
     const Settings settings_;
     const std::size_t most_bytes_;  // of a piece, in whole pages
 
-    std::size_t reads_ = 0;
+    std::vector<Rows> reads_;
     std::vector<Slice> slices_;
     std::vector<Piece> pieces_;
     std::size_t buffer_bytes_ = 0;  // of the largest piece, in whole pages

@@ -42,13 +42,15 @@ void bind_read_job(py::module_& m) {
         .def(
             "add",
             [](ReadJob& job, std::size_t file, std::uint64_t offset, std::size_t nbytes,
-               const std::vector<std::uint32_t>& crcs, std::size_t start, std::size_t stop, std::uintptr_t destination,
-               bool on_device) {
-                auto* address = reinterpret_cast<void*>(destination);
-                return job.add(file, offset, nbytes, crcs, start, stop, address, on_device);
+               const std::vector<std::uint32_t>& crcs, std::size_t start, std::size_t row_bytes, std::size_t rows,
+               std::size_t source_stride, std::uintptr_t destination, std::size_t destination_stride, bool on_device) {
+                auto* address = reinterpret_cast<std::uint8_t*>(destination);
+                return job.add(file, offset, nbytes, crcs,
+                               {start, row_bytes, rows, source_stride, address, destination_stride, on_device});
             },
-            py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("crcs"), py::arg("start"), py::arg("stop"),
-            py::arg("destination"), py::arg("on_device") = false)
+            py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("crcs"), py::arg("start"),
+            py::arg("row_bytes"), py::arg("rows"), py::arg("source_stride"), py::arg("destination"),
+            py::arg("destination_stride"), py::arg("on_device") = false)
         .def("run", &ReadJob::run, WithoutGil())
         .def("progress", &ReadJob::progress)
         .def("cancel", &ReadJob::cancel)

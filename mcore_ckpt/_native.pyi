@@ -48,7 +48,8 @@ class ReadJob:
     """Reads ranges of files into memory. Every block is checked before a byte of it goes to its destination.
 
     job = ReadJob(paths, threads=4, piece_bytes=16 << 20, block_bytes=1 << 20)
-    job.add(0, offset, nbytes, crcs, start=0, stop=nbytes, destination=tensor.data_ptr())
+    half = width // 2  # of each row of a stored matrix, the second one
+    job.add(0, offset, height * width, crcs, half, half, height, width, tensor.data_ptr(), half)
     job.run()
     """
 
@@ -78,20 +79,28 @@ class ReadJob:
         nbytes: int,
         crcs: list[int],
         start: int,
-        stop: int,
+        row_bytes: int,
+        rows: int,
+        source_stride: int,
         destination: int,
+        destination_stride: int,
         on_device: bool = False,
     ) -> int:
-        """A tensor is stored at `[offset, offset + nbytes)` of a file; its bytes `[start, stop)` go to an address.
+        """Of a tensor stored at `[offset, offset + nbytes)` of a file, rows go to addresses.
+
+        Row k is the tensor's bytes from `start + k * source_stride` on and goes to `destination + k *
+        destination_stride`. Only blocks that hold a byte of a row are read; no rows, or empty ones, are no error.
 
         Args:
             crcs: of each block; blocks begin at `offset`.
+            source_stride, destination_stride: at least `row_bytes`; not looked at for a single row.
 
         Returns:
             The number of the read.
 
         Raises:
-            ValueError: for what cannot be meant, for a second GPU, and once the job has run.
+            ValueError: for what cannot be meant, such as rows that overlap or leave the tensor, for a second GPU, and
+                once the job has run.
             RuntimeError: with CUDA's words, and where the package was built without CUDA.
         """
 

@@ -67,18 +67,41 @@ Stored make_file(const std::string& path, std::size_t block_bytes) {
 }
 
 struct Wanted {
-    std::size_t file, tensor, start, stop;
+    std::size_t file, tensor;
+    ReadJob::Rows rows;
     Bytes destination;
 };
+
+// Rows that fit into a tensor; without any where they do not.
+Wanted make_read(const std::vector<Stored>& files) {
+    Wanted read{below(files.size()), 0, {}, {}};
+    const std::vector<Tensor>& tensors = files[read.file].tensors;
+    read.tensor = below(tensors.size());
+    const std::size_t nbytes = tensors[read.tensor].nbytes;
+    ReadJob::Rows& rows = read.rows;
+    rows.start = below(nbytes + 1);
+    const std::size_t room = nbytes - rows.start;
+    rows.nbytes = below(below(2) ? room + 1 : std::min<std::size_t>(room, 300) + 1);
+    rows.source_stride = rows.nbytes + (below(4) ? below(below(2) ? 100 : 30'000) : 0);
+    rows.destination_stride = rows.nbytes + (below(4) ? below(100) : 0);
+    rows.count = rows.nbytes == 0 ? below(2) : 1 + below((room - rows.nbytes) / rows.source_stride + 1);
+    const bool empty = rows.nbytes == 0 || rows.count == 0;
+    read.destination.assign(empty ? 0 : (rows.count - 1) * rows.destination_stride + rows.nbytes, POISON);
+    rows.destination = read.destination.data();
+    return read;
+}
 
 // Every byte is the file's, or none has arrived yet in its block.
 void require_right_or_none(const std::vector<Wanted>& reads, const std::vector<Stored>& files, bool all) {
     for (const Wanted& read : reads) {
         const Stored& file = files[read.file];
-        const std::uint8_t* right = file.bytes.data() + file.tensors[read.tensor].offset + read.start;
+        const std::uint8_t* tensor = file.bytes.data() + file.tensors[read.tensor].offset;
         for (std::size_t i = 0; i < read.destination.size(); ++i) {
             const std::uint8_t got = read.destination[i];
-            require(got == right[i] || (!all && got == POISON), "a byte that is not the file's");
+            const std::size_t row = i / read.rows.destination_stride, column = i % read.rows.destination_stride;
+            const std::size_t at = read.rows.start + row * read.rows.source_stride + column;
+            const std::uint8_t right = column < read.rows.nbytes ? tensor[at] : POISON;
+            require(got == right || (!all && got == POISON), "a byte that is not the file's");
         }
     }
 }
@@ -96,14 +119,9 @@ void one_round(const std::string& folder) {
     ReadJob job(paths, {threads, below(200'000), block_bytes, below(2) == 0, false});
     std::vector<Wanted> reads(below(40));
     for (Wanted& read : reads) {
-        read.file = below(files.size());
-        read.tensor = below(files[read.file].tensors.size());
+        read = make_read(files);
         const Tensor& tensor = files[read.file].tensors[read.tensor];
-        read.start = below(tensor.nbytes + 1);
-        read.stop = read.start + below(tensor.nbytes - read.start + 1);
-        read.destination.assign(read.stop - read.start, POISON);
-        job.add(read.file, tensor.offset, tensor.nbytes, tensor.crcs, read.start, read.stop, read.destination.data(),
-                false);
+        job.add(read.file, tensor.offset, tensor.nbytes, tensor.crcs, read.rows);
     }
 
     const auto trouble = static_cast<Trouble>(below(4));

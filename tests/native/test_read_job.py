@@ -6,6 +6,7 @@ import threading
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,21 @@ from mcore_ckpt import _native
 KIBIBYTE = 1 << 10
 POISON = 0xA5
 PAGE = 4096
+
+# What add() is told to read a tensor of 100 bytes whole, and what is different for every other 10 bytes of it.
+WHOLE: dict[str, Any] = {
+    "file": 0,
+    "offset": 0,
+    "nbytes": 100,
+    "crcs": [1],
+    "start": 0,
+    "row_bytes": 100,
+    "rows": 1,
+    "source_stride": 0,
+    "destination": 4096,
+    "destination_stride": 0,
+}
+ROWS = {"row_bytes": 10, "rows": 4, "source_stride": 20, "destination_stride": 20}
 
 many_files = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -71,7 +87,7 @@ class Reads:
     def add(self, job: _native.ReadJob, number: int, file: StoredFile, tensor: int, start: int, stop: int) -> None:
         offset, nbytes = file.tensors[tensor]
         address = self.memory.data_ptr() + self.end
-        read = job.add(number, offset, nbytes, file.crcs[tensor], start, stop, address)
+        read = job.add(number, offset, nbytes, file.crcs[tensor], start, stop - start, 1, 0, address, 0)
         assert read == len(self.wanted)
         self.expected[self.end : self.end + stop - start] = file.data[offset + start : offset + stop]
         self.end += stop - start + 3
@@ -179,6 +195,184 @@ def test_bytes_of_a_damaged_block_go_nowhere(
     assert all(byte in (POISON, right) for byte, right in zip(got, wanted.expected, strict=True))
 
 
+@dataclass
+class Rows:
+    file: int
+    tensor: int
+    start: int
+    row_bytes: int
+    rows: int
+    source_stride: int
+    destination_stride: int
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Of the tensor, one for each row that is not empty."""
+        starts = [self.start + k * self.source_stride for k in range(self.rows)]
+        return [(start, start + self.row_bytes) for start in starts if self.row_bytes]
+
+    def room(self) -> int:
+        return self.rows * max(self.destination_stride, self.row_bytes)
+
+    def add(self, job: _native.ReadJob, file: StoredFile, destination: int) -> int:
+        offset, nbytes = file.tensors[self.tensor]
+        crcs = file.crcs[self.tensor]
+        what = (self.start, self.row_bytes, self.rows, self.source_stride)
+        return job.add(self.file, offset, nbytes, crcs, *what, destination, self.destination_stride)
+
+
+@st.composite
+def rows_of_tensors(draw: st.DrawFn) -> tuple[list[list[int]], list[Rows], int]:
+    """Sizes of the tensors of each file, reads of rows of them, block size."""
+    files = draw(st.lists(st.lists(st.integers(0, 20_000), min_size=1, max_size=3), min_size=1, max_size=2))
+    reads = []
+    for _ in range(draw(st.integers(1, 8))):
+        file = draw(st.integers(0, len(files) - 1))
+        tensor = draw(st.integers(0, len(files[file]) - 1))
+        nbytes = files[file][tensor]
+        start = draw(st.integers(0, nbytes))
+        row_bytes = draw(st.integers(0, min(64, nbytes - start)) | st.integers(0, nbytes - start))
+        source_stride = row_bytes + draw(st.just(0) | st.integers(0, 200) | st.integers(0, 10_000))
+        most = (nbytes - start - row_bytes) // max(source_stride, 1) + 1
+        rows = draw(st.integers(0, min(most, 400)))
+        destination_stride = row_bytes + draw(st.just(0) | st.integers(0, 100))
+        if rows == 1 and draw(st.booleans()):
+            source_stride = destination_stride = 0
+        reads.append(Rows(file, tensor, start, row_bytes, rows, source_stride, destination_stride))
+    return files, reads, draw(st.sampled_from([16, 100, 1000, 4096]))
+
+
+class RowReads:
+    """Reads of rows into one poisoned buffer, the expected bytes copied one row at a time."""
+
+    def __init__(self, job: _native.ReadJob, files: list[StoredFile], reads: list[Rows]) -> None:
+        size = sum(read.room() + 3 for read in reads) + 1
+        self.memory = torch.full((size,), POISON, dtype=torch.uint8)
+        self.expected = torch.full((size,), POISON, dtype=torch.uint8).numpy()
+        self.places: list[list[int]] = []  # of each read, of each row
+        end = 1
+        for number, read in enumerate(reads):
+            file = files[read.file]
+            assert read.add(job, file, self.memory.data_ptr() + end) == number
+            offset = file.tensors[read.tensor][0]
+            places = [end + k * read.destination_stride for k in range(read.rows)]
+            for place, (start, stop) in zip(places, read.ranges(), strict=False):
+                row = file.data[offset + start : offset + stop]
+                self.expected[place : place + len(row)] = bytearray(row)
+            self.places.append(places)
+            end += read.room() + 3
+
+    def check(self) -> None:
+        assert self.memory.numpy().tobytes() == self.expected.tobytes()
+
+
+@many_files
+@given(
+    plan=rows_of_tensors(),
+    seed=st.integers(0, 2**31),
+    threads=st.integers(1, 4),
+    piece_bytes=st.sampled_from([0, 4096, 1 << 20]),
+)
+def test_any_rows_arrive_and_nothing_else(
+    tmp_path: Path, plan: tuple[list[list[int]], list[Rows], int], seed: int, threads: int, piece_bytes: int
+) -> None:
+    sizes, reads, block_bytes = plan
+    files = [stored(tmp_path / str(i), of_file, seed + i, block_bytes) for i, of_file in enumerate(sizes)]
+    job = job_of(files, threads, piece_bytes, direct=False)
+    wanted = RowReads(job, files, reads)
+    job.run()
+    wanted.check()
+
+
+@many_files
+@given(plan=rows_of_tensors(), seed=st.integers(0, 2**31), threads=st.integers(1, 4), data=st.data())
+def test_a_damaged_block_matters_to_the_rows_in_it(
+    tmp_path: Path, plan: tuple[list[list[int]], list[Rows], int], seed: int, threads: int, data: st.DataObject
+) -> None:
+    sizes, reads, block_bytes = plan
+    files = [stored(tmp_path / str(i), of_file, seed + i, block_bytes) for i, of_file in enumerate(sizes)]
+    blocks = [
+        (file, tensor, at, min(at + block_bytes, nbytes))
+        for file, of_file in enumerate(sizes)
+        for tensor, nbytes in enumerate(of_file)
+        for at in range(0, nbytes, block_bytes)
+    ]
+    if not blocks:
+        return
+    file, tensor, begin, end = data.draw(st.sampled_from(blocks))
+    offset = files[file].tensors[tensor][0]
+    files[file].damage(offset + data.draw(st.integers(begin, end - 1)))
+    job = job_of(files, threads, direct=False)
+    wanted = RowReads(job, files, reads)
+
+    meeting = []  # numbers of reads, and where in the buffer their bytes of that block would go
+    for number, read in enumerate(reads):
+        if (read.file, read.tensor) != (file, tensor):
+            continue
+        for place, (start, stop) in zip(wanted.places[number], read.ranges(), strict=False):
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                meeting.append((number, place + low - start, place + high - start))
+    if not meeting:
+        job.run()
+        wanted.check()
+        return
+    with pytest.raises(_native.DamagedBlock) as error:
+        job.run()
+    assert error.value.args == (meeting[0][0], offset + begin, end - begin)
+    got = wanted.memory.numpy()
+    assert all((got[low:high] == POISON).all() for _, low, high in meeting)
+    # Elsewhere there is what belongs there, or nothing yet.
+    assert ((got == POISON) | (got == wanted.expected)).all()
+
+
+def test_halves_of_rows_from_two_tensors_make_one(tmp_path: Path) -> None:
+    height, width = 300, 700
+    file = stored(tmp_path / "a", [height * width, height * width], 1, 4096)
+    job = job_of([file], threads=3)
+    memory = torch.full((height, 2 * width), POISON, dtype=torch.uint8)
+    for tensor in range(2):
+        rows = Rows(0, tensor, 0, width, height, width, 2 * width)
+        rows.add(job, file, memory.data_ptr() + tensor * width)
+    job.run()
+    halves = [
+        torch.frombuffer(file.data[offset : offset + nbytes], dtype=torch.uint8).view(height, width)
+        for offset, nbytes in file.tensors
+    ]
+    assert torch.equal(memory, torch.cat(halves, dim=1))
+
+
+def test_large_rows_arrive(tmp_path: Path) -> None:
+    height, width = 40, 50_000
+    file = stored(tmp_path / "a", [height * width], 1, 1 << 20)
+    job = job_of([file], piece_bytes=1 << 20)
+    wanted = RowReads(job, [file], [Rows(0, 0, 5, width // 2, height, width, width // 2 + 13)])
+    job.run()
+    wanted.check()
+
+
+def test_blocks_between_rows_are_not_read(tmp_path: Path) -> None:
+    block = 100 * KIBIBYTE
+    file = StoredFile(tmp_path / "a", bytearray(random.Random(1).randbytes(12 * block)), block, [(0, 12 * block)])
+    for number in (0, 2, 3, 5, 6, 8, 9, 11):
+        file.damage(number * block + 7)
+    job = job_of([file], piece_bytes=1 << 20)
+    wanted = RowReads(job, [file], [Rows(0, 0, block + 99, block // 2, 4, 3 * block, block // 2)])
+    job.run()
+    wanted.check()
+    assert job.progress() == 4 * block
+
+
+def test_neighbouring_blocks_of_rows_are_read_together_and_once(tmp_path: Path) -> None:
+    nbytes = 100 * PAGE
+    file = StoredFile(tmp_path / "a", bytearray(random.Random(1).randbytes(nbytes)), PAGE, [(0, nbytes)])
+    job = job_of([file], threads=1, piece_bytes=1 << 20)
+    reads = [Rows(0, 0, start, 30, nbytes // 500, 500, 30) for start in (0, 100, 470)]
+    wanted = RowReads(job, [file], reads)
+    job.run()
+    wanted.check()
+    assert job.progress() == nbytes
+
+
 def test_one_block_is_read_once_for_all_who_want_it(tmp_path: Path) -> None:
     file = stored(tmp_path / "a", [50_000], 1, 10_000)
     job = job_of([file], piece_bytes=1 << 20)
@@ -268,7 +462,7 @@ def test_cancel_from_another_thread(tmp_path: Path) -> None:
     target = torch.empty(block, dtype=torch.uint8)
     crc = zlib.crc32(bytes(block))
     for number in range(count):
-        job.add(0, number * block, block, [crc], 0, block, target.data_ptr())
+        job.add(0, number * block, block, [crc], 0, block, 1, 0, target.data_ptr(), 0)
 
     def cancel() -> None:
         while job.progress() == 0:
@@ -289,7 +483,7 @@ def test_an_error_is_told_rather_than_that_somebody_gave_up(tmp_path: Path) -> N
     # With O_DIRECT it would be opened twice, and the second time nobody might be there any more.
     job = _native.ReadJob([str(path)], threads=1, piece_bytes=4096, block_bytes=4096, direct=False)
     target = torch.full((8192,), POISON, dtype=torch.uint8)
-    job.add(0, 0, 8192, [0, 0], 0, 8192, target.data_ptr())
+    job.add(0, 0, 8192, [0, 0], 0, 8192, 1, 0, target.data_ptr(), 0)
 
     def cancel() -> None:
         with path.open("wb"):  # opens once the job, without the GIL, opens it for reading
@@ -317,8 +511,10 @@ def test_cancelled(tmp_path: Path) -> None:
 
 def test_nothing_to_read() -> None:
     job = _native.ReadJob(["/nowhere"], threads=3, piece_bytes=4096, block_bytes=4096)
-    assert job.add(0, 5, 0, [], 0, 0, 0) == 0
-    assert job.add(0, 5, 10, [7], 3, 3, 0) == 1
+    assert job.add(0, 5, 0, [], 0, 0, 1, 0, 0, 0) == 0
+    assert job.add(0, 5, 10, [7], 3, 0, 1, 0, 0, 0) == 1
+    assert job.add(0, 5, 10, [7], 10, 0, 5, 0, 0, 0) == 2
+    assert job.add(0, 5, 10, [7], 10, 2**64 - 1, 0, 0, 0, 0) == 3
     job.run()
     assert job.progress() == 0
 
@@ -332,8 +528,25 @@ def test_scratch_memory_is_what_its_settings_say() -> None:
     ("change", "message"),
     [
         ({"file": 1}, "no file 1 among 1"),
-        ({"start": 5, "stop": 4}, r"\[5, 4\) is no range"),
-        ({"stop": 101}, r"\[0, 101\) is no range of a tensor of 100 bytes"),
+        ({"row_bytes": 101}, r"101 bytes from byte 0 on are not all in a tensor of 100 bytes"),
+        ({"start": 1}, r"100 bytes from byte 1 on are not all in a tensor of 100 bytes"),
+        ({"start": 101, "row_bytes": 0}, "from byte 101 on are not all in"),
+        ({"start": 101, "rows": 0}, "from byte 101 on are not all in"),
+        ({"start": 2**64 - 1, "row_bytes": 2}, "are not all in"),
+        ({"row_bytes": 2**64 - 1}, "are not all in"),
+        (ROWS | {"start": 31}, "4 rows of 10 bytes from byte 31 on are not all in a tensor of 100 bytes"),
+        (ROWS | {"rows": 6}, "6 rows of 10 bytes from byte 0 on are not all in"),
+        (ROWS | {"source_stride": 31}, "are not all in"),
+        (ROWS | {"rows": 2**64 - 1}, "are not all in"),
+        (ROWS | {"source_stride": 2**63}, "are not all in"),
+        (ROWS | {"source_stride": 2**64 // 3 + 1}, "are not all in"),  # 3 strides are 2 bytes modulo 2**64
+        (ROWS | {"source_stride": 9}, "overlap, with strides of 9 and 20 bytes"),
+        (ROWS | {"destination_stride": 9}, "overlap, with strides of 20 and 9 bytes"),
+        (ROWS | {"destination_stride": 0}, "overlap"),
+        (ROWS | {"destination_stride": 2**63}, "no memory has room for 4 rows of 10 bytes"),
+        (ROWS | {"destination_stride": 2**64 // 3 + 1}, "no memory has room"),
+        (ROWS | {"destination": 2**64 - 70}, "no memory has room"),
+        ({"destination": 2**64 - 100}, "no memory has room for 100 bytes"),
         ({"crcs": []}, "0 CRCs for 1 blocks"),
         ({"crcs": [1, 2]}, "2 CRCs for 1 blocks"),
         ({"destination": 0}, "null address for 100 bytes"),
@@ -344,9 +557,23 @@ def test_scratch_memory_is_what_its_settings_say() -> None:
 )
 def test_what_cannot_be_meant_is_refused(change: dict[str, object], message: str) -> None:
     job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096)
-    read = {"file": 0, "offset": 0, "nbytes": 100, "crcs": [1], "start": 0, "stop": 100, "destination": 4096} | change
     with pytest.raises(ValueError, match=message):
-        job.add(**read)
+        job.add(**(WHOLE | change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source_stride": 1, "destination_stride": 2**64 - 1},  # of one row
+        ROWS | {"start": 30},
+        ROWS | {"source_stride": 10, "destination_stride": 10},
+        ROWS | {"rows": 5},
+        {"destination": 2**64 - 101},
+    ],
+)
+def test_what_just_fits_is_not_refused(change: dict[str, int]) -> None:
+    job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096)
+    assert job.add(**(WHOLE | change)) == 0
 
 
 @pytest.mark.parametrize(
@@ -361,7 +588,7 @@ def test_buffers_that_do_not_fit_into_memory(tmp_path: Path) -> None:
     nbytes = 1 << 50
     job = _native.ReadJob([str(tmp_path / "a")], threads=2, piece_bytes=0, block_bytes=nbytes)
     target = torch.zeros(1)
-    job.add(0, 0, nbytes, [0], 0, 1, target.data_ptr())
+    job.add(0, 0, nbytes, [0], 0, 1, 1, 0, target.data_ptr(), 0)
     with pytest.raises(MemoryError, match="bytes of host memory"):
         job.run()
 
@@ -374,12 +601,12 @@ def test_a_damaged_block_is_a_value_error_with_three_numbers() -> None:
 def test_without_a_gpu_reads_to_one_are_refused() -> None:
     job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096, pinned=True)
     with pytest.raises(RuntimeError, match="CUDA"):
-        job.add(0, 0, 4, [1], 0, 4, 4096, on_device=True)
+        job.add(0, 0, 4, [1], 0, 4, 1, 0, 4096, 0, on_device=True)
 
 
 def test_references_do_not_leak() -> None:
     job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096)
     crcs = [123456789]
     before = sys.getrefcount(crcs)
-    job.add(0, 0, 4, crcs, 0, 4, 4096)
+    job.add(0, 0, 4, crcs, 0, 4, 1, 0, 4096, 0)
     assert sys.getrefcount(crcs) == before

@@ -264,6 +264,8 @@ struct Stored {
         std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     }
 
+    void add(ReadJob& job, const ReadJob::Rows& rows) const { job.add(0, 0, bytes.size(), crcs, rows); }
+
     static constexpr std::size_t BLOCK = 10'000;
     std::string path;
     Bytes bytes;
@@ -281,8 +283,8 @@ void reads_arrive_on_the_gpu(const std::string& folder) {
         cudaSetDevice(DEVICE);
         fake_cuda::queue(nullptr, [=] { std::memset(tensor, 0, half); });  // an earlier user of that memory
         ReadJob job({stored.path}, {threads, 50'000, Stored::BLOCK, true, true});
-        job.add(0, 0, stored.bytes.size(), stored.crcs, 0, half, tensor, true);
-        job.add(0, 0, stored.bytes.size(), stored.crcs, half, stored.bytes.size(), rest.data(), false);
+        stored.add(job, {0, half, 1, 0, tensor, 0, true});
+        stored.add(job, {half, rest.size(), 1, 0, rest.data(), 0, false});
         job.run();
         cudaStreamSynchronize(nullptr);  // too late for that user, had the job not waited
         REQUIRE(std::memcmp(tensor, stored.bytes.data(), half) == 0);
@@ -292,6 +294,44 @@ void reads_arrive_on_the_gpu(const std::string& folder) {
     fake_cuda::device_free(tensor);
 }
 
+// Returns what the reading of `count` rows, one `stride` after the other, has called, if they arrive.
+fake_cuda::Calls read_rows(const Stored& stored, std::size_t nbytes, std::size_t count, std::size_t stride) {
+    constexpr std::size_t START = 7, SOURCE_STRIDE = 900;
+    const std::size_t all = (count - 1) * stride + nbytes;
+    auto* tensor = static_cast<std::uint8_t*>(fake_cuda::device_malloc(DEVICE, all));
+    Bytes expected(all, 0xA5);
+    std::memset(tensor, 0xA5, all);
+    for (std::size_t row = 0; row < count; ++row) {
+        std::memcpy(expected.data() + row * stride, stored.bytes.data() + START + row * SOURCE_STRIDE, nbytes);
+    }
+    ReadJob job({stored.path}, {2, 50'000, Stored::BLOCK, true, true});
+    stored.add(job, {START, nbytes, count, SOURCE_STRIDE, tensor, stride, true});
+    const auto before = fake_cuda::calls();
+    job.run();
+    const auto after = fake_cuda::calls();
+    REQUIRE(std::memcmp(tensor, expected.data(), all) == 0);
+    fake_cuda::device_free(tensor);
+    return {0, after.copies - before.copies, after.copies_of_rows - before.copies_of_rows, 0};
+}
+
+// Of the 100 rows, in nine blocks, seven are cut by the end of a block.
+void rows_of_a_block_go_to_the_gpu_in_one_call(const std::string& folder) {
+    const Stored stored(folder);
+    const auto calls = read_rows(stored, 700, 100, 1000);
+    REQUIRE(calls.copies_of_rows == 9 && calls.copies == 14);
+
+    const int rows_one_by_one = 93 + 14;
+    REQUIRE(read_rows(stored, 700, 100, fake_cuda::MAX_PITCH).copies_of_rows == 9);
+    const auto too_far_apart = read_rows(stored, 700, 100, fake_cuda::MAX_PITCH + 1);
+    REQUIRE(too_far_apart.copies_of_rows == 0 && too_far_apart.copies == rows_one_by_one);
+    for (const int before : {0, 3}) {
+        fake_cuda::fail("cudaMemcpy2DAsync", before);
+        const auto refused = read_rows(stored, 700, 100, 1000);
+        fake_cuda::fail(nullptr, 0);
+        REQUIRE(refused.copies_of_rows == before && refused.copies > 14);
+    }
+}
+
 void failed_uploads_are_told(const std::string& folder) {
     const Stored stored(folder);
     auto* tensor = static_cast<std::uint8_t*>(fake_cuda::device_malloc(DEVICE, stored.bytes.size()));
@@ -299,7 +339,7 @@ void failed_uploads_are_told(const std::string& folder) {
                              "cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"}) {
         for (const int before : {0, 1, 3}) {
             ReadJob job({stored.path}, {2, 50'000, Stored::BLOCK, true, true});
-            job.add(0, 0, stored.bytes.size(), stored.crcs, 0, stored.bytes.size(), tensor, true);
+            stored.add(job, {0, stored.bytes.size(), 1, 0, tensor, 0, true});
             fake_cuda::fail(call, before);
             const std::string said = thrown_by<std::runtime_error>([&] { job.run(); });
             fake_cuda::fail(nullptr, 0);
@@ -312,7 +352,7 @@ void failed_uploads_are_told(const std::string& folder) {
     }
     // One piece: once before its buffer is filled, and then only at the end.
     ReadJob job({stored.path}, {1, 4 * Stored::BLOCK, Stored::BLOCK, true, true});
-    job.add(0, 0, stored.bytes.size(), stored.crcs, 0, 1, tensor, true);
+    stored.add(job, {0, 1, 1, 0, tensor, 0, true});
     fake_cuda::fail("cudaEventSynchronize", 1);
     REQUIRE(!thrown_by<std::runtime_error>([&] { job.run(); }).empty());
     fake_cuda::fail(nullptr, 0);
@@ -325,7 +365,8 @@ void gpu_destinations_are_checked() {
     Bytes host(10);
     ReadJob job({"/nowhere"}, {1, 4096, 4096, true, true});
     const auto add = [&](void* destination) {
-        return thrown_by<std::invalid_argument>([&] { job.add(0, 0, 10, {1}, 0, 10, destination, true); });
+        auto* bytes = static_cast<std::uint8_t*>(destination);
+        return thrown_by<std::invalid_argument>([&] { job.add(0, 0, 10, {1}, {0, 10, 1, 0, bytes, 0, true}); });
     };
     REQUIRE(add(host.data()) == "a tensor to copy from or to a GPU is not in GPU memory");
     REQUIRE(add(here).empty());
@@ -347,6 +388,7 @@ int main(int count, char** arguments) {
     memory_of_the_wrong_kind_is_refused();
     after_a_failure_nothing_is_in_flight();
     reads_arrive_on_the_gpu(arguments[1]);
+    rows_of_a_block_go_to_the_gpu_in_one_call(arguments[1]);
     failed_uploads_are_told(arguments[1]);
     gpu_destinations_are_checked();
     return 0;
