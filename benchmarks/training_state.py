@@ -63,13 +63,14 @@ def shape_of_tensors(tensors: int) -> Shape:
     return Shape(num_layers=max(1, round(tensors / TENSORS_PER_LAYER)), hidden_size=64, vocab_size=256)
 
 
-def build(shape: Shape) -> TrainingState:
-    """Every data-parallel rank's training state, after one step: the optimizer has made its moments."""
+def build(shape: Shape, tp: int = 1, pp: int = 1) -> TrainingState:
+    """Every rank's training state, after one step: the optimizer has made its moments. What tp and pp leave is dp."""
     enable_cpu()
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = _transformer_config(shape)
+    config = _transformer_config(shape, tp, pp)
     decoder = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
@@ -77,6 +78,8 @@ def build(shape: Shape) -> TrainingState:
         max_sequence_length=SEQUENCE_LENGTH,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
     _fill(decoder)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -92,8 +95,10 @@ def build(shape: Shape) -> TrainingState:
     return state
 
 
-def _transformer_config(shape: Shape) -> TransformerConfig:
+def _transformer_config(shape: Shape, tp: int, pp: int) -> TransformerConfig:
     return TransformerConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=8,

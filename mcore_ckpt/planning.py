@@ -20,7 +20,7 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, runs
 from mcore_ckpt.sources import Source, Sources, Wanted
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.model import EXTRA_STATE, read_model
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
 from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler
@@ -143,18 +143,20 @@ def check_all_used(session: Session, role_dir: Path, used: Sequence[dict[str, An
     manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
     catalog = Catalog(role_dir, manifest)
     for contents, kind, reason in (
-        ("model", MODEL, "no such tensor"),
-        ("optimizer", PARAM, "no state of it, for no rank trains it (is it frozen now?)"),
+        ("model", MODEL, "wanted no such tensor"),
+        ("optimizer", PARAM, "wanted no such state, for no rank trains the parameter (is it frozen now?)"),
     ):
         if contents not in session.config.load_contents:
             continue
         taken = {at for plan in used for first, last in plan[contents] for at in range(first, last + 1)}
         for position, name in enumerate(manifest.tensors):
-            files = () if position in taken else catalog.files(ShardKey(name, kind))
-            for shard in catalog.shards(ShardKey(name, kind), files):
+            key = ShardKey(name, kind)
+            files = [] if position in taken or name.endswith(EXTRA_STATE) else catalog.files(key)
+            if files:
+                found = catalog.shards(key, files[:1])
+                described = f", found {found[0].region.describe()}" if found else ""
                 raise CheckpointMismatchError(
-                    f"{role_dir}: {shard.file}: tensor {shard.key}: wanted {reason}, found {shard.region.describe()}"
-                    f"{_note(session, manifest)}"
+                    f"{role_dir}: {files[0].path}: tensor {key}: {reason}{described}{_note(session, manifest)}"
                 )
 
 
@@ -223,7 +225,7 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, sources: Sources) -> TensorF
         memory = torch.empty(found.nbytes, dtype=torch.uint8)
         return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
     # Saved from layers that have no such state, or none of its own here: nothing to lose.
-    if not shard.tensor.numel() or not any(name.endswith("_extra_state") for name in sources.catalog.positions):
+    if not shard.tensor.numel() or not any(name.endswith(EXTRA_STATE) for name in sources.catalog.positions):
         return None
     raise CheckpointMismatchError(
         f"{wanted.file}: tensor {shard.key}: wanted {shard.tensor.nbytes} bytes, found no such tensor"

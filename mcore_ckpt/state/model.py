@@ -14,7 +14,7 @@ from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
 from mcore_ckpt.state.shards import LocalShard
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
     for local_name, value in module.state_dict(keep_vars=True).items():
         if value is None:
             continue
-        if local_name.endswith(_EXTRA_STATE):
-            owner = owners[local_name.removesuffix(_EXTRA_STATE).rstrip(".")]
+        if local_name.endswith(EXTRA_STATE):
+            owner = owners[local_name.removesuffix(EXTRA_STATE).rstrip(".")]
             yield _opaque_shard(names.to_global(local_name), value, owner)
         else:
             yield _tensor_shard(names.to_global(local_name), value, sharded.get(local_name))
