@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +27,8 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, findings: Findings) -> None:
-    shape, ranks = shape_of_size(arguments.gigabytes), arguments.ranks
+    ranks, shape = arguments.ranks, shape_of_size(arguments.gigabytes)
+    shape = replace(shape, num_layers=2 * max(1, shape.num_layers // 2))  # for two stages
     layouts = {f"dp{ranks}": {}, f"tp{ranks}": {"tp": ranks}, "pp2": {"pp": 2}}
     folders = {name: save(shape, arguments.folder / name, sizes) for name, sizes in layouts.items()}
     for target, sizes in layouts.items():
