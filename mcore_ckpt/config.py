@@ -45,6 +45,8 @@ class CheckpointConfig:
         vocab_size: how many tokens there are, without the rows that megatron pads embeddings with; needed only to load
             under another tensor-parallel size what padding alone does not explain. None: the HuggingFace config's.
         timeout_s: deadline of every wait for another rank, in seconds.
+        assume_optimizer_step: for checkpoints of other programs that do not say it (verl up to 0.4): how many steps the
+            optimizer had done when it was saved. None: such a checkpoint's optimizer state is refused.
         strict: raise on a checkpoint that turns out bad while it is read, instead of loading the next older one.
 
     Raises:
@@ -70,6 +72,7 @@ class CheckpointConfig:
     vocab_size: int | None = None
     timeout_s: float = 600.0
     strict: bool = False
+    assume_optimizer_step: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("save_contents", "load_contents"):
@@ -80,6 +83,8 @@ class CheckpointConfig:
             raise ValueError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
+        if not _is_step_count(self.assume_optimizer_step):
+            raise ValueError(f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None")
         if self.roles is not None:
             object.__setattr__(self, "roles", check_roles(self.roles))
         for field, choices in _CHOICES.items():
@@ -87,6 +92,10 @@ class CheckpointConfig:
                 raise ValueError(f"{field} is {getattr(self, field)!r}: use one of {', '.join(map(repr, choices))}")
         if self.max_host_bytes is not None and (not isinstance(self.max_host_bytes, int) or self.max_host_bytes < 1):
             raise ValueError(f"max_host_bytes is {self.max_host_bytes!r}: use 1 or more, or None for no limit")
+
+
+def _is_step_count(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from mcore_ckpt.foreign import kinds
 from mcore_ckpt.planning import CommonState, LoadPlan, TensorFill, check_all_used, plan_load
 from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
 from mcore_ckpt.session import Session
@@ -95,6 +96,8 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
     told = {"request": request, "failure": failure}
     found = decide(session.agreement, "finding a checkpoint", lambda: told, combine)
     raise_failure(found)
+    if path is not None and found["foreign"] is not None:
+        return _load_foreign(session, found["foreign"], path, started)
     candidates = [(int(number), Path(folder)) for number, folder in found["candidates"]]
     skipped: list[str] = []
     changed = False
@@ -129,6 +132,17 @@ def _warn_of_new_layout(session: Session, plan: LoadPlan) -> None:
         )
 
 
+def _load_foreign(session: Session, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
+    # Imported here: they import megatron, which this package does without until there is a trainer.
+    from mcore_ckpt.foreign.torch_dist import load_torch_dist
+    from mcore_ckpt.foreign.verl_ranks import load_verl_ranks
+
+    loaded = (load_torch_dist if kind == "torch_dist" else load_verl_ranks)(session, path.absolute())
+    _make_consistent(session)
+    report = LoadReport(path.absolute(), loaded.nbytes, time.monotonic() - started, ())
+    return LoadResult(loaded.step, loaded.extra_state, report)
+
+
 def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
     state = (
         "Model and optimizer are now undefined: load another checkpoint before training on"
@@ -145,7 +159,7 @@ def _candidates(session: Session, step: int | None, path: Path | None) -> Record
     if path is not None:
         if not path.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
-        return {"candidates": [(0, str(path.absolute()))]}
+        return {"candidates": [(0, str(path.absolute()))], "foreign": kinds.kind_of(path.absolute())}
     statuses = steps.list_steps(session.root)
     if step is not None:
         statuses = [status for status in statuses if status.step == step]

@@ -309,6 +309,7 @@ def _set_up_together(session: Session) -> None:
             "async_save": config.async_save,
             "async_mode": config.async_mode,
             "strict": config.strict,
+            "assume_optimizer_step": config.assume_optimizer_step,
             "if_busy": config.if_busy,
             "if_failed": config.if_failed,
             "shared_writes": config.shared_writes,

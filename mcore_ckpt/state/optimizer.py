@@ -60,7 +60,7 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
     result = []
     for part in optimizer_parts(optimizer):
         states = []
-        for parameter, main, flat, is_view in _main_params(part):
+        for parameter, main, flat, is_view in main_params(part):
             shard = by_parameter.get(id(parameter))
             if shard is None:
                 raise UnsupportedError(
@@ -71,7 +71,7 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
     return result
 
 
-def _main_params(part: OptimizerPart) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool]]:
+def main_params(part: OptimizerPart) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool]]:
     """(model parameter, main parameter, flat range, main is a view of the model's memory).
 
     From the groups that pair them, not from `_get_main_param_and_optimizer_states` (0.16.1): that finds the main

@@ -1,0 +1,75 @@
+"""Which program wrote a folder. Paths and one small JSON file only; never a pickle."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt import layout
+
+ForeignKind = Literal["verl_ranks", "torch_dist"]
+
+TORCH_DIST_CONFIG = "metadata.json"
+
+# verl's trees: one folder, and since its layout 2 one for each of these.
+_VERL_TREES = ("model", "optimizer", "extra")
+_MODEL_FILES = ("model.pt", "model_states.pt")
+_RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
+
+
+def kind_of(path: Path) -> ForeignKind | None:
+    """The kind of a folder, or None for ours and for whatever else.
+
+    Example:
+        >>> kind_of(Path("/nowhere")) is None
+        True
+    """
+    if (path / layout.MANIFEST_FILE).exists():
+        return None
+    if torch_dist_folders(path):
+        return "torch_dist"
+    return "verl_ranks" if rank_dirs(path) else None
+
+
+def torch_dist_folders(path: Path) -> list[Path]:
+    """The folders that `dist_checkpointing.save` wrote: this one, or those verl puts below it."""
+    candidates = (path, path / "dist_ckpt")
+    for candidate in candidates:
+        if _has_config(candidate):
+            return [candidate]
+    return [tree for tree in (path / name / "dist_ckpt" for name in _VERL_TREES) if _has_config(tree)]
+
+
+def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
+    """The numbers in the names of the folders `model/mp_rank_*` that hold a model file."""
+    found = {}
+    for folder in sorted((path / "model").glob("mp_rank_*")):
+        match = _RANK_DIR.fullmatch(folder.name)
+        if match and model_file(folder) is not None:
+            found[folder.name] = tuple(int(number) for number in match.groups() if number is not None)
+    return found
+
+
+def model_file(folder: Path) -> Path | None:
+    """The model file of one rank's folder, by either of its names."""
+    return next((folder / name for name in _MODEL_FILES if (folder / name).is_file()), None)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of the nearest folder that has one (`global_step_12/actor`, `iter_0000012`), else 0."""
+    for folder in (path, *path.parents):
+        match = _STEP_DIR.fullmatch(folder.name)
+        if match:
+            return int(match.group(1))
+    return 0
+
+
+def _has_config(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / TORCH_DIST_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "sharded_backend" in config

@@ -1,0 +1,101 @@
+"""Checkpoints as other programs write them, made of a training of the tests by megatron's own functions."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from agreement import everywhere, gather
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from snapshot import chained
+from training import Training
+
+from mcore_ckpt.foreign.kinds import ForeignKind
+from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.topology import read_topology
+
+STEP = 3
+
+
+def save_verl_ranks(training: Training, folder: Path) -> None:
+    """As verl up to 0.4 did: `get_checkpoint_name`, `save_parameter_state`, and plain `torch.save`."""
+    at, sizes = read_topology(len(training.model))
+    name = (
+        f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if sizes.pp > 1 else "") + (f"_{at.ep:03d}" if sizes.ep > 1 else "")
+    )
+    place = f"pp{at.pp}_tp{at.tp}_cp{at.cp}_dp{at.dp}.pt"
+    for part in (f"model/{name}", "optim", "rng_states", "optimizer_scheduler", "hf_config_and_tokenizer"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    if gather(name).index(name) == dist.get_rank():
+        torch.save([chunk.state_dict() for chunk in training.model], folder / "model" / name / "model.pt")
+    for optimizer in chained(training.optimizer):
+        # The tests' trainings have no Gloo groups of their own: on a CPU every group is one.
+        optimizer.data_parallel_group_gloo = optimizer.data_parallel_group
+    training.optimizer.save_parameter_state(str(folder / f"optim/distrib_optim_{place}"))
+    torch.save([random_states()], folder / f"rng_states/rng_states_{place}")
+    if dist.get_rank() == 0:
+        torch.save(training.scheduler.state_dict(), folder / "optimizer_scheduler/optimizer_scheduler.pt")
+    with everywhere():
+        pass
+
+
+def save_torch_dist(training: Training, folder: Path, sharding_type: str, **more: Any) -> None:
+    """As megatron's trainer and verl do: `sharded_state_dict` of model and optimizer under the same metadata."""
+    at, sizes = read_topology(len(training.model))
+    metadata = {
+        "distrib_optim_sharding_type": sharding_type,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    chunks = {
+        "model" if len(training.model) == 1 else f"model{number}": unwrap(chunk).sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(training.model)
+    }
+    state = {
+        "optimizer": training.optimizer.sharded_state_dict(chunks, metadata=metadata),
+        **chunks,
+        "opt_param_scheduler": training.scheduler.state_dict(),
+        "iteration": STEP,
+        "rng_state": ShardedObject(
+            "rng_state", [random_states()], (sizes.pp, sizes.tp), (at.pp, at.tp), replica_id=at.dp * sizes.cp + at.cp
+        ),
+        **more,
+    }
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+    with everywhere():
+        pass
+    dist_checkpointing.save(state, str(folder), ("torch_dist", 1), content_metadata=metadata)
+
+
+def save_as(kind: ForeignKind, training: Training, folder: Path, sharding_type: str = "dp_reshardable") -> None:
+    if kind == "verl_ranks":
+        save_verl_ranks(training, folder)
+    else:
+        save_torch_dist(training, folder, sharding_type)
+
+
+def random_states() -> dict[str, Any]:
+    """megatron's trainer's `get_rng_state`."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def seed_replicas_alike() -> None:
+    """megatron's trainer seeds data-parallel ranks alike, so torch_dist keeps one random state for all of them."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    states = [random_states()]
+    dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
+    random.setstate(states[0]["random_rng_state"])
+    np.random.set_state(states[0]["np_rng_state"])
+    torch.set_rng_state(states[0]["torch_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states[0]["rng_tracker_states"])
