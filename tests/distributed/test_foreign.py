@@ -46,7 +46,6 @@ NAMES = (
     "ep2-dp4",
     "tp2-ep2-etp1",
     "dp4-two-instances",
-    "pp2-dp2-uneven",
 )
 
 
