@@ -1,9 +1,10 @@
-"""Which program wrote a folder. Paths and one small JSON file only; never a pickle."""
+"""Which program wrote a folder. Names, a small JSON file, a zip directory; never a pickle."""
 
 from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ TORCH_DIST_CONFIG = "metadata.json"
 # verl's trees: one folder, and since its layout 2 one for each of these.
 _VERL_TREES = ("model", "optimizer", "extra")
 _MODEL_FILES = ("model.pt", "model_states.pt")
+_OUR_INDEX = "/.mcore_ckpt/index.json"  # docs/format.md
 _RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
 
@@ -31,7 +33,8 @@ def kind_of(path: Path) -> ForeignKind | None:
         return None
     if torch_dist_folders(path):
         return "torch_dist"
-    return "verl_ranks" if rank_dirs(path) else None
+    found = [model_file(path / "model" / name) for name in rank_dirs(path)]
+    return "verl_ranks" if found and not any(file and _has_our_index(file) for file in found[:1]) else None
 
 
 def torch_dist_folders(path: Path) -> list[Path]:
@@ -65,6 +68,15 @@ def step_of(path: Path) -> int:
         if match:
             return int(match.group(1))
     return 0
+
+
+def _has_our_index(file: Path) -> bool:
+    """A folder of ours whose manifest is gone is no checkpoint, and nobody else's either."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(name.endswith(_OUR_INDEX) for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _has_config(folder: Path) -> bool:

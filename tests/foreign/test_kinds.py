@@ -1,6 +1,7 @@
 """Which program wrote a folder."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_ours_is_not_foreign(tmp_path: Path) -> None:
     touch(tmp_path / "model/mp_rank_00_000/model_states.pt")
     torch_dist(tmp_path)
     touch(tmp_path / "manifest.json")
+    assert kind_of(tmp_path) is None
+
+
+def test_ours_without_its_manifest_is_nobodys(tmp_path: Path) -> None:
+    file = tmp_path / "model/mp_rank_00_000/model_states.pt"
+    file.parent.mkdir(parents=True)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/.mcore_ckpt/index.json", "{}")
     assert kind_of(tmp_path) is None
 
 
