@@ -283,7 +283,7 @@ def _apply_common(
     write_scheduler(session.lr_scheduler, common.lr_scheduler)
     keep_rates = keeps_own_rates(session.lr_scheduler)
     for part, saved in zip(optimizer_state.optimizer_parts(session.optimizer), common.optimizers, strict=True):
-        optimizer_state.write_param_groups(part, saved, keep_rates)
+        optimizer_state.write_param_groups(part, saved.param_groups, keep_rates)
         optimizer_state.write_step(part, saved.step)
         optimizer_state.write_grad_scaler(part, saved.grad_scaler)
 

@@ -266,7 +266,8 @@ def _apply_parts(session: Session, state: ForeignState) -> None:
     keep_rates = keeps_own_rates(session.lr_scheduler)
     for part, loaded in zip(optimizer_state.optimizer_parts(session.optimizer), state.parts, strict=True):
         if loaded.param_groups is not None:
-            optimizer_state.write_param_groups(part, loaded.param_groups, keep_rates)
+            groups = optimizer_state.match_groups(part, loaded.param_groups)
+            optimizer_state.write_param_groups(part, groups, keep_rates)
         optimizer_state.write_step(part, loaded.step)
         optimizer_state.write_grad_scaler(part, loaded.grad_scaler)
 

@@ -301,9 +301,10 @@ def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group.get(key, group.get(f"pre_{key}")) for key in keys}
 
 
-def write_param_groups(part: OptimizerPart, saved: SavedPart, keep_rates: bool) -> None:
+def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], keep_rates: bool) -> None:
+    """Sets the fields of each group from its own of `saved` (match_groups)."""
     left = (*_EXPERTS, *(_RATES if keep_rates else ()))
-    for group, values in zip(part.param_groups, saved.param_groups, strict=True):
+    for group, values in zip(part.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key not in left})
 
 
