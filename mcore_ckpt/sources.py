@@ -96,13 +96,19 @@ class Sources:
         )
 
     def opaque(self, wanted: Wanted) -> StoredShard | None:
-        """Bytes that belong to a module whole: this tensor-parallel rank's, or the first there is."""
+        """Bytes that belong to a module whole: those of the rank that was in this one's place, or the first there are.
+
+        A module of grouped experts has one such state on each expert-parallel rank, under the same name.
+        """
         assert wanted.key.kind == OPAQUE
         key = self.stored_key(wanted.key)
         if key is None:
             return None
+        manifest = self.catalog.manifest
+        ep = self._at.ep * manifest.topology.ep // self._topology.ep if wanted.expert else None
         for files in self._by_nearness(key, wanted.expert):
-            if found := self.catalog.shards(key, files):
+            in_place = [file for file in files if ep is None or manifest.ranks[file.rank].ep == ep]
+            if found := self.catalog.shards(key, in_place or files):
                 return found[0]
         return None
 

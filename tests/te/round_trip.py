@@ -31,7 +31,16 @@ PARALLEL: dict[str, dict[str, int]] = {
     "moe": {},
     "pp2": {"pipeline_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
+    "dense-specs": {},
+    "moe-specs": {},
 }
+
+# What the local layer spec has under other names.
+OF_LOCAL_SPEC = (
+    (r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_"),
+    (r"(layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_"),
+    (r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r".\2.weight\1"),
+)
 
 # What megatron builds from its TE specs, layer norms fused into the linears that follow them.
 ATTENTION = {
@@ -87,7 +96,8 @@ def main(root: Path, names: list[str]) -> None:
     enable_cpu()
     for name in names:
         parallel_state.initialize_model_parallel(**PARALLEL[name], create_gloo_process_groups=False)
-        round_trip(root / name, name, moe=name in ("moe", "ep2"))
+        moe = name in ("moe", "ep2", "moe-specs")
+        (between_specs if name.endswith("-specs") else round_trip)(root / name, name, moe)
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -118,7 +128,37 @@ def round_trip(root: Path, name: str, moe: bool) -> None:
             assert_equal(key, loaded[key], tensor)
 
 
-def build(name: str, moe: bool, seed: int) -> GPTModel:
+def between_specs(root: Path, name: str, moe: bool) -> None:
+    """Local layers and transformer-engine's are the same tensors under other names, grouped experts among them."""
+    for way, saving, loading in (("to-te", False, True), ("from-te", True, False)):
+        model = build(name, moe, seed=1, te=saving)
+        manager = manager_of(root / way, model)
+        manager.save(5)
+        manager.close()
+        other = build(name, moe, seed=2, te=loading)
+        for parameter in other.parameters():
+            parameter.data.fill_(float("nan"))
+        manager = manager_of(root / way, other)
+        manager.load()
+        manager.close()
+        saved, loaded = (by_te_name(each, moe) for each in (model, other))
+        assert saved.keys() == loaded.keys(), saved.keys() ^ loaded.keys()
+        for key, tensor in saved.items():
+            assert_equal(key, loaded[key], tensor)
+
+
+def by_te_name(model: GPTModel, moe: bool) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, tensor in own_tensors(model).items():
+        for pattern, te_name in OF_LOCAL_SPEC:
+            if not (moe and "pre_mlp" in pattern):  # no linear layer follows the norm before experts
+                name = re.sub(pattern, te_name, name)
+        if not name.endswith("_extra_state"):
+            tensors[name] = tensor
+    return tensors
+
+
+def build(name: str, moe: bool, seed: int, te: bool = True) -> GPTModel:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -134,12 +174,12 @@ def build(name: str, moe: bool, seed: int) -> GPTModel:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         **PARALLEL[name],
-        **(mixture() if moe else {}),
+        **(mixture() | {"moe_grouped_gemm": te} if moe else {}),
     )
     with cuda_seems_available():
         model = GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+            get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization="RMSNorm"),
             vocab_size=64,
             max_sequence_length=16,
             pre_process=parallel_state.is_pipeline_first_stage(),

@@ -14,7 +14,7 @@ TRANSFORMER_ENGINE = Path(os.environ.get("MCORE_CKPT_TE", REPOSITORY / ".venv" /
 
 
 @pytest.mark.skipif(not TRANSFORMER_ENGINE.is_dir(), reason=f"no transformer-engine in {TRANSFORMER_ENGINE}")
-@pytest.mark.parametrize(("world", "models"), [(1, ["dense", "moe"]), (2, ["pp2", "ep2"])])
+@pytest.mark.parametrize(("world", "models"), [(1, ["dense", "moe", "dense-specs", "moe-specs"]), (2, ["pp2", "ep2"])])
 def test_round_trip(world: int, models: list[str], tmp_path: Path) -> None:
     path = os.pathsep.join([str(TRANSFORMER_ENGINE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
