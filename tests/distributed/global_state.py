@@ -35,7 +35,7 @@ def global_state(training: Training) -> GlobalState:
     assert not holes, f"no rank has all of {holes[:3]}"
     steps = {step for rank in gather(_steps(training)) for step in rank if step is not None}
     assert len(steps) <= 1, steps
-    return tensors | {"step": torch.tensor(list(steps))}
+    return tensors | {"step": torch.tensor([float(step) for step in steps])}
 
 
 def assert_same_state(found: GlobalState, wanted: GlobalState) -> None:

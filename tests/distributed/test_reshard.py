@@ -17,6 +17,7 @@ from training import VOCAB_SIZE, Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError
+from mcore_ckpt.state.optimizer import optimizer_parts
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 16, "dropout": 0.0, "num_layers": 8}
@@ -323,3 +324,56 @@ def test_what_cannot_be_is_refused_before_anything_changes(case: Impossible, sha
             for text in messages:
                 missing = [pattern for pattern in case.says if not re.search(pattern, text)]
                 assert not missing, (missing, text)
+
+
+class FusedAdam(torch.optim.AdamW):
+    """The state layout of transformer-engine's: steps are counted by the groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            done = group.pop("step", 0)
+            for parameter in group["params"]:
+                if done:
+                    self.state[parameter]["step"] = torch.tensor(float(done))
+        super().step()
+        for group in self.param_groups:
+            steps = {
+                float(self.state[parameter].pop("step")) for parameter in group["params"] if parameter.grad is not None
+            }
+            if steps:
+                (group["step"],) = map(int, steps)
+
+
+def count_steps_by_group(training: Training) -> None:
+    for part in optimizer_parts(training.optimizer):
+        part.inner.__class__ = FusedAdam
+
+
+@pytest.mark.world(2)
+def test_steps_counted_by_parameter_or_by_group(shared_path: Path) -> None:
+    by_group, by_parameter = (Layout(2, **DENSE, **size) for size in ({"tp": 2}, {"pp": 2}))
+    for name, saving, loading in (("to-parameters", by_group, by_parameter), ("to-groups", by_parameter, by_group)):
+        with parallel(saving):
+            first = build(saving, seed=1)
+            if saving is by_group:
+                count_steps_by_group(first)
+            train(first, 0, 2)
+            state = global_state(first)
+            save(first, shared_path / name, 2)
+            wanted = shown(train(first, 2, 4)[-1])
+        with parallel(loading):
+            second = build(loading, seed=2)
+            if loading is by_group:
+                count_steps_by_group(second)
+            poison(second)
+            manager = manager_of(second, shared_path / name)
+            manager.load()
+            manager.close()
+            found = global_state(second)
+            with everywhere():
+                assert_same_state(found, state)
+            after = shown(train(second, 2, 4)[-1])
+            with everywhere():
+                assert after == pytest.approx(wanted, rel=2e-5)
