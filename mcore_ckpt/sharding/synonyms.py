@@ -12,11 +12,13 @@ _NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+    # Heterogeneous models, of attention and of an MLP that are one linear layer (heterogeneous_layer_specs.py).
+    ("input_layernorm.", "self_attention.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.layer_norm_"),
 )
 _NORM = r"(.*\blayers\.\d+\.(?:.*\.)?)(%s)(weight|bias)"
 _FORWARD = re.compile(_NORM % "|".join(re.escape(local) for local, _ in _NORMS))
 _BACKWARD = re.compile(_NORM % "|".join(re.escape(fused) for _, fused in _NORMS))
-_FUSED = dict(_NORMS)
 _LOCAL = {fused: local for local, fused in _NORMS}
 
 _SEQUENTIAL = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
@@ -34,7 +36,7 @@ def synonyms(name: str) -> Iterator[str]:
     """
     yield name
     if match := _FORWARD.fullmatch(name):
-        yield f"{match[1]}{_FUSED[match[2]]}{match[3]}"
+        yield from (f"{match[1]}{fused}{match[3]}" for local, fused in _NORMS if local == match[2])
     elif match := _BACKWARD.fullmatch(name):
         yield f"{match[1]}{_LOCAL[match[2]]}{match[3]}"
     elif match := _SEQUENTIAL.fullmatch(name):

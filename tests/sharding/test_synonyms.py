@@ -1,0 +1,76 @@
+"""Names of one tensor under megatron's local and transformer-engine layer specs."""
+
+import pytest
+
+from mcore_ckpt.sharding.synonyms import found_as, synonyms
+
+LAYER = "decoder.layers.3."
+MTP = "mtp.layers.0.transformer_layer."
+# What the local spec calls it, and transformer-engine's.
+PAIRS = [
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("input_layernorm.bias", "self_attention.linear_qkv.layer_norm_bias"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("pre_mlp_layernorm.bias", "mlp.linear_fc1.layer_norm_bias"),
+    ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+    ("self_attention.kv_layernorm.bias", "self_attention.linear_kv_up_proj.layer_norm_bias"),
+    ("input_layernorm.weight", "self_attention.layer_norm_weight"),
+    ("pre_mlp_layernorm.weight", "mlp.layer_norm_weight"),
+    ("mlp.experts.local_experts.17.linear_fc1.weight", "mlp.experts.linear_fc1.weight17"),
+    ("mlp.experts.local_experts.0.linear_fc2.bias", "mlp.experts.linear_fc2.bias0"),
+]
+
+
+@pytest.mark.parametrize("layer", [LAYER, MTP, "encoder.layers.11."])
+@pytest.mark.parametrize(("local", "engine"), PAIRS)
+def test_both_directions(layer: str, local: str, engine: str) -> None:
+    assert found_as(layer + local, {layer + engine}) == layer + engine
+    assert found_as(layer + engine, {layer + local}) == layer + local
+
+
+@pytest.mark.parametrize("name", sorted({LAYER + name for pair in PAIRS for name in pair}))
+def test_a_synonyms_synonym_is_the_name_which_comes_first(name: str) -> None:
+    first, *others = synonyms(name)
+    assert first == name
+    assert others
+    assert len(set(others)) == len(others)
+    for other in others:
+        assert name in list(synonyms(other))[1:]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Alike under both specs.
+        "decoder.final_layernorm.weight",
+        "embedding.word_embeddings.weight",
+        LAYER + "self_attention.k_layernorm.weight",
+        LAYER + "self_attention.linear_qkv.weight",
+        LAYER + "self_attention.linear_qkv.bias",
+        LAYER + "mlp.linear_fc1.weight",
+        LAYER + "mlp.router.weight",
+        LAYER + "mlp.shared_experts.linear_fc1.weight",
+        LAYER + "mlp.shared_experts.linear_fc2.bias",
+        "mtp.layers.0.enorm.weight",
+        "mtp.layers.0.hnorm.weight",
+        "mtp.layers.0.eh_proj.weight",
+        "mtp.layers.0.final_layernorm.weight",
+        # Opaque, or not one tensor per expert.
+        LAYER + "mlp.linear_fc1._extra_state",
+        LAYER + "mlp.experts.linear_fc1._extra_state",
+        LAYER + "mlp.experts.weight1",
+        # No layer's.
+        "input_layernorm.weight",
+    ],
+)
+def test_other_names_have_none(name: str) -> None:
+    assert list(synonyms(name)) == [name]
+
+
+def test_a_tensor_that_is_there_under_its_own_name_is_taken() -> None:
+    """A q_layernorm is MLA's or not; its layer norm joins a projection of MLA alone, so nothing is renamed without."""
+    plain = LAYER + "self_attention.q_layernorm.weight"
+    assert found_as(plain, {plain, LAYER + "self_attention.linear_q_up_proj.layer_norm_weight"}) == plain
+    without_mla = {LAYER + "self_attention.linear_qkv.weight", LAYER + "self_attention.linear_qkv.layer_norm_weight"}
+    assert found_as(plain, without_mla) is None
+    assert found_as(LAYER + "pre_mlp_layernorm.weight", {"decoder.layers.30.mlp.linear_fc1.layer_norm_weight"}) is None
