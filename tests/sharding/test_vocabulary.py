@@ -1,0 +1,54 @@
+"""Which lengths of a vocabulary differ by padding alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, only_padding_differs
+
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+def padded(tokens: int, divisor: int, tp: int) -> int:
+    """As megatron's `_vocab_size_with_padding`."""
+    multiple = divisor * tp
+    return -(-tokens // multiple) * multiple
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 64, 128]), sizes, sizes, st.booleans())
+def test_paddings_of_one_vocabulary_pass(tokens: int, divisor: int, saved: int, mine: int, known: bool) -> None:
+    rows = (padded(tokens, divisor, saved), padded(tokens, divisor, mine))
+    assert only_padding_differs(rows, (saved, mine), tokens if known else None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tp", "vocab_size", "passes"),
+    [
+        # All tokens are there, whatever the sizes.
+        ((1000, 1024), (2, 2), 999, True),
+        ((1000, 1024), (2, 4), 1000, True),
+        ((1000, 1024), (2, 4), 1001, False),
+        # Unknown: of one size there is one padding.
+        ((1000, 1024), (2, 2), None, False),
+        ((1000, 1000), (2, 2), None, True),
+        # 1024 of four ranks is padded by less than 128 * 4, but only as far as four parts are powers of two.
+        ((1000, 1024), (2, 4), None, True),
+        ((500, 1024), (2, 4), None, False),
+        ((1000, 1028), (2, 4), None, False),
+        # The larger one cannot be cut in as many parts as there are ranks.
+        ((1000, 1026), (1, 4), None, False),
+        # The other way round.
+        ((1024, 1000), (4, 2), None, True),
+        # The divisor may have changed too.
+        ((1024, 1000), (2, 4), None, True),
+    ],
+)
+def test_lengths(rows: tuple[int, int], tp: tuple[int, int], vocab_size: int | None, passes: bool) -> None:
+    assert only_padding_differs(rows, tp, vocab_size) == passes
+
+
+def test_which_tensors_have_rows_of_tokens() -> None:
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"):
+        assert has_vocabulary_rows(name)
+    for name in ("embedding.position_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight"):
+        assert not has_vocabulary_rows(name)
