@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import layout
+from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.staging.capture import FileTensors, capture_in_place
@@ -214,7 +215,7 @@ def _assert_tensors(role_dir: Path, file: FileRecord, wanted: dict[str, torch.Te
     shards = {shard.key.name: shard for shard in read_index(role_dir, file).shards}
     assert shards.keys() == wanted.keys()
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
-    reads = [(ReadRange(shards[name], 0, tensor.numel(), 0), tensor) for name, tensor in found.items()]
+    reads = [(ReadRange(shards[name], Rows(0, 0, tensor.numel())), tensor) for name, tensor in found.items()]
     read_ranges(role_dir, {file.path: file}, reads)
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), f"{file.path}: {name}"

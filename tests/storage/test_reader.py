@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.storage.file_plan import PAGE_BYTES
@@ -54,7 +55,7 @@ class Written:
         return target
 
     def read_into(self, target: torch.Tensor, start: int, stop: int, destination: int = 0) -> int:
-        read = ReadRange(self.shard, start, stop, destination)
+        read = ReadRange(self.shard, Rows(start, destination, stop - start))
         return read_ranges(self.folder, {PATH: self.record}, [(read, target)])
 
     def damage(self, at: int, mask: int = 0x10) -> None:
@@ -142,7 +143,7 @@ def test_many_ranges_of_several_files_at_once(tmp_path: Path) -> None:
         for path, file in zip(reversed(records), reversed(files), strict=True):
             targets.append((poisoned(step), file.tensor[start : start + step]))
             shard = replace(file.shard, file=path)
-            reads.append((ReadRange(shard, start, min(start + step, NUMEL), 0), targets[-1][0]))
+            reads.append((ReadRange(shard, Rows(start, 0, min(step, NUMEL - start))), targets[-1][0]))
     nbytes = read_ranges(tmp_path, records, reads)
     # A block that two ranges share may be read for each of them.
     assert 3 * NUMEL * ITEM <= nbytes <= 3 * (NUMEL * ITEM + 7 * (BLOCK_BYTES + 2 * PAGE_BYTES))
