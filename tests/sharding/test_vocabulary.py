@@ -35,6 +35,10 @@ def test_paddings_of_one_vocabulary_pass(tokens: int, divisor: int, saved: int, 
         ((1000, 1024), (2, 4), None, True),
         ((500, 1024), (2, 4), None, False),
         ((1000, 1028), (2, 4), None, False),
+        ((1025, 1028), (2, 4), None, True),
+        ((1024, 1028), (2, 4), None, False),
+        ((767, 1024), (1, 2), None, False),
+        ((769, 1024), (1, 2), None, True),
         # The larger one cannot be cut in as many parts as there are ranks.
         ((1000, 1026), (1, 4), None, False),
         # The other way round.
