@@ -254,7 +254,7 @@ def run(
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:
-        _print(found)
+        print_found(found)
 
 
 def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, Findings], object]) -> None:
@@ -322,7 +322,7 @@ def file_system(folder: Path) -> str:
 # -- printing ---------------------------------------------------------------------------------------------
 
 
-def _print(found: dict[str, Any]) -> None:
+def print_found(found: dict[str, Any]) -> None:
     console = Console()
     # Nobody reads a table whose cells are folded; a terminal folds lines itself.
     console.width = max(console.width, 150)
