@@ -16,6 +16,10 @@ BLOCK_BYTES = 1 << 20
 _FORMAT = "mcore_ckpt.index"
 _VERSION = 1
 
+_REGION_FIELDS = ("global_shape", "local_shape", "pieces", "flat")
+# By what the file says: true and 1.0 are no 1.
+_Regions = dict[str, Region]
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -113,15 +117,20 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
     record = fields.decode(data)
     if record.get("format") != _FORMAT or record.get("version") != _VERSION or record.get("block_bytes") != BLOCK_BYTES:
         raise fields.FieldError(f"not an index of version {_VERSION}")
-    shards = tuple(_read_shard(fields.as_dict(item, "tensors"), file) for item in fields.get_list(record, "tensors"))
-    aliases = tuple(_read_alias(fields.as_dict(item, "aliases")) for item in fields.get_list(record, "aliases"))
+    regions: _Regions = {}
+    shards = tuple(
+        _read_shard(fields.as_dict(item, "tensors"), file, regions) for item in fields.get_list(record, "tensors")
+    )
+    aliases = tuple(
+        _read_alias(fields.as_dict(item, "aliases"), regions) for item in fields.get_list(record, "aliases")
+    )
     _check_places(shards, payload_end)
     return FileIndex(shards, aliases)
 
 
-def _read_shard(record: Mapping[str, Any], file: str) -> StoredShard:
+def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> StoredShard:
     key = ShardKey(fields.get_str(record, "name"), fields.get_str(record, "kind"))
-    region, dtype = _read_region(record, key), fields.get_str(record, "dtype")
+    region, dtype = _region_of(record, key, regions), fields.get_str(record, "dtype")
     nbytes, crcs = fields.get_int(record, "nbytes"), fields.get_ints(record, "crc32")
     try:
         expected = region.numel * item_bytes(dtype)
@@ -132,9 +141,20 @@ def _read_shard(record: Mapping[str, Any], file: str) -> StoredShard:
     return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
 
 
-def _read_alias(record: Mapping[str, Any]) -> Alias:
+def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
     key = ShardKey(fields.get_str(record, "name"), fields.get_str(record, "kind"))
-    return Alias(key, fields.get_str(record, "same_as"), _read_region(record, key), fields.get_str(record, "dtype"))
+    return Alias(
+        key, fields.get_str(record, "same_as"), _region_of(record, key, regions), fields.get_str(record, "dtype")
+    )
+
+
+def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> Region:
+    """Layers are alike, and so are a parameter and its moments: most regions of a file have been read already."""
+    text = repr([record.get(name, ...) for name in _REGION_FIELDS])
+    region = regions.get(text)
+    if region is None:
+        region = regions[text] = _read_region(record, key)
+    return region
 
 
 def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:

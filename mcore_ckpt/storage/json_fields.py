@@ -57,7 +57,11 @@ def get_ints(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def as_ints(value: Any, key: str) -> tuple[int, ...]:
-    return tuple(as_int(item, key) for item in as_list(value, key))
+    items = as_list(value, key)
+    # One by one only to say which is bad: a checkpoint of many ranks has a million of them.
+    if items and not (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= _MAX_INT):
+        return tuple(as_int(item, key) for item in items)
+    return tuple(items)
 
 
 def get_list(record: Mapping[str, Any], key: str) -> list[Any]:

@@ -148,6 +148,29 @@ def test_contradictions_are_refused(edit: Edit) -> None:
         decode_index(json.dumps(record).encode(), FILE, END)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("flat", None),
+        ("local_shape", [6.0, 4]),
+        ("global_shape", [12, "4"]),
+        ("pieces", [[[False, 0], [6, 4], [0, 0]]]),
+    ],
+)
+def test_a_region_that_has_been_read_excuses_no_other(field: str, value: Any) -> None:
+    """What compares equal, or is absent in one, is not the same."""
+    record = two_shards()
+    region = Region.whole((6, 4))
+    first = StoredShard(ShardKey("c", "model"), region, "float32", FILE, 0, 96, (1,))
+    second = replace(first, key=ShardKey("d", "model"), offset=96)
+    record["tensors"] = json.loads(encode_index(FileIndex((first, second), ())))["tensors"]
+    decoded = decode_index(json.dumps(record).encode(), FILE, END)
+    assert decoded.shards == (first, second)
+    record["tensors"][1][field] = value
+    with pytest.raises(FieldError):
+        decode_index(json.dumps(record).encode(), FILE, END)
+
+
 def test_the_payload_may_end_with_the_last_tensor_and_not_before() -> None:
     data = json.dumps(two_shards()).encode()
     end = 1024 + 2 * BLOCK_BYTES + 2
