@@ -86,9 +86,10 @@ def report(findings: Findings, what: str, repeats: int, run: Callable[[], list[S
         "reads": sum(len(source.reads) for source in sources),
         "rows": sum(read.rows.rows for source in sources for read in source.reads),
         "files_read": len({read.stored.file for source in sources for read in source.reads}),
-        "cpu_s": statistics.median(cpu),
+        "wall_clock_s": statistics.median(wall),
     }
-    findings.at_most(f"plan of one rank, {what}", statistics.median(wall), 2, "s")
+    # Of the processor: it has one thread and reads little, and other work on the machine is not its own.
+    findings.at_most(f"plan of one rank, {what}", statistics.median(cpu), 2, "s")
     findings.at_most(f"extra memory of a plan, {what}", max(extra) / 1e6, 500, "MB")
 
 
