@@ -12,7 +12,9 @@ from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.optimizer import (
     OptimizerPart,
+    SavedPart,
     match_groups,
+    match_parts,
     optimizer_parts,
     read_optimizer,
     read_param_groups,
@@ -64,6 +66,10 @@ def part_of(inner: Any) -> OptimizerPart:
     return OptimizerPart(SimpleNamespace(), inner)
 
 
+def saved_groups(groups: list[dict[str, Any]]) -> SavedPart:
+    return SavedPart(tuple(groups), None, None)
+
+
 def values(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.detach().clone() for group in inner.param_groups for p in group["params"]]
 
@@ -81,7 +87,7 @@ def test_an_optimizer_that_gets_back_its_step_and_moments_goes_on_alike(cls: typ
             for kind in ("exp_avg", "exp_avg_sq"):
                 fresh.state[q][kind].copy_(inner.state[p][kind])
     assert read_step(part_of(inner)) == 3
-    write_param_groups(part_of(fresh), read_param_groups(part_of(inner)), keep_rates=False)
+    write_param_groups(part_of(fresh), saved_groups(read_param_groups(part_of(inner))), keep_rates=False)
     write_step(part_of(fresh), read_step(part_of(inner)))
     assert read_step(part_of(fresh)) == 3
     for optimizer in (inner, fresh):
@@ -168,13 +174,9 @@ def test_groups_are_matched_by_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("order", "saved", "count"), [([0, 1], [0, 2], 0), ([0], [0, 0], 2), ([0, 0, 1], [0, 0], 2), ([1], [], 0)]
 )
-def test_a_group_without_one_counterpart_is_a_mismatch_and_changes_nothing(
-    order: list[int], saved: list[int], count: int
-) -> None:
-    part = grouped(order, lr=0.3)
+def test_a_group_without_one_counterpart_is_a_mismatch(order: list[int], saved: list[int], count: int) -> None:
     with pytest.raises(CheckpointMismatchError, match=f"has {count} counterparts among the {len(saved)} saved groups"):
-        write_param_groups(part, [IDENTITIES[i] | {"lr": 0.9} for i in saved], keep_rates=False)
-    assert [group["lr"] for group in part.param_groups] == [0.3] * len(order)
+        match_groups(grouped(order, lr=0.3), [IDENTITIES[i] | {"lr": 0.9 + n} for n, i in enumerate(saved)])
 
 
 def test_groups_keep_their_parameters_and_on_request_their_rates() -> None:
@@ -183,7 +185,7 @@ def test_groups_keep_their_parameters_and_on_request_their_rates() -> None:
     for keep, expected in ((False, (0.9, 0.4, 1e-3)), (True, (0.2, 0.1, 1e-3))):
         part = grouped([0], lr=0.2, weight_decay=0.1)
         parameters = part.param_groups[0]["params"]
-        write_param_groups(part, saved, keep_rates=keep)
+        write_param_groups(part, saved_groups(saved), keep_rates=keep)
         group = part.param_groups[0]
         assert group["params"] is parameters
         assert (group["lr"], group["weight_decay"], group["eps"]) == expected
@@ -251,3 +253,85 @@ def test_reading_makes_no_state() -> None:
     ((state,),) = read_optimizer(SimpleNamespace(optimizer=inner), [shard("weight", p)], True)
     assert state.moments == {}
     assert not inner.state, "an entry without step and moments breaks the next step"
+
+
+DENSE, EXPERT = IDENTITIES[0], IDENTITIES[0] | {"is_expert_parallel": True}
+
+
+def chained(*identities: list[dict[str, Any]]) -> list[OptimizerPart]:
+    """One optimizer per list of groups."""
+    return [part_of(FusedAdam([{"params": weights(2), **group} for group in groups])) for groups in identities]
+
+
+def saved_part(groups: list[dict[str, Any]], step: int | None = 5, **fields: Any) -> dict[str, Any]:
+    return {"kind": "Adam", "param_groups": groups, "step": step, "grad_scaler": None, **fields}
+
+
+def marked(group: dict[str, Any], lr: float = 0.5) -> dict[str, Any]:
+    return group | {"lr": lr}
+
+
+def test_optimizers_chained_alike_are_matched_in_turn() -> None:
+    dense, experts = match_parts(chained([DENSE], [EXPERT]), [saved_part([DENSE], 5), saved_part([EXPERT], 7)])
+    assert (dense.step, experts.step) == (5, 7)
+    assert (dense.param_groups, experts.param_groups) == ((DENSE,), (EXPERT,))
+
+
+def test_experts_that_had_an_optimizer_of_their_own_join_the_dense_one() -> None:
+    saved = [saved_part([marked(DENSE), IDENTITIES[1]]), saved_part([marked(EXPERT)])]
+    (one,) = match_parts(chained([DENSE, IDENTITIES[1]]), saved)
+    assert one.step == 5
+    assert one.param_groups == (marked(DENSE), IDENTITIES[1])
+    (as_one,) = match_parts(chained([EXPERT, DENSE]), saved)
+    assert as_one.param_groups == (marked(EXPERT), marked(DENSE))
+
+
+def test_experts_that_had_none_take_the_dense_ones() -> None:
+    dense, experts = match_parts(
+        chained([DENSE, IDENTITIES[1]], [EXPERT]), [saved_part([marked(DENSE), IDENTITIES[1]])]
+    )
+    assert (dense.step, experts.step) == (5, 5)
+    assert dense.param_groups == (marked(DENSE), IDENTITIES[1])
+    assert experts.param_groups == (marked(DENSE),), "experts have no group of their own there"
+    # What it belongs to stays the part's own.
+    (part,) = chained([EXPERT | {"lr": 0.1}])
+    write_param_groups(part, experts, keep_rates=False)
+    assert (part.param_groups[0]["lr"], part.param_groups[0]["is_expert_parallel"]) == (0.5, True)
+
+
+def test_optimizers_of_different_steps_do_not_become_one() -> None:
+    saved = [saved_part([DENSE], 5), saved_part([EXPERT], 7)]
+    with pytest.raises(CheckpointMismatchError, match=r"different numbers of steps, \[5, 7\]"):
+        match_parts(chained([DENSE]), saved)
+    (unstepped,) = match_parts(chained([DENSE]), [saved_part([DENSE], None), saved_part([EXPERT], 7)])
+    assert unstepped.step == 7
+
+
+def test_groups_of_experts_and_of_the_rest_that_differ_do_not_become_one() -> None:
+    # This layout has neither kind's identity of its own: both could be meant.
+    group = DENSE | {"is_expert_parallel": None}
+    saved = [saved_part([marked(DENSE)]), saved_part([marked(EXPERT, 0.7)])]
+    with pytest.raises(CheckpointMismatchError, match="has 2 counterparts"):
+        match_parts(chained([group]), saved)
+    (one,) = match_parts(chained([group]), [saved_part([marked(DENSE)]), saved_part([marked(EXPERT)])])
+    assert one.param_groups == (marked(DENSE),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"kind": "SGD"}, "wanted the state of Adam, found that of SGD"),
+        ({"grad_scaler": {"scale": 1.0}}, "wanted no grad scaler, found one"),
+    ],
+)
+def test_another_optimizer_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match=reason):
+        match_parts(chained([DENSE]), [saved_part([DENSE], **fields)])
+
+
+def test_parts_without_parameters_fit_any() -> None:
+    none = saved_part([], None, kind="NoneType")
+    dense, empty = match_parts([*chained([DENSE]), part_of(None)], [saved_part([DENSE]), none])
+    assert (dense.step, empty.step, empty.param_groups) == (5, None, ())
+    (one,) = match_parts(chained([DENSE]), [saved_part([DENSE]), none])
+    assert one.step == 5

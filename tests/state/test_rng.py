@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from mcore_ckpt.state.rng import read_rng, write_rng
+from mcore_ckpt.state.rng import read_rng, seed_of, write_rng, write_seed
 from mcore_ckpt.storage.writer import pickle_plain
 
 
@@ -93,3 +93,39 @@ def test_what_the_state_lacks_stays_as_it_is(tracker: megatron_random.CudaRNGSta
     write_rng(state)
     assert np.random.rand(2).tolist() == expected
     assert list(tracker.get_states()) == ["model-parallel-rng"], "a fork would now fail"
+
+
+@pytest.mark.parametrize("seed", [0, 1234, 2**63 - 1])
+def test_the_seed_comes_back_however_much_was_drawn(seed: int, tracker: megatron_random.CudaRNGStatesTracker) -> None:
+    torch.manual_seed(seed)
+    torch.rand(1000), torch.randn(3)
+    assert seed_of(stored(read_rng())) == seed
+    assert seed_of({"seed": 7}) == 7
+
+
+def test_generators_start_anew_apart_by_step_and_stage_and_alike_otherwise(
+    tracker: megatron_random.CudaRNGStatesTracker,
+) -> None:
+    def drawn(seed: int, step: int, pp: int) -> str:
+        write_seed(seed, step, pp)
+        return str(draw())
+
+    assert drawn(1234, 10, 0) == drawn(1234, 10, 0)
+    assert len({drawn(*which) for which in ((1234, 10, 0), (1234, 10, 1), (1234, 11, 0), (1235, 10, 0))}) == 4
+    write_seed(1234, 10, 1)
+    first = torch.initial_seed()
+    write_seed(1234, 10, 0)
+    assert first - torch.initial_seed() == 100, "as megatron's trainer puts stages apart"
+    assert torch.initial_seed() + 100 * 1000 < 2**32, "NumPy takes no more"
+
+
+def test_the_tracker_is_seeded_only_where_it_was(
+    tracker: megatron_random.CudaRNGStatesTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(megatron_random, "model_parallel_cuda_manual_seed", seeds.append)
+    write_seed(1234, 10, 2)
+    assert seeds == []
+    tracker.set_states({"model-parallel-rng": torch.arange(16, dtype=torch.uint8)})
+    write_seed(1234, 10, 2)
+    assert seeds == [torch.initial_seed()]
