@@ -1,0 +1,179 @@
+"""Where the parts of a wanted tensor are found, and what is refused."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sparse import rows, shard, write
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.sharding.plan import OPAQUE, ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sources import Source, Sources, Wanted
+from mcore_ckpt.storage import catalog
+from mcore_ckpt.storage.index import Alias
+from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.topology import RankCoordinates, Topology
+
+NORM = "decoder.layers.0.input_layernorm.weight"
+WEIGHT = "decoder.layers.0.self_attention.linear_qkv.weight"
+ROUTED = "decoder.layers.0.mlp.experts.linear_fc1.weight3"
+EMBEDDING = "embedding.word_embeddings.weight"
+SHAPE = (24, 6)
+Held = list[StoredShard | Alias]
+
+
+class Saved:
+    """A checkpoint of tensor-parallel ranks; notes whose indexes are read."""
+
+    def __init__(self, role_dir: Path, tp: int, of_rank: list[Held], kind: str = "model") -> None:
+        files = {}
+        for rank, held in enumerate(of_rank):
+            at = RankCoordinates(tp=rank % tp, dp=rank // tp, etp=rank % tp, edp=rank // tp)
+            path = layout.model_file(rank, 0) if kind == "model" else layout.optimizer_file(*at.place)
+            files[path] = (kind, at, held)
+        topology = Topology(world_size=len(of_rank), tp=tp, dp=len(of_rank) // tp, etp=tp)
+        self.role_dir, self.manifest = role_dir, write(role_dir, topology, files)
+        self.paths = list(files)
+
+    def sources(self, tp: int = 1, rank: int = 0, vocab_size: int | None = None) -> Sources:
+        wanted = Topology(world_size=tp, tp=tp, etp=tp)
+        at = RankCoordinates(tp=rank, etp=rank)
+        return Sources(catalog.Catalog(self.role_dir, self.manifest), wanted, at, vocab_size)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    paths: list[str] = []
+    read = catalog.read_index
+
+    def noting(role_dir: Path, record: FileRecord) -> object:
+        paths.append(record.path)
+        return read(role_dir, record)
+
+    monkeypatch.setattr(catalog, "read_index", noting)
+    return paths
+
+
+def wanted(name: str, region: Region, kind: str = "model", expert: bool = False) -> Wanted:
+    return Wanted(ShardKey(name, kind), region, expert, "mine.pt")
+
+
+def files_of(source: Source | None) -> list[str]:
+    assert source is not None
+    return [read.stored.file for read in source.reads]
+
+
+@pytest.mark.parametrize("expert", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "mine", "rank", "near"), [(4, 2, 0, [0, 1]), (4, 2, 1, [2, 3]), (2, 4, 3, [1]), (3, 2, 1, [1, 2])]
+)
+def test_ranks_that_have_the_part_are_asked_alone(
+    tmp_path: Path, opened: list[str], saved: int, mine: int, rank: int, near: list[int], expert: bool
+) -> None:
+    name = ROUTED if expert else WEIGHT
+    there = Saved(tmp_path, saved, [[shard(name, "model", rows(SHAPE, r, saved))] for r in range(saved)])
+    source = there.sources(mine, rank).find(wanted(name, rows(SHAPE, rank, mine), expert=expert))
+    assert files_of(source) == [there.paths[r] for r in near]
+    assert sorted(opened) == [there.paths[r] for r in near]
+
+
+def test_all_ranks_are_asked_for_what_is_cut_unlike_the_rest(tmp_path: Path, opened: list[str]) -> None:
+    there = Saved(tmp_path, 4, [[shard(WEIGHT, "model", rows(SHAPE, 3 - r, 4))] for r in range(4)])
+    assert files_of(there.sources(4, 0).find(wanted(WEIGHT, rows(SHAPE, 0, 4)))) == [there.paths[3]]
+    assert opened == there.paths
+
+
+def test_every_part_of_a_replicated_tensor_is_of_one_rank(tmp_path: Path) -> None:
+    """Replicas may have drifted apart. Cut flat over data parallelism, each part is there twice."""
+    norm = Region.whole((6,))
+    halves = [norm.with_flat(0, 3), norm.with_flat(3, 6)]
+    there = Saved(tmp_path, 2, [[shard(NORM, "exp_avg", halves[r // 2])] for r in range(4)], "optimizer")
+    *others, last = there.manifest.files
+    there.manifest = replace(there.manifest, files=(last, *others))
+    source = there.sources().find(wanted(NORM, norm, "exp_avg"))
+    assert files_of(source) == [layout.optimizer_file(0, 0, 0, 0), layout.optimizer_file(0, 0, 0, 1)]
+    (own,) = set(files_of(there.sources(2, 1).find(wanted(NORM, halves[1], "exp_avg"))))
+    assert own == layout.optimizer_file(0, 1, 0, 1)
+
+
+def test_an_alias_is_read_from_the_models_tensor(tmp_path: Path) -> None:
+    whole = Region.whole(SHAPE)
+    alias = Alias(ShardKey(WEIGHT, "param"), "model", whole, "float32")
+    at = RankCoordinates()
+    optimizer = layout.optimizer_file(0, 0, 0, 0)
+    files: dict[str, tuple[str, RankCoordinates, Held]] = {
+        layout.model_file(0, 0): ("model", at, [shard(WEIGHT, "model", whole)]),
+        optimizer: ("optimizer", at, [alias, shard(WEIGHT, "exp_avg", whole), shard(NORM, "exp_avg", whole)]),
+    }
+    manifest = write(tmp_path, Topology(), files)
+    sources = Sources(catalog.Catalog(tmp_path, manifest), Topology(), at, None)
+    assert files_of(sources.find(wanted(WEIGHT, whole.with_flat(7, 30), "param"))) == [layout.model_file(0, 0)]
+    assert sources.find(wanted(NORM, whole, "param")) is None
+    assert sources.moments(WEIGHT, False) == sources.moments(NORM, False) == ("exp_avg",)
+    assert sources.moments("another", False) == ()
+
+
+def test_other_names_of_the_tensor_are_found(tmp_path: Path) -> None:
+    fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    there = Saved(tmp_path, 1, [[shard(fused, "model", Region.whole((6,)))]])
+    sources = there.sources()
+    assert files_of(sources.find(wanted(NORM, Region.whole((6,))))) == there.paths
+    assert sources.stored_key(ShardKey(NORM, "model")) == ShardKey(fused, "model")
+    assert sources.find(wanted(WEIGHT, Region.whole((6,)))) is None
+
+
+@pytest.mark.parametrize(("mine", "vocab_size", "outside"), [(32, None, 48), (28, 23, 24), (20, 19, 0), (24, 99, 0)])
+def test_padding_of_a_vocabulary_may_differ(tmp_path: Path, mine: int, vocab_size: int | None, outside: int) -> None:
+    there = Saved(tmp_path, 1, [[shard(EMBEDDING, "model", Region.whole(SHAPE))]])
+    whole = Region.whole((mine, 6))
+    source = there.sources(4, 0, vocab_size).find(wanted(EMBEDDING, whole))
+    assert source is not None
+    assert source.outside == outside
+    assert sum(read.rows.numel for read in source.reads) == min(mine, 24) * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tp", "vocab_size", "reason"),
+    [
+        (EMBEDDING, (28, 6), 1, None, "differ by more than padding. If"),
+        (EMBEDDING, (20, 6), 4, 21, "differ by more than padding of the 21 tokens. If"),
+        (EMBEDDING, (24, 7), 4, 3, ""),
+        (EMBEDDING, (24,), 4, 3, ""),
+        (WEIGHT, (28, 6), 4, 3, ""),
+    ],
+)
+def test_another_shape_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...], tp: int, vocab_size: int | None, reason: str
+) -> None:
+    there = Saved(tmp_path, 1, [[shard(name, "model", Region.whole(SHAPE))]])
+    with pytest.raises(CheckpointMismatchError) as raised:
+        there.sources(tp, 0, vocab_size).find(wanted(name, Region.whole(shape)))
+    start = f"{there.paths[0]}: tensor {name}: wanted global shape {list(shape)}, found global shape [24, 6]"
+    assert re.fullmatch(re.escape(start) + (".*" + re.escape(reason) + ".*" if reason else ""), str(raised.value))
+
+
+def test_several_dtypes_of_one_tensor_are_damage(tmp_path: Path) -> None:
+    halves = [shard(WEIGHT, "model", rows(SHAPE, r, 2), dtype) for r, dtype in enumerate(("float32", "bfloat16"))]
+    there = Saved(tmp_path, 2, [[half] for half in halves])
+    with pytest.raises(CheckpointCorruptError, match=f"{re.escape(WEIGHT)} is stored with .* bfloat16, float32"):
+        there.sources().find(wanted(WEIGHT, Region.whole(SHAPE)))
+
+
+def test_elements_in_no_file_are_damage(tmp_path: Path) -> None:
+    there = Saved(
+        tmp_path, 2, [[shard(WEIGHT, "model", rows(SHAPE, 0, 2))], [shard(NORM, "model", Region.whole((6,)))]]
+    )
+    with pytest.raises(CheckpointCorruptError, match=rf"{there.paths[0]}: tensor {re.escape(WEIGHT)}: 72 elements of"):
+        there.sources().find(wanted(WEIGHT, Region.whole(SHAPE)))
+
+
+def test_opaque_bytes_are_the_own_ranks_or_the_first_there_are(tmp_path: Path) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1._extra_state"
+    state = shard(name, OPAQUE, Region.whole((5,)), "uint8")
+    there = Saved(tmp_path, 2, [[state], [replace(state, nbytes=3, region=Region.whole((3,)))]])
+    found = [there.sources(2, rank).opaque(wanted(name, Region.whole((9,)), OPAQUE)) for rank in (0, 1)]
+    assert [shard and shard.file for shard in found] == there.paths
+    assert there.sources().opaque(wanted("another", Region.whole((9,)), OPAQUE)) is None
