@@ -12,7 +12,6 @@ from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.optimizer import (
     OptimizerPart,
-    SavedPart,
     match_groups,
     match_parts,
     optimizer_parts,
@@ -66,10 +65,6 @@ def part_of(inner: Any) -> OptimizerPart:
     return OptimizerPart(SimpleNamespace(), inner)
 
 
-def saved_groups(groups: list[dict[str, Any]]) -> SavedPart:
-    return SavedPart(tuple(groups), None, None)
-
-
 def values(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.detach().clone() for group in inner.param_groups for p in group["params"]]
 
@@ -87,7 +82,7 @@ def test_an_optimizer_that_gets_back_its_step_and_moments_goes_on_alike(cls: typ
             for kind in ("exp_avg", "exp_avg_sq"):
                 fresh.state[q][kind].copy_(inner.state[p][kind])
     assert read_step(part_of(inner)) == 3
-    write_param_groups(part_of(fresh), saved_groups(read_param_groups(part_of(inner))), keep_rates=False)
+    write_param_groups(part_of(fresh), read_param_groups(part_of(inner)), keep_rates=False)
     write_step(part_of(fresh), read_step(part_of(inner)))
     assert read_step(part_of(fresh)) == 3
     for optimizer in (inner, fresh):
@@ -185,7 +180,7 @@ def test_groups_keep_their_parameters_and_on_request_their_rates() -> None:
     for keep, expected in ((False, (0.9, 0.4, 1e-3)), (True, (0.2, 0.1, 1e-3))):
         part = grouped([0], lr=0.2, weight_decay=0.1)
         parameters = part.param_groups[0]["params"]
-        write_param_groups(part, saved_groups(saved), keep_rates=keep)
+        write_param_groups(part, saved, keep_rates=keep)
         group = part.param_groups[0]
         assert group["params"] is parameters
         assert (group["lr"], group["weight_decay"], group["eps"]) == expected
@@ -295,7 +290,7 @@ def test_experts_that_had_none_take_the_dense_ones() -> None:
     assert experts.param_groups == (marked(DENSE),), "experts have no group of their own there"
     # What it belongs to stays the part's own.
     (part,) = chained([EXPERT | {"lr": 0.1}])
-    write_param_groups(part, experts, keep_rates=False)
+    write_param_groups(part, experts.param_groups, keep_rates=False)
     assert (part.param_groups[0]["lr"], part.param_groups[0]["is_expert_parallel"]) == (0.5, True)
 
 

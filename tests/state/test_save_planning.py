@@ -87,6 +87,7 @@ class Trainer:
             stages=(),
             first_instance=True,
             num_layers=1,
+            vocab_size=None,
             agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
             commits=SimpleNamespace(rank=0),  # type: ignore[arg-type]
             staging=SimpleNamespace(),  # type: ignore[arg-type]
