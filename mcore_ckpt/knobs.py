@@ -27,6 +27,9 @@ CONVERT_BYTES = 128 << 20
 # Tensors that one replica reads for the others are sent in batches of about this size.
 BROADCAST_BYTES = 64 << 20
 
+# Memory that resharding takes for what it writes, twice: one part of a file is read while another is written.
+RESHARD_BYTES = 128 << 20
+
 # How long a rank that waits for others pauses before it asks the key-value store again (seconds): at least this, or
 # this for each rank of the job if that is more; and at most.
 POLL_FIRST_S = 0.0005

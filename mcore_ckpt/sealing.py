@@ -116,7 +116,7 @@ def describe(
         roles=roles,
         attempt=attempt,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=package_versions(),
         contents=session.config.save_contents,
         topology=session.topology,
         ranks=tuple(RankCoordinates(**record["coordinates"]) for record in records),
@@ -160,7 +160,8 @@ def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | in
     return known.pop() if known else None
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """What a checkpoint is written with, for its manifest."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name, package in (("mcore_ckpt", "mcore_ckpt"), ("megatron_core", "megatron-core")):
         try:

@@ -58,6 +58,23 @@ class Topology:
         return f"{self.world_size} ranks ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
 
+def coordinates_of(rank: int, topology: Topology) -> RankCoordinates:
+    """Where a world rank stands in megatron's default order "tp-cp-ep-dp-pp".
+
+    `RankGenerator` (parallel_state, 0.16.1) orders dense ranks tp-cp-dp-pp and, apart from them, experts etp-ep-edp-pp.
+
+    Example:
+        >>> coordinates_of(5, Topology(world_size=8, tp=2, pp=2, dp=2, ep=2, etp=1, edp=2))
+        RankCoordinates(tp=1, pp=1, cp=0, dp=0, ep=1, etp=0, edp=0)
+    """
+    dense, tp = divmod(rank, topology.tp)
+    dense, cp = divmod(dense, topology.cp)
+    pp, dp = divmod(dense, topology.dp)
+    experts, etp = divmod(rank, topology.etp)
+    experts, ep = divmod(experts, topology.ep)
+    return RankCoordinates(tp, pp, cp, dp, ep, etp, experts % topology.edp)
+
+
 def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
     """This process's coordinates and the layout's sizes, from megatron's `parallel_state`.
 

@@ -109,6 +109,20 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+_EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\..+|linear_fc[12]\.(?:weight|bias)(\d+))")
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """The experts and the number among them that a global tensor belongs to; None if it is not one expert's.
+
+    Example:
+        >>> expert_of("decoder.layers.3.mlp.experts.linear_fc2.weight7")
+        ('decoder.layers.3.mlp.experts', 7)
+    """
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else (match[1], int(match[2] or match[3]))
+
+
 _NUMBER = re.compile(r"(\d+)")
 
 

@@ -6,7 +6,11 @@ where there is no module: to say what a layout would hold, and to test the numbe
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_WORDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+_REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,29 @@ class PipelineSplit:
         if len(self.layout) != self.pp * self.vpp:
             raise ValueError(f"the pipeline layout has {len(self.layout)} stages, not {self.pp} x {self.vpp}")
         return self.layout[vp_stage * self.pp + pp_rank]
+
+
+def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
+    """A pipeline layout as it is written on megatron's command line (`parse_str_to_list`, 0.16.1).
+
+    Raises:
+        ValueError: it holds anything else, or has not one embedding at its start and one loss at its end.
+
+    Example:
+        >>> parse_layout("Et|t*2|(t|)*1L")
+        (('embedding', 'decoder'), ('decoder', 'decoder'), ('decoder',), ('loss',))
+    """
+    written = text.replace(",", "").replace(" ", "")
+    for pattern in _REPEATED:
+        written = pattern.sub(lambda match: match[1] * int(match[2]), written)
+    unknown = sorted(set(written) - {*_WORDS, "|"})
+    if unknown:
+        raise ValueError(f"pipeline layout {text!r} has {', '.join(map(repr, unknown))}: use E, t, m, L, |, *, ( and )")
+    if written[:1] != "E" or written[-1:] != "L" or written.count("E") != 1 or written.count("L") != 1:
+        raise ValueError(
+            f"pipeline layout {text!r} must begin with its one E (embedding) and end with its one L (loss)"
+        )
+    return tuple(tuple(_WORDS[letter] for letter in stage) for stage in written.split("|"))
 
 
 def _divide(total: int, parts: int, what: str, among: str) -> int:

@@ -40,3 +40,28 @@ def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size:
     while divisor < _LARGEST_DIVISOR and larger % (2 * divisor * its_tp) == 0:
         divisor *= 2
     return larger - min(rows) < divisor * its_tp
+
+
+def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:
+    """How many rows a vocabulary has under a tensor-parallel size: as saved if they divide and nobody asks for more.
+
+    Args:
+        saved: how many there are.
+        tp: the size to cut them for.
+        vocab_size: without padding; None if nobody said.
+        divisor: megatron's make_vocab_size_divisible_by; None: its 128 if the vocabulary's size is known, else 1.
+
+    Raises:
+        ValueError: there are fewer rows than the vocabulary has tokens.
+
+    Example:
+        >>> padded_rows(131, 1, None, None), padded_rows(131, 2, None, None), padded_rows(131, 2, 131, 4)
+        (131, 132, 136)
+    """
+    if vocab_size is not None and vocab_size > saved:
+        raise ValueError(f"the vocabulary cannot have {vocab_size} tokens: there are {saved} rows")
+    if divisor is None:
+        divisor = 1 if vocab_size is None else _LARGEST_DIVISOR
+    multiple = divisor * tp
+    tokens = saved if vocab_size is None else vocab_size
+    return -(-tokens // multiple) * multiple

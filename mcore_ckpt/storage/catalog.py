@@ -52,6 +52,14 @@ class Catalog:
                     holders[position].append(file)
         return model, optimizer
 
+    @cached_property
+    def _by_path(self) -> dict[str, FileRecord]:
+        return {file.path: file for file in self.manifest.files}
+
+    def file(self, path: str) -> FileRecord:
+        """The manifest's record of a file."""
+        return self._by_path[path]
+
     def files(self, key: ShardKey) -> list[FileRecord]:
         """The files that may hold a shard: the model's for model tensors, the optimizer's for the rest."""
         position = self.positions.get(key.name)

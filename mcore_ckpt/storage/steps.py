@@ -50,7 +50,7 @@ def list_steps(root: Path) -> list[StepStatus]:
     """All step folders, the oldest first. Of two spellings of one step, the complete one."""
     result = []
     for _, paths in sorted(layout.step_dirs(root).items()):
-        statuses = [_status(path) for path in paths]
+        statuses = [step_status(path) for path in paths]
         result.append(next((status for status in statuses if status.is_complete), statuses[0]))
     return result
 
@@ -59,7 +59,8 @@ def complete_steps(root: Path) -> list[StepStatus]:
     return [status for status in list_steps(root) if status.is_complete]
 
 
-def _status(path: Path) -> StepStatus:
+def step_status(path: Path) -> StepStatus:
+    """What is in one step folder."""
     step = layout.parse_step(path.name)
     assert step is not None
     committed, declared, problems = set(), set(), []

@@ -1,0 +1,130 @@
+"""`mcore-ckpt reshard`: a checkpoint for another layout, without GPUs and without the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from mcore_ckpt.cli import UsageError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.resharding.reshard import ReshardReport
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Rewrites a committed checkpoint for another parallel layout, on one machine, without GPUs and without the model.
+Sizes that are not given stay as saved. The number of ranks stays too if the other sizes divide it, and is else the
+smallest that they divide; --etp follows --tp if it was the same. The result is there when all of it is."""
+
+# Option, what it is; the names are WantedLayout's.
+_SIZES = (
+    ("tp", "tensor-parallel size"),
+    ("pp", "pipeline-parallel size"),
+    ("vpp", "virtual stages per pipeline rank; 1 is none"),
+    ("cp", "context-parallel size"),
+    ("dp", "data-parallel size"),
+    ("ep", "expert-parallel size"),
+    ("etp", "tensor-parallel size of experts"),
+    ("world", "ranks in all, instead of --dp"),
+    ("first-stage-layers", "layers of the first pipeline rank, if not an even part"),
+    ("last-stage-layers", "layers of the last pipeline rank, if not an even part"),
+    ("vocab-size", "tokens of the vocabulary, without padding: it is padded anew"),
+)
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the parser of `reshard`."""
+    parser = subparsers.add_parser(
+        "reshard", help="rewrite a checkpoint for another parallel layout", description=DESCRIPTION
+    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a role, of a step, or of the steps")
+    parser.add_argument("root", type=Path, metavar="DST", help="folder of steps to write to; not the one that is read")
+    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
+    for name, what in _SIZES:
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        dest="vocab_divisor",
+        help="pad the vocabulary to a multiple of this times tp (128 with --vocab-size; else as saved, if it divides)",
+    )
+    parser.add_argument("--pipeline-layout", metavar="TEXT", help='as megatron has it: "Et|t*2|t|tL"')
+    parser.add_argument(
+        "--account-for-embedding", action="store_true", help="the embedding counts as a layer of the first stage"
+    )
+    parser.add_argument("--account-for-loss", action="store_true", help="the loss counts as a layer of the last stage")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rewrite; 0 when the new checkpoint is in place."""
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.resharding.reshard import reshard, select
+    from mcore_ckpt.resharding.target import UnusableLayoutError, WantedLayout
+
+    fields = (*(name.replace("-", "_") for name, _ in _SIZES), "vocab_divisor", "pipeline_layout")
+    wanted = WantedLayout(
+        **{field: getattr(args, field) for field in fields},
+        account_for_embedding=args.account_for_embedding,
+        account_for_loss=args.account_for_loss,
+    )
+    try:
+        selection = select(args.source, args.step)
+        with _progress(args.json) as bar:
+            task = bar.add_task(f"step {selection.step}", total=None)
+            report = reshard(
+                selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total)
+            )
+    except UnusableLayoutError as error:
+        raise UsageError(str(error)) from None
+    if args.json:
+        print(json.dumps(as_json(report)))
+    else:
+        _show(report)
+    return 0
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+
+
+def _show(report: ReshardReport) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for role in report.roles:
+        console.print(f"{role.path}: {role.saved} -> {role.written}", markup=False)
+        if role.reseeded:
+            console.print("  the random number generators start anew from the saved seed", markup=False)
+    speed = report.nbytes / report.seconds / 1e9
+    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+
+
+def as_json(report: ReshardReport) -> dict[str, Any]:
+    """What a program may want to know."""
+    return {
+        "step": report.step,
+        "seconds": report.seconds,
+        "bytes": report.nbytes,
+        "roles": [
+            {
+                "role": role.role,
+                "source": str(role.source),
+                "path": str(role.path),
+                "saved": asdict(role.saved),
+                "written": asdict(role.written),
+                "bytes": role.nbytes,
+                "files": role.files,
+                "rng_reseeded": role.reseeded,
+            }
+            for role in report.roles
+        ],
+    }

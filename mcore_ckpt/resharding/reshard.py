@@ -1,0 +1,303 @@
+"""From a committed checkpoint to the same one under another layout, entirely there or not there."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.resharding.heads import check_heads
+from mcore_ckpt.resharding.planning import PlannedFile, Planner
+from mcore_ckpt.resharding.small_files import SmallFiles, plan_small_files, write_small_files
+from mcore_ckpt.resharding.streaming import FileNames, Origin, write_files
+from mcore_ckpt.resharding.survey import survey
+from mcore_ckpt.resharding.target import Target, UnusableLayoutError, WantedLayout, resolve
+from mcore_ckpt.sealing import package_versions
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.catalog import Catalog
+from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
+from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.requests import WrittenFile
+from mcore_ckpt.topology import Topology, coordinates_of
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The checkpoints to rewrite: the folders of some or all roles of one step."""
+
+    step: int
+    role_dirs: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """What became of one role.
+
+    Attributes:
+        source, path: the folders.
+        saved, written: the two layouts.
+        nbytes: of all files written.
+        reseeded: whether the random number generators start anew from the saved seed.
+    """
+
+    role: str
+    source: Path
+    path: Path
+    saved: Topology
+    written: Topology
+    nbytes: int
+    files: int
+    reseeded: bool
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What a whole run did."""
+
+    step: int
+    roles: tuple[RoleReport, ...]
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(role.nbytes for role in self.roles)
+
+
+def select(source: Path, step: int | None = None) -> Selection:
+    """The checkpoints that a path stands for.
+
+    Args:
+        source: the folder of a role, of a step (all its roles), or of the steps (the newest complete one).
+        step: which one, below a folder of steps.
+
+    Raises:
+        UnusableLayoutError: `step` is another one than the folder's.
+        CheckpointNotFoundError: there is none, or the step is not complete.
+        CheckpointCorruptError: a manifest is damaged.
+    """
+    # Resolved, so that "." has a name.
+    source = source.resolve()
+    if (source / layout.MANIFEST_FILE).exists():
+        manifest = read_manifest(source, layout.MANIFEST_FILE)
+        return Selection(_same_step(source, manifest.step, step), (source,))
+    number = layout.parse_step(source.name)
+    if number is not None and source.is_dir():
+        _same_step(source, number, step)
+        return _selection(steps.step_status(source))
+    statuses = [status for status in steps.list_steps(source) if step in (None, status.step)]
+    complete = [status for status in statuses if status.is_complete]
+    if not complete:
+        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses))
+        raise CheckpointNotFoundError(f"{source}: {what}{reasons}")
+    if step is None:
+        steps.warn_if_tracker_differs(source, complete[-1].step)
+    return _selection(complete[-1])
+
+
+def _same_step(source: Path, found: int, wanted: int | None) -> int:
+    if wanted not in (None, found):
+        raise UnusableLayoutError(f"{source} is of step {found}, not {wanted}")
+    return found
+
+
+def _selection(status: steps.StepStatus) -> Selection:
+    if not status.is_complete:
+        raise CheckpointNotFoundError(status.reason)
+    return Selection(status.step, tuple(status.path / role for role in sorted(status.committed)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One role, planned and checked."""
+
+    manifest: Manifest
+    source: Path
+    role_dir: Path
+    target: Target
+    planner: Planner
+    files: list[PlannedFile]
+    small: SmallFiles
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors to write."""
+        tensors = (write.tensor for file in self.files for write in file.request.tensors)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def reshard(
+    selection: Selection, root: Path, wanted: WantedLayout, progress: Progress = lambda done, total: None
+) -> ReshardReport:
+    """Rewrites a step below another folder, under another layout.
+
+    All that can be known is checked before a byte is written. The roles are put in place when all of them are written;
+    a checkpoint of the step that is there already stays whole until then. A block of the source whose CRC is wrong ends
+    the run, and leaves nothing behind.
+
+    Args:
+        selection: what to rewrite (see `select`).
+        root: the folder of the steps to write into; not the one that is read.
+        wanted: the layout.
+        progress: told of bytes written, and of how many there are.
+
+    Raises:
+        UnusableLayoutError: the sizes contradict each other, or it would replace what it reads.
+        CheckpointError: the checkpoint is damaged, or does not fit the layout, or cannot be written; nothing has come.
+
+    Example:
+        >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    root = root.absolute()
+    jobs = [_plan(source, root, selection.step, wanted) for source in selection.role_dirs]
+    is_new = not root.exists()
+    try:
+        reports = _write_all(jobs, root, progress)
+    except OSError as error:
+        raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
+    finally:
+        if is_new and root.is_dir() and not any(root.iterdir()):
+            root.rmdir()
+    return ReshardReport(selection.step, tuple(reports), time.monotonic() - started)
+
+
+def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
+    manifest = read_manifest(source, layout.MANIFEST_FILE)
+    role_dir = layout.step_dir(root, step) / manifest.role
+    if source.parent.parent == root.resolve() or (role_dir.exists() and role_dir.samefile(source)):
+        raise UnusableLayoutError(f"{root} is where the checkpoint is read from: name another folder to write to")
+    catalog = Catalog(source, manifest)
+    try:
+        tensors = list(survey(catalog))
+        target = resolve(wanted, manifest, any(tensor.expert for tensor in tensors))
+        check_heads(source, tensors, manifest.topology, target.topology)
+        planner = Planner(catalog, tensors, target, wanted)
+        files = planner.files()
+        small = plan_small_files(source, manifest, target.topology)
+    except CheckpointError as error:
+        raise type(error)(f"{source}: {error}") from error
+    return _Job(manifest, source, role_dir, target, planner, files, small)
+
+
+def _write_all(jobs: Sequence[_Job], root: Path, progress: Progress) -> list[RoleReport]:
+    _check_space(jobs, root)
+    total = sum(job.nbytes for job in jobs)
+    done = [0]
+
+    def wrote(nbytes: int) -> None:
+        done[0] = min(total, done[0] + nbytes)
+        progress(done[0], total)
+
+    attempt = commit.new_attempt()
+    roles = tuple(sorted(job.manifest.role for job in jobs))
+    staged: list[tuple[_Job, Path]] = []
+    reports = []
+    try:
+        for job in jobs:
+            # What a killed run has left; other processes may be saving here.
+            commit.sweep(root, job.manifest.role, alone=False)
+            staging = commit.open_staging(job.role_dir, attempt)
+            staged.append((job, staging))
+            manifest = _write_role(job, staging, roles, attempt, wrote)
+            commit.seal(staging, encode_manifest(manifest))
+            reports.append(_report(job, manifest))
+        for job, staging in staged:
+            commit.publish(staging, job.role_dir, attempt)
+    except BaseException:
+        for _, staging in staged:
+            commit.discard(staging)
+        raise
+    _update_tracker(root)
+    return reports
+
+
+def _check_space(jobs: Sequence[_Job], root: Path) -> None:
+    needed = sum(job.nbytes + job.small.nbytes for job in jobs)
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise CommitError(f"{root}: the checkpoint takes {needed} bytes, and {free} are free there")
+
+
+def _write_role(
+    job: _Job, staging: Path, roles: tuple[str, ...], attempt: str, progress: Callable[[int], None]
+) -> Manifest:
+    origin = Origin(job.source, {file.path: file for file in job.manifest.files}, job.planner.sources)
+    indexed = list(write_files(origin, job.files, staging, progress))
+    small = list(write_small_files(job.source, job.small, staging))
+    for folder in {(staging / path).parent for path in (*(f.file.path for f in indexed), *(f.path for _, f in small))}:
+        sync_dir(folder)
+    return _manifest(job, indexed, small, roles, attempt)
+
+
+def _manifest(
+    job: _Job,
+    indexed: Sequence[FileNames],
+    small: Sequence[tuple[int, WrittenFile]],
+    roles: tuple[str, ...],
+    attempt: str,
+) -> Manifest:
+    topology = job.target.topology
+    names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
+    position = {name: number for number, name in enumerate(names)}
+    records = [
+        _record(entry.file, entry.rank, tuple(runs(position[name] for name in entry.names))) for entry in indexed
+    ]
+    return replace(
+        job.manifest,
+        roles=roles,
+        attempt=attempt,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # megatron's stays: it is that of the training, and need not be installed here.
+        versions={**package_versions(), **_of_training(job.manifest)},
+        topology=topology,
+        ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
+        stages=tuple(
+            StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(job.target.stages.items())
+        ),
+        tensors=names,
+        files=(*records, *(_record(file, rank, ()) for rank, file in small)),
+    )
+
+
+def _of_training(manifest: Manifest) -> dict[str, str]:
+    return {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
+
+
+def _record(file: WrittenFile, rank: int, holds: tuple[tuple[int, int], ...]) -> FileRecord:
+    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
+
+
+def _report(job: _Job, manifest: Manifest) -> RoleReport:
+    return RoleReport(
+        role=manifest.role,
+        source=job.source,
+        path=job.role_dir,
+        saved=job.manifest.topology,
+        written=job.target.topology,
+        nbytes=manifest.nbytes,
+        files=len(manifest.files),
+        reseeded=job.small.seed is not None,
+    )
+
+
+def _update_tracker(root: Path) -> None:
+    """The checkpoint is in place: a failure here is told, but is not the run's."""
+    try:
+        steps.update_tracker(root)
+    except OSError as error:
+        logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)

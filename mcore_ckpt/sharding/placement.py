@@ -1,0 +1,64 @@
+"""Which pipeline rank has a tensor, by its global name: for where there is no model to ask (megatron-core 0.16.1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from mcore_ckpt.sharding.pipeline import StageLayers
+
+Stages = Mapping[tuple[int, int], StageLayers]
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\..+")
+_FIRST = ("embedding.",)
+_LAST = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
+
+
+class Placement:
+    """Where tensors are in a pipeline.
+
+    Args:
+        stages: the layers of each (pipeline rank, virtual stage).
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._last = max(pp for pp, _ in stages)
+        self._decoder = {layer: pp for (pp, _), held in stages.items() for layer in held.decoder}
+        self._mtp = {layer: pp for (pp, _), held in stages.items() for layer in held.mtp}
+
+    def rank_of(self, name: str) -> int | None:
+        """The pipeline rank; None if the name does not tell."""
+        if self._last == 0:
+            return 0
+        if match := _LAYER.fullmatch(name):
+            return (self._decoder if match[1] == "decoder" else self._mtp).get(int(match[2]))
+        if name.startswith(_FIRST):
+            return 0
+        if name.startswith("decoder.final_layernorm.") and self._mtp:
+            # With MTP it stands behind the last layer (`has_final_layernorm_in_this_stage`), else where the loss is.
+            return self._decoder[max(self._decoder)]
+        return self._last if name.startswith(_LAST) else None
+
+
+def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
+    """Tensors laid end to end and cut into equal parts: of each part, (number of the tensor, start, stop) in elements.
+
+    Example:
+        >>> even_ranges([3, 0, 5], 2)
+        [[(0, 0, 3), (2, 0, 1)], [(2, 1, 5)]]
+    """
+    total = sum(sizes)
+    ends = [total * (part + 1) // parts for part in range(parts)]
+    result: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+    part = position = 0
+    for number, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            while ends[part] <= position + start:
+                part += 1
+            stop = min(size, ends[part] - position)
+            result[part].append((number, start, stop))
+            start = stop
+        position += size
+    return result

@@ -1,0 +1,191 @@
+"""A checkpoint resharded offline is what a direct load of the original is: bit for bit."""
+
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from agreement import everywhere
+from checkpointing import manager_of, save
+from layouts import LAYOUTS
+from snapshot import Snapshot, assert_same, poison, snapshot
+from training import Layout, build, parallel, train
+
+from mcore_ckpt import knobs
+from mcore_ckpt.resharding.reshard import reshard, select
+from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.sharding.plan import ReadRange, ShardKey
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.reader import read_index, read_manifest, read_ranges
+
+STEP = 2
+# Small enough that the files of these models are written in several parts.
+PART_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trained and saved under `before`, resharded to `after`, then by way of `between` back to `before`."""
+
+    before: Layout
+    after: Layout
+    between: Layout
+
+    @property
+    def world(self) -> int:
+        return self.before.world
+
+
+TWO, FOUR = Layout(2), Layout(4)
+MIXTURE = {"experts": 4}
+DEEP = {"num_layers": 8}
+
+CASES = {
+    "dp2-to-tp2-to-pp2": Case(TWO, Layout(2, tp=2), Layout(2, pp=2)),
+    "tp2-to-dp2-bf16": Case(
+        Layout(2, tp=2, precision="bf16"), Layout(2, precision="bf16"), Layout(2, pp=2, precision="bf16")
+    ),
+    "tp2-to-cp2": Case(Layout(2, tp=2), Layout(2, cp=2), TWO),
+    "pp2-vpp2-to-tp2": Case(Layout(2, pp=2, vpp=2, **DEEP), Layout(2, tp=2, **DEEP), Layout(2, pp=2, **DEEP)),
+    "ep2-to-dp2": Case(
+        Layout(2, ep=2, **MIXTURE), Layout(2, **MIXTURE), Layout(2, pp=2, **MIXTURE)
+    ),
+    "ep2-to-tp2-bf16": Case(
+        Layout(2, ep=2, precision="bf16", **MIXTURE),
+        Layout(2, tp=2, precision="bf16", **MIXTURE),
+        Layout(2, precision="bf16", **MIXTURE),
+    ),
+    "tied-pp2-to-tp2": Case(
+        Layout(2, pp=2, tied_embeddings=True, precision="bf16"),
+        Layout(2, tp=2, tied_embeddings=True, precision="bf16"),
+        Layout(2, tied_embeddings=True, precision="bf16"),
+    ),
+    "replicated-optimizer": Case(
+        Layout(2, precision="bf16", distributed_optimizer=False),
+        Layout(2, tp=2, precision="bf16", distributed_optimizer=False),
+        Layout(2, pp=2, precision="bf16"),
+    ),
+    "mtp": Case(Layout(2, mtp_layers=1), Layout(2, pp=2, mtp_layers=1), Layout(2, mtp_layers=1, tp=2)),
+    "two-dtypes": Case(
+        Layout(2, precision="bf16", fp32_norms=True),
+        Layout(2, precision="bf16", fp32_norms=True, pp=2),
+        Layout(2, precision="bf16", fp32_norms=True),
+    ),
+    "expert-bias": Case(
+        LAYOUTS["dp2-expert-bias"], replace(LAYOUTS["dp2-expert-bias"], ep=1), replace(LAYOUTS["dp2-expert-bias"])
+    ),
+    "tp2-pp2-to-dp4": Case(Layout(4, tp=2, pp=2), FOUR, Layout(4, tp=2)),
+    "dp4-to-tp4-to-pp4": Case(FOUR, Layout(4, tp=2, cp=2), Layout(4, pp=4)),
+    "uneven-to-tp2": Case(
+        Layout(4, pp=2, num_layers=5, first_stage_layers=2),
+        Layout(4, tp=2, num_layers=5),
+        Layout(4, tp=2, pp=2, num_layers=5, first_stage_layers=1),
+    ),
+    "stages-to-tp2-pp2": Case(
+        Layout(4, pp=2, vpp=2, num_layers=6, stages="Et|t*2|t|t*2L"),
+        Layout(4, tp=2, pp=2, num_layers=6),
+        Layout(4, pp=2, vpp=2, num_layers=6, stages="Et*3|t|t|tL"),
+    ),
+    "ep2-to-tp2-ep2-etp1": Case(
+        Layout(4, ep=2, **MIXTURE), Layout(4, tp=2, ep=2, etp=1, **MIXTURE), Layout(4, tp=2, pp=2, **MIXTURE)
+    ),
+    "etp2-ep2-to-ep4-bf16": Case(
+        Layout(4, tp=1, ep=2, etp=2, precision="bf16", **MIXTURE),
+        Layout(4, ep=4, precision="bf16", **MIXTURE),
+        Layout(4, pp=2, ep=2, precision="bf16", **MIXTURE),
+    ),
+    "two-instances": Case(Layout(4, optimizer_instances=2), Layout(4, tp=2), FOUR),
+}
+
+
+def wanted(layout: Layout) -> WantedLayout:
+    """All that a layout says; what the vocabulary is padded to is the tests' own."""
+    return WantedLayout(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp or 1,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp or layout.tp,
+        world=layout.world,
+        first_stage_layers=layout.first_stage_layers,
+        pipeline_layout=layout.stages,
+        vocab_size=131,
+        vocab_divisor=1 if layout.tp == 1 else 4,
+    ) if not layout.stages else WantedLayout(
+        tp=layout.tp, pp=layout.pp, world=layout.world, pipeline_layout=layout.stages,
+        vocab_size=131, vocab_divisor=1 if layout.tp == 1 else 4,
+    )
+
+
+def loaded(layout: Layout, root: Path) -> Snapshot:
+    """A new training with what a load brings, but for the generators, which a new layout starts anew."""
+    training = build(layout, seed=2)
+    poison(training)
+    manager = manager_of(training, root, vocab_size=131)
+    manager.load()
+    manager.close()
+    return {name: value for name, value in snapshot(training).items() if not name.startswith("generator.")}
+
+
+def contents(checkpoint: Path) -> dict[tuple[str, str, str, str], torch.Tensor]:
+    """Every stored shard, by name, kind, region and file."""
+    manifest = read_manifest(checkpoint, "manifest.json")
+    found: dict[tuple[str, str, str, str], torch.Tensor] = {}
+    for file in manifest.files:
+        if file.index is None:
+            continue
+        for shard in read_index(checkpoint, file).shards:
+            memory = torch.empty(shard.region.numel, dtype=torch_dtype(shard.dtype))
+            read = ReadRange(shard, Rows(0, 0, shard.region.numel))
+            if shard.region.numel:
+                read_ranges(checkpoint, {file.path: file}, [(read, memory)])
+            found[shard.key.name, shard.key.kind, shard.region.describe(), file.path] = memory
+    return found
+
+
+def assert_sound(checkpoint: Path) -> None:
+    """Every file opens for anybody."""
+    for path in checkpoint.rglob("*.pt"):
+        torch.load(path, weights_only=True, mmap=True)
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None, path
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=pytest.mark.world(case.world)) for name, case in CASES.items()]
+)
+def test_a_resharded_checkpoint_is_what_a_direct_load_finds(
+    case: Case, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knobs, "RESHARD_BYTES", PART_BYTES)
+    with parallel(case.before):
+        training = build(case.before, seed=1)
+        train(training, 0, STEP)
+        save(training, shared_path / "a", STEP)
+        at_save = {name: value for name, value in snapshot(training).items() if not name.startswith("generator.")}
+    with everywhere():
+        if dist.get_rank() == 0:
+            for source, layout, root in (("a", case.after, "b"), ("b", case.between, "c"), ("c", case.before, "d")):
+                reshard(select(shared_path / source), shared_path / root, wanted(layout))
+                assert_sound(shared_path / root / f"global_steps_{STEP}" / "actor")
+    with parallel(case.after):
+        direct = loaded(case.after, shared_path / "a")
+        offline = loaded(case.after, shared_path / "b")
+        with everywhere():
+            assert_same(offline, direct)
+    with parallel(case.between):
+        direct = loaded(case.between, shared_path / "a")
+        offline = loaded(case.between, shared_path / "c")
+        with everywhere():
+            assert_same(offline, direct)
+    with parallel(case.before):
+        back = loaded(case.before, shared_path / "d")
+        with everywhere():
+            assert_same(back, at_save)
