@@ -136,7 +136,7 @@ def _world(wanted: WantedLayout, saved: int, dense: int, experts: int) -> int:
 def _virtual_stages(wanted: WantedLayout, saved: Topology, pp: int) -> int:
     if wanted.pipeline_layout is not None:
         stages = len(_parsed(wanted.pipeline_layout))
-        if stages % pp or wanted.vpp not in (None, stages // pp):
+        if stages % pp or wanted.vpp not in (None, stages // pp) or (pp == 1 and stages > 1):
             vpp = "" if wanted.vpp is None else f" x vpp = {wanted.vpp}"
             raise UnusableLayoutError(
                 f"pipeline layout {wanted.pipeline_layout!r} has {stages} stages, not pp = {pp}{vpp}"

@@ -1,0 +1,152 @@
+"""A checkpoint resharded offline against a copy of its files by the raw disk; and the memory that takes.
+
+    python benchmarks/reshard.py [--gigabytes 4] [--pairs 9] [--folder DIR] [--json]
+
+Saves once, from one rank. Before each side, the page cache forgets the files that are read; the raw side reads and
+writes the same bytes past it, piece by piece on several threads, and makes them durable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import local
+
+from measuring import Contender, Findings, common_arguments, compare, peak_memory, reset_peak_memory, run
+from ours import Ours
+from references import PIECE_BYTES, HostBuffer, best_threads, drop_caches, padded, sync
+from training_state import build, shape_of_size
+
+from mcore_ckpt.resharding.reshard import reshard, select
+from mcore_ckpt.resharding.target import WantedLayout
+
+LAYOUTS = {
+    "pp2, dp2": WantedLayout(pp=2, dp=2),
+    "tp2": WantedLayout(tp=2),
+    "tp2, pp2, dp2": WantedLayout(tp=2, pp=2, dp=2),
+}
+
+# In a process of its own: what the training has left behind would hide what resharding takes.
+CHILD = "import sys, reshard; reshard.print_peak_memory(*sys.argv[1:])"
+
+
+def main() -> None:
+    parser = common_arguments(__doc__)
+    parser.set_defaults(ranks=1)
+    run(parser, __file__, measure)
+
+
+def measure(arguments: argparse.Namespace, findings: Findings) -> None:
+    shape = shape_of_size(arguments.gigabytes)
+    # So that two pipeline ranks can share them.
+    shape = replace(shape, num_layers=max(2, shape.num_layers // 2 * 2))
+    ours = Ours(arguments.folder / "source", build(shape))
+    ours.save()
+    ours.manager.close()
+    source = ours.folder()
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    nbytes = sum(path.stat().st_size for path in files)
+    findings.facts["bytes"] = nbytes
+    for name in LAYOUTS:
+        extra = extra_memory(source, arguments.folder / "child", name)
+        findings.at_most(f"extra memory, to {name}", extra / 1e6, 1000, "MB")
+    copying = lambda threads: raw_copy(files, arguments.folder / "raw", threads, source)  # noqa: E731
+    threads = best_threads(copying, rounds=1)
+    findings.facts["raw_copy_threads"] = threads
+    for name, wanted in LAYOUTS.items():
+        contender = resharding(source, arguments.folder / "resharded", name, wanted)
+        found = compare(contender, copying(threads), arguments.pairs, nbytes)
+        findings.comparisons.append(found)
+        findings.at_least(f"{contender.name} / {found.reference}, speed", found.ratio, 0.5)
+
+
+def resharding(source: Path, root: Path, name: str, wanted: WantedLayout) -> Contender:
+    return Contender(
+        f"reshard to {name}",
+        lambda: reshard(select(source), root, wanted),
+        before=lambda: drop_caches(source),
+        after=_deleting(root),
+    )
+
+
+def _deleting(folder: Path) -> Callable[[], None]:
+    def delete() -> None:
+        shutil.rmtree(folder)
+        sync(folder.parent)
+
+    return delete
+
+
+def extra_memory(source: Path, root: Path, name: str) -> int:
+    drop_caches(source)
+    command = [sys.executable, "-c", CHILD, str(source), str(root), name]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    _deleting(root)()
+    return int(json.loads(done.stdout))
+
+
+def print_peak_memory(source: str, root: str, name: str) -> None:
+    before = reset_peak_memory()
+    reshard(select(Path(source)), Path(root), LAYOUTS[name])
+    print(peak_memory() - before)
+
+
+# -- the raw disk ------------------------------------------------------------------------------------------
+
+
+def raw_copy(files: list[Path], folder: Path, threads: int, source: Path) -> Contender:
+    """Each thread reads a piece and writes it, so that reads and writes of several threads overlap."""
+    buffers = local()
+    numbers = itertools.count()
+
+    def copy() -> None:
+        folder.mkdir()
+        with ThreadPoolExecutor(threads) as pool:
+            for path in files:
+                _copy_file(path, folder / str(next(numbers)), pool, buffers)
+
+    return Contender("raw O_DIRECT copy", copy, before=lambda: drop_caches(source), after=_deleting(folder))
+
+
+def _copy_file(path: Path, target: Path, pool: ThreadPoolExecutor, buffers: local) -> None:
+    reading = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666)
+    try:
+        nbytes = os.fstat(reading).st_size
+        os.posix_fallocate(writing, 0, max(1, padded(nbytes)))
+        pieces = range(0, nbytes, PIECE_BYTES)
+        for _ in pool.map(lambda at: _copy_piece(reading, writing, at, nbytes, buffers), pieces):
+            pass
+        os.ftruncate(writing, nbytes)
+        os.fdatasync(writing)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _copy_piece(reading: int, writing: int, at: int, nbytes: int, buffers: local) -> None:
+    if not hasattr(buffers, "view"):
+        buffers.view = HostBuffer(PIECE_BYTES).view
+    piece = buffers.view[: min(PIECE_BYTES, padded(nbytes - at))]
+    done = 0
+    while done < min(len(piece), nbytes - at):
+        done += os.preadv(reading, [piece[done:]], at + done)
+    done = 0
+    while done < len(piece):
+        done += os.pwrite(writing, piece[done:], at + done)
+
+
+if __name__ == "__main__":
+    main()

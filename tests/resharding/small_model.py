@@ -1,0 +1,197 @@
+"""Checkpoints of a small GPT, made and read back without megatron."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt import layout
+from mcore_ckpt.resharding.reshard import reshard, select
+from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.sharding.cuts import Cut, axes_of
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.staging.capture import FileTensors, capture_in_place
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.file_plan import ImageCache, plan_file
+from mcore_ckpt.storage.index import Alias
+from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
+from mcore_ckpt.storage.reader import read_index, read_manifest, read_ranges
+from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
+from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
+from mcore_ckpt.topology import RankCoordinates, Topology
+
+STEP = 5
+HIDDEN = 8
+VOCABULARY = 20
+LAYERS = 4
+EXPERTS = 4
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Alone:
+    """The exchange of a rank that shares no file."""
+
+    rank = 0
+
+    def give(self, key: str, record: object) -> None:
+        raise AssertionError(f"nobody takes {key}")
+
+    def take(self, key: str, rank: int) -> dict[str, object]:
+        raise AssertionError(f"there is no rank {rank}")
+
+
+def shapes(experts: bool = False) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        at = f"decoder.layers.{layer}"
+        found |= {
+            f"{at}.self_attention.linear_qkv.weight": (2 * HIDDEN, HIDDEN),
+            f"{at}.self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
+            f"{at}.self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
+        }
+        if experts:
+            for number in range(EXPERTS):
+                found[f"{at}.mlp.experts.linear_fc1.weight{number}"] = (2 * HIDDEN, HIDDEN)
+                found[f"{at}.mlp.experts.linear_fc2.weight{number}"] = (HIDDEN, HIDDEN)
+        else:
+            found[f"{at}.mlp.linear_fc1.weight"] = (4 * HIDDEN, HIDDEN)
+            found[f"{at}.mlp.linear_fc2.weight"] = (HIDDEN, 2 * HIDDEN)
+    found["decoder.final_layernorm.weight"] = (HIDDEN,)
+    found["output_layer.weight"] = (VOCABULARY, HIDDEN)
+    return found
+
+
+def tensors_of(experts: bool = False) -> Tensors:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes(experts).items()}
+
+
+def cut_of(name: str) -> Cut:
+    return Cut(axes_of(name)[0], 2 if "linear_fc1" in name else 1)
+
+
+def make(
+    root: Path,
+    tensors: Tensors,
+    *,
+    tp: int = 1,
+    cuts: dict[str, Cut] | None = None,
+    role: str = "actor",
+    roles: tuple[str, ...] | None = None,
+    aliased: bool = False,
+) -> Path:
+    """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say."""
+    role_dir = layout.step_dir(root, STEP) / role
+    attempt = commit.new_attempt()
+    staging = commit.open_staging(role_dir, attempt)
+    names = tuple(sorted(tensors, key=natural_order))
+    files: list[tuple[int, WrittenFile, bool]] = []
+    for rank in range(tp):
+        regions = {
+            name: (cuts or {}).get(name, cut_of(name)).region(tuple(tensors[name].shape), rank, tp) for name in names
+        }
+        local = {name: part(tensors[name], regions[name]) for name in names}
+        model = WriteRequest(
+            layout.model_file(rank, 0), "model", tuple(_write((n,), n, "model", local[n], regions[n]) for n in names)
+        )
+        kinds = ("exp_avg",) if aliased else ("param", "exp_avg")
+        optimizer = WriteRequest(
+            layout.optimizer_file(0, rank, 0, 0),
+            "optimizer",
+            tuple(
+                _write(("state", n, kind), n, kind, local[n].reshape(-1) + (kind == "exp_avg"), regions[n])
+                for n in names
+                for kind in kinds
+            ),
+            tuple(_alias(n, regions[n]) for n in names) if aliased else (),
+            tree=("state",),
+        )
+        files += [(rank, _write_file(staging, request), True) for request in (model, optimizer)]
+        rng = pickle_plain({"torch": torch.full((16,), 7, dtype=torch.uint8), "rank": rank})
+        files.append((rank, write_plain(staging, layout.rng_file(0, rank, 0, 0), "rng", rng), False))
+        extra = pickle_plain({"rank": rank})
+        files.append((rank, write_plain(staging, layout.extra_file(0, rank, 0, 0), "extra", extra), False))
+    common = pickle_plain({"optimizers": [], "lr_scheduler": None})
+    files.append((0, write_plain(staging, layout.COMMON_FILE, "common", common), False))
+    manifest = Manifest(
+        step=STEP,
+        role=role,
+        roles=roles or (role,),
+        attempt=attempt,
+        created="2025-01-01T00:00:00+00:00",
+        versions={"megatron_core": "0.16.1"},
+        contents=("model", "optimizer", "extra"),
+        topology=Topology(world_size=tp, tp=tp, etp=tp),
+        ranks=tuple(RankCoordinates(tp=rank, etp=rank) for rank in range(tp)),
+        stages=(StageRecord(0, 0, tuple(range(LAYERS)), ()),),
+        tensors=names,
+        files=tuple(
+            FileRecord(f.path, f.kind, rank, f.size, f.crc32, f.index, tuple(runs(range(len(names)))) if held else ())
+            for rank, f, held in files
+        ),
+    )
+    commit.seal(staging, encode_manifest(manifest))
+    commit.publish(staging, role_dir, attempt)
+    steps.update_tracker(root)
+    return role_dir
+
+
+def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """What a region without a flat range has of a global tensor."""
+    local = torch.empty(region.local_shape, dtype=tensor.dtype)
+    for piece in region.pieces:
+        to = tuple(slice(at, at + n) for at, n in zip(piece.local_offset, piece.shape, strict=True))
+        local[to] = tensor[tuple(slice(at, at + n) for at, n in zip(piece.global_offset, piece.shape, strict=True))]
+    return local
+
+
+def _write(where: tuple[str, ...], name: str, kind: str, tensor: torch.Tensor, region: Region) -> TensorWrite:
+    return TensorWrite(where, ShardKey(name, kind), region, tensor, tuple(tensor.shape))
+
+
+def _alias(name: str, region: Region) -> Alias:
+    return Alias(ShardKey(name, "param"), "model", region, "float32")
+
+
+def _write_file(staging: Path, request: WriteRequest) -> WrittenFile:
+    plan = plan_file(request, 0, ImageCache())
+    capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in request.tensors])])
+    with ImageWriter(staging, capture.writes, Alone()) as writer:
+        writer.start()
+        (written,) = writer.finish()
+    return written
+
+
+def stored(role_dir: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Each global tensor put together from all files, NaN where no file has an element; by name and kind."""
+    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for file in manifest.files:
+        for shard in read_index(role_dir, file).shards if file.index else ():
+            region = shard.region
+            whole = found.setdefault((shard.key.name, shard.key.kind), torch.full(region.global_shape, float("nan")))
+            flat = torch.full((replace(region, flat=(0, region.local_shape and _numel(region))).numel,), float("nan"))
+            memory = torch.empty(region.numel, dtype=torch_dtype(shard.dtype))
+            read_ranges(role_dir, {file.path: file}, [(ReadRange(shard, Rows(0, 0, region.numel)), memory)])
+            flat[region.flat[0] : region.flat[1]] = memory
+            local = flat.reshape(region.local_shape)
+            for piece in region.pieces:
+                of = tuple(slice(at, at + n) for at, n in zip(piece.local_offset, piece.shape, strict=True))
+                to = tuple(slice(at, at + n) for at, n in zip(piece.global_offset, piece.shape, strict=True))
+                whole[to] = torch.where(local[of].isnan(), whole[to], local[of])
+    return found
+
+
+def _numel(region: Region) -> int:
+    return int(torch.Size(region.local_shape).numel())
+
+
+def resharded(source: Path, root: Path, **sizes: int) -> Path:
+    """The one role's folder under another layout."""
+    report = reshard(select(source), root, WantedLayout(**sizes))
+    return report.roles[0].path

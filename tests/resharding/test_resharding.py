@@ -1,0 +1,338 @@
+"""Checkpoints of a small model through other layouts, and what is refused; without megatron."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
+
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
+from mcore_ckpt.resharding import streaming
+from mcore_ckpt.resharding.reshard import reshard, select
+from mcore_ckpt.resharding.target import UnusableLayoutError, WantedLayout
+from mcore_ckpt.sharding.cuts import Cut
+from mcore_ckpt.storage import steps
+from mcore_ckpt.storage.manifest import Manifest
+from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+
+@pytest.fixture(autouse=True)
+def _several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "RESHARD_BYTES", 8192)
+
+
+def manifest_of(role_dir: Path) -> Manifest:
+    return read_manifest(role_dir, layout.MANIFEST_FILE)
+
+
+def assert_holds(role_dir: Path, tensors: dict[str, torch.Tensor], kinds: tuple[str, ...]) -> None:
+    found = stored(role_dir)
+    assert found.keys() == {(name, kind) for name in tensors for kind in kinds}
+    for (name, kind), tensor in found.items():
+        assert torch.equal(tensor, tensors[name] + (kind == "exp_avg")), (name, kind)
+
+
+LAYOUTS = [
+    {"tp": 1, "dp": 3},
+    {"tp": 2},
+    {"tp": 4, "pp": 2, "cp": 2, "dp": 2},
+    {"pp": 2, "vpp": 2, "dp": 2},
+    {"pp": 4},
+]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("aliased", [False, True])
+def test_every_element_is_there_once_more(tp: int, sizes: dict[str, int], aliased: bool, tmp_path: Path) -> None:
+    tensors = tensors_of()
+    source = make(tmp_path / "a", tensors, tp=tp, aliased=aliased)
+    there = resharded(source, tmp_path / "b", **sizes)
+    back = resharded(there, tmp_path / "c", tp=tp, pp=1, cp=1, dp=1)
+    for role_dir in (there, back):
+        assert_holds(role_dir, tensors, ("model", "exp_avg") if aliased else ("model", "param", "exp_avg"))
+        for path in role_dir.rglob("*.pt"):
+            torch.load(path, weights_only=True, mmap=True)
+            with zipfile.ZipFile(path) as archive:
+                assert archive.testzip() is None
+    aliases = [alias for f in manifest_of(there).files_of("optimizer") for alias in read_index(there, f).aliases]
+    assert {alias.key.name for alias in aliases} == (set(tensors) if aliased else set())
+    saved = {f.path for f in manifest_of(source).files}
+    assert {f.path for f in manifest_of(back).files} == saved
+    assert steps.read_tracker(tmp_path / "b") == STEP
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ep": 2, "dp": 2}, {"ep": 4, "dp": 4}, {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2}], ids=str
+)
+def test_experts(sizes: dict[str, int], tmp_path: Path) -> None:
+    tensors = tensors_of(experts=True)
+    source = make(tmp_path / "a", tensors)
+    there = resharded(source, tmp_path / "b", **sizes)
+    assert_holds(there, tensors, ("model", "param", "exp_avg"))
+    assert len(manifest_of(there).files_of("experts")) == (0 if sizes == {"tp": 2} else sizes["ep"])
+    back = resharded(there, tmp_path / "c", tp=1, ep=1, dp=1)
+    assert {f.path for f in manifest_of(back).files} == {f.path for f in manifest_of(source).files}
+    assert_holds(back, tensors, ("model", "param", "exp_avg"))
+
+
+def test_manifest_says_where_things_are(tmp_path: Path) -> None:
+    there = resharded(make(tmp_path / "a", tensors_of()), tmp_path / "b", tp=2, pp=2, dp=2)
+    manifest = manifest_of(there)
+    assert [(s.pp, s.vp, s.decoder) for s in manifest.stages] == [(0, 0, (0, 1)), (1, 0, (2, 3))]
+    assert [(r.pp, r.dp, r.tp) for r in manifest.ranks] == [(p, d, t) for p in (0, 1) for d in (0, 1) for t in (0, 1)]
+    by_path = {f.path: f for f in manifest.files}
+    assert by_path["model/mp_rank_01_001/model_states.pt"].rank == 5
+    for file in manifest.files:
+        if file.index is not None:
+            held = {n for first, last in file.holds for n in manifest.tensors[first : last + 1]}
+            index = read_index(there, file)
+            assert held == {shard.key.name for shard in index.shards}
+            assert manifest.ranks[file.rank].pp == ("decoder.layers.3" in str(held) or "layers.2" in str(held))
+
+
+def test_generators_and_extra_state(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of(), tp=2)
+    same = resharded(source, tmp_path / "b", dp=1)
+    for rank in range(2):
+        path = layout.rng_file(0, rank, 0, 0)
+        assert (same / path).read_bytes() == (source / path).read_bytes()
+    grown = resharded(source, tmp_path / "c", dp=2)
+    manifest = manifest_of(grown)
+    seed = int.from_bytes(bytes([7] * 8), "little")
+    assert [read_plain(grown, file) for file in manifest.files_of("rng")] == [{"seed": seed}] * 4
+    extra = {file.path: read_plain(grown, file) for file in manifest.files_of("extra")}
+    assert extra[layout.extra_file(0, 1, 0, 1)] == {"rank": 1}
+    # From a seed, a seed.
+    again = resharded(grown, tmp_path / "d", tp=1, dp=1)
+    assert [read_plain(again, file) for file in manifest_of(again).files_of("rng")] == [{"seed": seed}]
+
+
+def test_vocabulary_is_padded_anew(tmp_path: Path) -> None:
+    tensors = tensors_of()
+    source = make(tmp_path / "a", tensors)
+    name = "embedding.word_embeddings.weight"
+    grown = stored(resharded(source, tmp_path / "b", tp=2, vocab_size=18, vocab_divisor=12))
+    for kind in ("model", "param", "exp_avg"):
+        assert grown[name, kind].shape[0] == 24
+        assert not grown[name, kind][VOCABULARY:].any()
+        assert torch.equal(grown[name, kind][:VOCABULARY], tensors[name] + (kind == "exp_avg"))
+    cut = stored(resharded(source, tmp_path / "c", vocab_size=17, vocab_divisor=1))
+    assert torch.equal(cut["output_layer.weight", "model"], tensors["output_layer.weight"][:17])
+
+
+def test_a_value_head_is_not_cut(tmp_path: Path) -> None:
+    tensors = tensors_of() | {"output_layer.weight": torch.randn(1, 8)}
+    there = resharded(make(tmp_path / "a", tensors, cuts={"output_layer.weight": Cut(None)}), tmp_path / "b", tp=2)
+    assert_holds(there, tensors, ("model", "param", "exp_avg"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp": 3}, ["linear_fc1.weight", "[32, 8]", "tp = 3", "2 x 3"]),
+        ({"pp": 3}, ["4 layers", "pp = 3", "--first-stage-layers"]),
+        ({"pp": 8}, ["4 layers", "pp = 8"]),
+        ({"pp": 2, "vpp": 4}, ["4 layers", "vpp = 4"]),
+        ({"pp": 2, "first_stage_layers": 1, "last_stage_layers": 2}, ["hold 3 decoder layers", "has 4"]),
+        ({"vocab_size": 21}, ["word_embeddings.weight", "21 tokens"]),
+    ],
+    ids=str,
+)
+def test_layouts_the_model_does_not_fit(sizes: dict[str, int], words: list[str], tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    with pytest.raises(CheckpointMismatchError) as caught:
+        resharded(source, tmp_path / "b", **sizes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
+def test_experts_that_do_not_divide(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of(experts=True))
+    with pytest.raises(CheckpointMismatchError, match="4 experts cannot be divided among ep = 3"):
+        resharded(source, tmp_path / "b", ep=3, dp=3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 0},
+        {"ep": 2},
+        {"tp": 2, "world": 3},
+        {"tp": 2, "dp": 2, "world": 2},
+        {"vpp": 2},
+        {"pipeline_layout": "Et|L"},
+    ],
+    ids=str,
+)
+def test_sizes_that_contradict_each_other(sizes: dict[str, int], tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    with pytest.raises(UnusableLayoutError):
+        resharded(source, tmp_path / "b", **sizes)
+
+
+def test_heads_that_do_not_divide_where_rows_do(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    (source / "huggingface").mkdir()
+    (source / "huggingface" / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1}')
+    with pytest.raises(CheckpointMismatchError, match="2 attention heads cannot be divided among tp = 4"):
+        resharded(source, tmp_path / "b", tp=4)
+    resharded(source, tmp_path / "b", tp=2)
+
+
+def test_cuts_that_contradict_their_names(tmp_path: Path) -> None:
+    wrong = make(tmp_path / "a", tensors_of(), tp=2, cuts={QKV: Cut(1)})
+    with pytest.raises(
+        CheckpointMismatchError, match=r"linear_qkv.*by its name it is cut along axis 0, but rank 0 of 2"
+    ):
+        resharded(wrong, tmp_path / "b", tp=4)
+    unknown = make(
+        tmp_path / "c",
+        tensors_of() | {"decoder.layers.0.new.weight": torch.randn(8, 8)},
+        tp=2,
+        cuts={"decoder.layers.0.new.weight": Cut(0)},
+    )
+    with pytest.raises(CheckpointMismatchError, match=r"layers.0.new.weight: .* not cut, but rank 0 of 2 has \[4, 8\]"):
+        resharded(unknown, tmp_path / "d", tp=1)
+    # Where nothing is cut anew, nothing need be known.
+    resharded(unknown, tmp_path / "d", pp=2)
+
+
+def test_state_space_mixers_are_refused_by_name(tmp_path: Path) -> None:
+    name = "decoder.layers.0.mixer.in_proj.weight"
+    source = make(tmp_path / "a", tensors_of() | {name: torch.randn(8, 8)})
+    with pytest.raises(UnsupportedError, match=r"mixer.in_proj.weight: .*Mamba"):
+        resharded(source, tmp_path / "b", tp=2)
+    resharded(source, tmp_path / "b", pp=2)
+
+
+def test_a_tensor_whose_stage_is_not_known(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of() | {"vision.weight": torch.randn(8)})
+    with pytest.raises(
+        CheckpointMismatchError, match=r"vision\.weight: its name does not tell which of 2 pipeline ranks"
+    ):
+        resharded(source, tmp_path / "b", pp=2)
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_block_is_named_and_nothing_comes(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    file = next(f for f in manifest_of(source).files if f.kind == "model")
+    shard = next(s for s in read_index(source, file).shards if s.key.name == QKV)
+    with (source / file.path).open("r+b") as opened:
+        opened.seek(shard.offset + 3)
+        byte = opened.read(1)
+        opened.seek(shard.offset + 3)
+        opened.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(CheckpointCorruptError) as caught:
+        resharded(source, tmp_path / "b", tp=2)
+    assert file.path in str(caught.value)
+    assert QKV in str(caught.value)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer", "common", "rng", "extra"])
+def test_a_cut_file_is_found_before_anything_is_written(kind: str, tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    path = source / manifest_of(source).files_of(kind)[0].path
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CheckpointCorruptError, match=path.name):
+        resharded(source, tmp_path / "b", dp=1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_damaged_small_file_is_not_copied(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    path = source / layout.COMMON_FILE
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match=r"common\.pt: has a wrong CRC"):
+        resharded(source, tmp_path / "b", dp=2)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_interrupted_run_keeps_what_was_there(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    before = resharded(source, tmp_path / "b", tp=2)
+    attempt = manifest_of(before).attempt
+    calls = []
+
+    def fail(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise error
+        return write(*arguments)
+
+    write = streaming._write
+    monkeypatch.setattr(streaming, "_write", fail)
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
+        resharded(source, tmp_path / "b", pp=2)
+    assert manifest_of(before).attempt == attempt
+    assert sorted(path.name for path in before.parent.iterdir()) == ["actor"]
+    monkeypatch.undo()
+    resharded(source, tmp_path / "b", pp=2)
+    assert manifest_of(before).topology.pp == 2
+
+
+# -- roles and paths ---------------------------------------------------------------------------------------
+
+
+def test_a_step_is_resharded_whole_and_a_role_alone(tmp_path: Path) -> None:
+    tensors = tensors_of()
+    for role in ("actor", "critic"):
+        make(tmp_path / "a", tensors, role=role, roles=("actor", "critic"))
+    report = reshard(select(tmp_path / "a"), tmp_path / "b", WantedLayout(tp=2))
+    assert [role.role for role in report.roles] == ["actor", "critic"]
+    (status,) = steps.complete_steps(tmp_path / "b")
+    assert status.committed == {"actor", "critic"}
+    reshard(select(tmp_path / "a" / f"global_steps_{STEP}" / "critic"), tmp_path / "c", WantedLayout(tp=2))
+    (status,) = steps.complete_steps(tmp_path / "c")
+    assert status.committed == status.declared == {"critic"}
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    make(tmp_path / "a", tensors_of(), roles=("actor", "critic"))
+    for source in (tmp_path / "a", tmp_path / "a" / f"global_steps_{STEP}", tmp_path / "none"):
+        with pytest.raises(CheckpointNotFoundError):
+            select(source)
+    role_dir = make(tmp_path / "b", tensors_of())
+    with pytest.raises(CheckpointNotFoundError, match="step 4"):
+        select(tmp_path / "b", 4)
+    with pytest.raises(UnusableLayoutError, match="of step 5, not 4"):
+        select(role_dir, 4)
+
+
+def test_it_does_not_replace_what_it_reads(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    with pytest.raises(UnusableLayoutError, match="read from"):
+        resharded(source, tmp_path / "a", tp=2)
+
+
+def test_megatron_is_not_imported(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    script = (
+        "import sys\nfrom mcore_ckpt.cli.main import main\n"
+        f"status = main(['reshard', {str(source)!r}, {str(tmp_path / 'b')!r}, '--tp', '2', '--json'])\n"
+        "assert not any(name.split('.')[0] == 'megatron' for name in sys.modules), 'megatron'\nsys.exit(status)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    assert len(shapes()) == len(manifest_of(tmp_path / "b" / f"global_steps_{STEP}" / "actor").tensors)

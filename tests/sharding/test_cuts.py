@@ -1,0 +1,152 @@
+"""Cuts by name: against megatron's own axis maps, and against what checkpoints show."""
+
+import pytest
+import torch
+
+from mcore_ckpt.sharding.cuts import Cut, axes_of, find_cut, is_state_space
+from mcore_ckpt.sharding.pipeline import StageLayers, parse_layout
+from mcore_ckpt.sharding.placement import Placement, even_ranges
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sharding.vocabulary import padded_rows
+
+LAYER = "decoder.layers.3."
+MLP = f"{LAYER}mlp."
+ATTENTION = f"{LAYER}self_attention."
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("embedding.word_embeddings.weight", (0,)),
+        ("embedding.position_embeddings.weight", (None,)),
+        ("output_layer.weight", (0,)),
+        ("output_layer.bias", (0,)),
+        ("decoder.final_layernorm.weight", (None,)),
+        (f"{ATTENTION}linear_qkv.weight", (0,)),
+        (f"{ATTENTION}linear_qkv.bias", (0,)),
+        (f"{ATTENTION}linear_qkv.layer_norm_weight", (None,)),
+        (f"{ATTENTION}linear_proj.weight", (1,)),
+        (f"{ATTENTION}linear_proj.bias", (None,)),
+        (f"{ATTENTION}q_layernorm.weight", (None,)),
+        (f"{ATTENTION}core_attention.softmax_offset", (0,)),
+        (f"{ATTENTION}linear_q_proj.weight", (0,)),
+        (f"{ATTENTION}linear_q_up_proj.weight", (0,)),
+        (f"{ATTENTION}linear_q_up_proj.layer_norm_weight", (None,)),
+        (f"{ATTENTION}linear_q_down_proj.weight", (None, 0)),
+        (f"{ATTENTION}linear_kv_down_proj.weight", (None, 0)),
+        (f"{ATTENTION}linear_kv_up_proj.weight", (0,)),
+        (f"{MLP}linear_fc1.weight", (0,)),
+        (f"{MLP}linear_fc1.layer_norm_weight", (None,)),
+        (f"{MLP}linear_fc2.weight", (1,)),
+        (f"{MLP}linear_fc2.bias", (None,)),
+        (f"{MLP}router.weight", (None,)),
+        (f"{MLP}router.expert_bias", (None,)),
+        (f"{MLP}shared_experts.linear_fc1.weight", (0,)),
+        (f"{MLP}shared_experts.linear_fc2.weight", (1,)),
+        (f"{MLP}shared_experts.gate_weight", (None,)),
+        (f"{MLP}experts.local_experts.7.linear_fc1.weight", (0,)),
+        (f"{MLP}experts.local_experts.7.linear_fc2.weight", (1,)),
+        (f"{MLP}experts.linear_fc1.weight7", (0,)),
+        (f"{MLP}experts.linear_fc1.bias7", (0,)),
+        (f"{MLP}experts.linear_fc2.weight17", (1,)),
+        (f"{MLP}experts.linear_fc2.bias17", (None,)),
+        ("mtp.layers.0.eh_proj.weight", (0,)),
+        ("mtp.layers.0.enorm.weight", (None,)),
+        ("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", (1,)),
+    ],
+)
+def test_axes_by_name(name: str, axes: tuple[int | None, ...]) -> None:
+    assert axes_of(name) == axes
+
+
+@pytest.mark.parametrize("name", ["mixer.in_proj.weight", "mixer.conv1d.bias", "mixer.A_log", "mixer.dt_bias"])
+def test_state_space_mixers_are_known_as_such(name: str) -> None:
+    assert is_state_space(LAYER + name)
+    assert not is_state_space(f"{MLP}linear_fc1.weight")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("cut", [Cut(0), Cut(1), Cut(0, 2), Cut(None)])
+def test_parts_make_up_the_whole(cut: Cut, size: int) -> None:
+    seen = {rank: cut.region((16, 8), rank, size) for rank in range(size)}
+    covered = torch.zeros(16, 8, dtype=torch.int64)
+    for region in seen.values():
+        region.check()
+        for box in region.global_boxes():
+            covered[tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))] += 1
+    copies = size if cut.axis is None else 1
+    assert covered.unique().tolist() == [copies]
+
+
+def test_gate_and_up_are_cut_each_by_itself() -> None:
+    region = Cut(0, 2).region((8, 3), 1, 2)
+    assert [(p.local_offset, p.shape, p.global_offset) for p in region.pieces] == [
+        ((0, 0), (2, 3), (2, 0)),
+        ((2, 0), (2, 3), (6, 0)),
+    ]
+
+
+def test_what_a_checkpoint_shows_must_be_what_the_name_says() -> None:
+    columns = {rank: Cut(0).region((8, 6), rank, 2) for rank in range(2)}
+    rows = {rank: Cut(1).region((8, 6), rank, 2) for rank in range(2)}
+    assert find_cut("a.linear_qkv.weight", columns, 2) == Cut(0)
+    assert find_cut("a.linear_q_down_proj.weight", columns, 2) == Cut(0)
+    assert find_cut("a.linear_q_down_proj.weight", dict.fromkeys((0, 1), Region.whole((8, 6))), 2) == Cut(None)
+    assert find_cut("a.linear_fc1.weight", {0: Cut(0, 2).region((8, 6), 0, 1)}, 1) == Cut(0, 2)
+    with pytest.raises(ValueError, match="cut along axis 0, but rank 0 of 2 has"):
+        find_cut("a.linear_qkv.weight", rows, 2)
+    with pytest.raises(ValueError, match="not cut, but rank 0 of 2 has"):
+        find_cut("a.something_new.weight", columns, 2)
+
+
+@pytest.mark.parametrize(("cut", "shape"), [(Cut(0), (9, 4)), (Cut(0, 2), (6, 4)), (Cut(1), (4,))])
+def test_axes_that_do_not_divide(cut: Cut, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot be divided by"):
+        cut.region(shape, 0, 2)
+
+
+@pytest.mark.parametrize(("sizes", "parts"), [([3, 0, 5], 2), ([1], 4), ([], 3), ([10, 7, 1, 30], 5)])
+def test_even_ranges_have_each_element_once(sizes: list[int], parts: int) -> None:
+    ranges = even_ranges(sizes, parts)
+    assert len(ranges) == parts
+    lengths = [sum(stop - start for _, start, stop in part) for part in ranges]
+    assert max(lengths) - min(lengths) <= 1
+    flat = [(number, at) for part in ranges for number, start, stop in part for at in range(start, stop)]
+    assert flat == [(number, at) for number, size in enumerate(sizes) for at in range(size)]
+
+
+def test_where_tensors_are_in_a_pipeline() -> None:
+    stages = {(0, 0): StageLayers((0, 1), ()), (1, 0): StageLayers((2,), ()), (2, 0): StageLayers((), ())}
+    placement = Placement(stages)
+    assert placement.rank_of("embedding.word_embeddings.weight") == 0
+    assert placement.rank_of("decoder.layers.2.mlp.linear_fc1.weight") == 1
+    assert placement.rank_of("decoder.layers.7.mlp.linear_fc1.weight") is None
+    assert placement.rank_of("decoder.final_layernorm.weight") == 2
+    assert placement.rank_of("vision.patch.weight") is None
+    # With MTP the norm stands behind the last layer.
+    with_mtp = Placement({**stages, (2, 0): StageLayers((), (0,))})
+    assert with_mtp.rank_of("decoder.final_layernorm.weight") == 1
+    assert with_mtp.rank_of("mtp.layers.0.eh_proj.weight") == 2
+
+
+@pytest.mark.parametrize("text", ["Et|t*2|t|t*2L", "Ettt|(tt|)*29,m|L", "E|(t|)*3L", "EttL"])
+def test_pipeline_layouts_are_read_as_megatron_reads_them(text: str) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
+    assert parse_layout(text) == tuple(tuple(layer.name for layer in stage) for stage in theirs)
+
+
+@pytest.mark.parametrize("text", ["Ex|L", "t|tL", "Et|t", "EtL|L", ""])
+def test_layouts_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="pipeline layout"):
+        parse_layout(text)
+
+
+def test_padded_rows() -> None:
+    assert padded_rows(131, 2, None, None) == 132
+    assert padded_rows(136, 2, None, None) == 136
+    assert padded_rows(136, 4, 131, 4) == 144
+    assert padded_rows(50304, 2, 50257, None) == 50432
+    with pytest.raises(ValueError, match="131 rows"):
+        padded_rows(131, 2, 132, None)
