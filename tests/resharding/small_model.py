@@ -1,5 +1,6 @@
 """Checkpoints of a small GPT, made and read back without megatron."""
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mcore_ckpt.staging.capture import FileTensors, capture_in_place
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.dtypes import torch_dtype
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
+from mcore_ckpt.storage.files import make_folders, write_file
 from mcore_ckpt.storage.index import Alias
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
 from mcore_ckpt.storage.reader import read_index, read_manifest, read_ranges
@@ -84,6 +86,7 @@ def make(
     role: str = "actor",
     roles: tuple[str, ...] | None = None,
     aliased: bool = False,
+    config: bytes | None = None,
 ) -> Path:
     """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say."""
     role_dir = layout.step_dir(root, STEP) / role
@@ -118,6 +121,11 @@ def make(
         files.append((rank, write_plain(staging, layout.extra_file(0, rank, 0, 0), "extra", extra), False))
     common = pickle_plain({"optimizers": [], "lr_scheduler": None})
     files.append((0, write_plain(staging, layout.COMMON_FILE, "common", common), False))
+    if config is not None:
+        path = f"{layout.HUGGINGFACE_DIR}/config.json"
+        make_folders(staging, path)
+        write_file(staging / path, [config])
+        files.append((0, WrittenFile(path, "huggingface", len(config), zlib.crc32(config)), False))
     manifest = Manifest(
         step=STEP,
         role=role,

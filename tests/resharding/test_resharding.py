@@ -185,12 +185,13 @@ def test_sizes_that_contradict_each_other(sizes: dict[str, int], tmp_path: Path)
 
 
 def test_heads_that_do_not_divide_where_rows_do(tmp_path: Path) -> None:
-    source = make(tmp_path / "a", tensors_of())
-    (source / "huggingface").mkdir()
-    (source / "huggingface" / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1}')
+    config = b'{"num_attention_heads": 2, "num_key_value_heads": 1}'
+    source = make(tmp_path / "a", tensors_of(), config=config)
     with pytest.raises(CheckpointMismatchError, match="2 attention heads cannot be divided among tp = 4"):
         resharded(source, tmp_path / "b", tp=4)
-    resharded(source, tmp_path / "b", tp=2)
+    there = resharded(source, tmp_path / "b", tp=2)
+    assert (there / "huggingface" / "config.json").read_bytes() == config
+    assert [file.path for file in manifest_of(there).files_of("huggingface")] == ["huggingface/config.json"]
 
 
 def test_cuts_that_contradict_their_names(tmp_path: Path) -> None:
@@ -291,6 +292,20 @@ def test_an_interrupted_run_keeps_what_was_there(
     monkeypatch.undo()
     resharded(source, tmp_path / "b", pp=2)
     assert manifest_of(before).topology.pp == 2
+
+
+def test_a_killed_run_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of())
+    script = (
+        "import os\nfrom pathlib import Path\nfrom mcore_ckpt.resharding import reshard as module\n"
+        "from mcore_ckpt.resharding.target import WantedLayout\n"
+        "module.commit.seal = lambda *_: os.kill(os.getpid(), 9)\n"
+        f"module.reshard(module.select(Path({str(source)!r})), Path({str(tmp_path / 'b')!r}), WantedLayout(tp=2))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert not steps.complete_steps(tmp_path / "b")
+    there = resharded(source, tmp_path / "b", tp=2)
+    assert [path.name for path in there.parent.iterdir()] == ["actor"]
 
 
 # -- roles and paths ---------------------------------------------------------------------------------------
