@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -204,9 +205,12 @@ def _new_image(request: WriteRequest) -> PtImage:
         tree[name] = {}
     for write, copy in zip(request.tensors, copies, strict=True):
         branch = tree
-        for part in write.path[:-1]:
+        # A pickle refers back to a string by its identity: else equal states that were loaded and not would make files
+        # that differ.
+        *parents, leaf = map(sys.intern, write.path)
+        for part in parents:
             branch = branch.setdefault(part, {})
-        branch[write.path[-1]] = copy
+        branch[leaf] = copy
     if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
         # torch numbers its records in the order of the tree: slots would go to other tensors.
         raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
