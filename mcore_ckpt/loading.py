@@ -122,14 +122,20 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
 
 
 def _warn_of_new_layout(session: Session, plan: LoadPlan) -> None:
-    if plan.seed is not None and session.agreement.is_coordinator:
-        logger.warning(
-            "%s was saved on %s, this is %s: the random number generators start anew from the saved seed, and each "
-            "rank has the extra_state of the rank whose coordinates are its own modulo the saved sizes",
-            plan.role_dir,
-            plan.manifest.topology,
-            session.topology,
-        )
+    saved, now = plan.manifest.topology, session.topology
+    moved = (saved.cp, saved.dp) != (now.cp, now.dp) or plan.seed is not None
+    if "extra" not in session.config.load_contents or not moved or not session.agreement.is_coordinator:
+        return
+    in_turn = "the rank whose coordinates are its own modulo the saved sizes"
+    generators = f"go on as those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
+    logger.warning(
+        "%s was saved on %s, this is %s: each rank's random number generators %s, and its extra_state is that of %s",
+        plan.role_dir,
+        saved,
+        now,
+        generators,
+        in_turn,
+    )
 
 
 def _load_foreign(session: Session, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
@@ -209,8 +215,11 @@ def _apply_together(session: Session, plan: LoadPlan) -> int:
         return {}
 
     decide(session.agreement, f"loading {plan.role_dir}", work, lambda _: {})
-    broadcast(session, shared)
-    _make_consistent(session)
+    try:
+        broadcast(session, shared)
+        _make_consistent(session)
+    except Exception as error:
+        raise CheckpointError(f"{plan.role_dir}: {type(error).__name__}: {error}") from error
     return nbytes[0]
 
 

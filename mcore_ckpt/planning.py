@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, runs
@@ -29,7 +29,6 @@ from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.dtypes import torch_dtype
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +190,7 @@ def _model_fill(session: Session, shard: LocalShard, sources: Sources) -> Tensor
     wanted = Wanted(shard.key, shard.region, shard.expert, file)
     if shard.key.kind == OPAQUE:
         return _opaque_fill(shard, wanted, sources)
+    _refuse_freed(wanted, shard.tensor)
     fill = _fill(wanted, shard.tensor.dtype, _model_source(wanted, shard, sources), lambda: shard.tensor)
     return replace(fill, replicas=_replicas(session, shard.expert))
 
@@ -216,6 +216,14 @@ def _not_there(wanted: Wanted) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the checkpoint"
     )
+
+
+def _refuse_freed(wanted: Wanted, tensor: torch.Tensor) -> None:
+    """megatron's `offload_to_cpu` (0.16.1) frees the storage below a tensor; its address is then somebody else's."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise UnsupportedError(
+            f"tensor {wanted.key} has no memory: it is offloaded; bring model and optimizer back before load()"
+        )
 
 
 def _opaque_fill(shard: LocalShard, wanted: Wanted, sources: Sources) -> TensorFill | None:
@@ -269,13 +277,21 @@ def _optimizer_fills(
 
 def _param_fill(session: Session, state: ParameterState, sources: Sources) -> TensorFill:
     wanted = _wanted(session, state, PARAM)
+    _refuse_freed(wanted, state.main)
     source = sources.find(wanted)
-    if source is None:
+    if source is None and sources.catalog.files(ShardKey(_stored_name(sources, state.name), MODEL)):
         raise CheckpointMismatchError(
             f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
             "such tensor: the parameter was frozen when it was saved"
         )
+    if source is None:
+        raise _not_there(wanted)
     return _fill(wanted, state.main.dtype, source, lambda: state.main)
+
+
+def _stored_name(sources: Sources, name: str) -> str:
+    key = sources.stored_key(ShardKey(name, MODEL))
+    return name if key is None else key.name
 
 
 def _moment_fill(
@@ -286,6 +302,8 @@ def _moment_fill(
     if source is None:
         raise _not_there(wanted)
     there = state.moments.get(kind)
+    if there is not None:
+        _refuse_freed(wanted, there)
     dtype = torch_dtype(source.dtype) if there is None else there.dtype
     return _fill(wanted, dtype, source, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
 
@@ -318,23 +336,19 @@ def _read_extra(
     session: Session, role_dir: Path, manifest: Manifest
 ) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
     """The generators' state or the seed to start them from, and what the trainer handed over."""
-    at, saved = session.coordinates, manifest.topology
-    place = _saved_place(at, saved)
+    saved = manifest.topology
+    place = saved.place_in_turn(session.coordinates.place)
     path = layout.extra_file(*place)
     extra = None
     if any(file.path == path for file in manifest.files):
         extra = read_plain(role_dir, _record_at(role_dir, manifest, path))
-    rng = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(*place)))
-    # They differ by pipeline and tensor-parallel rank.
-    if (saved.pp, saved.tp) == (session.topology.pp, session.topology.tp) and "torch" in rng:
-        return rng, None, extra
-    first = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(0, 0, 0, 0)))
-    return None, seed_of(first), extra
-
-
-def _saved_place(at: RankCoordinates, saved: Topology) -> tuple[int, int, int, int]:
-    """Whose small files a rank reads: its own, or, of fewer ranks, those of the one it would be in turn."""
-    return at.pp % saved.pp, at.tp % saved.tp, at.cp % saved.cp, at.dp % saved.dp
+    if session.topology.has_generators_of(saved):
+        rng = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(*place)))
+        if "torch" in rng:
+            return rng, None, extra
+    # Of tensor-parallel rank 0: outside of what megatron's tracker covers, these ranks must draw the same.
+    first = _record_at(role_dir, manifest, layout.rng_file(0, 0, *place[2:]))
+    return None, seed_of(read_plain(role_dir, first)), extra
 
 
 def _record_at(role_dir: Path, manifest: Manifest, path: str) -> FileRecord:

@@ -40,11 +40,13 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
     batch: list[TensorFill] = []
     nbytes = 0
     for fill in fills:
-        batch.append(fill)
-        nbytes += fill.target().nbytes
-        if nbytes >= knobs.BROADCAST_BYTES:
+        size = fill.target().nbytes
+        # Alone, a large tensor is sent from where it is; with others it would be copied.
+        if batch and nbytes + size > knobs.BROADCAST_BYTES:
             yield batch
             batch, nbytes = [], 0
+        batch.append(fill)
+        nbytes += size
     if batch:
         yield batch
 

@@ -117,8 +117,10 @@ class Sources:
         key = self.stored_key(ShardKey(name, PARAM))
         if key is None:
             return ()
-        kinds = self.catalog.kinds(key.name, self._by_nearness(key, expert)[0])
-        return tuple(kind for kind in kinds if kind != PARAM)
+        for files in self._by_nearness(key, expert):
+            if kinds := self.catalog.kinds(key.name, files):
+                return tuple(kind for kind in kinds if kind != PARAM)
+        return ()
 
     def _by_nearness(self, key: ShardKey, expert: bool) -> list[list[FileRecord]]:
         """The files of the tensor-parallel ranks that should have this rank's part, then all: for what is cut unlike

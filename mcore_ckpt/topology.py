@@ -51,6 +51,21 @@ class Topology:
         """Whether experts have files of their own: dense and expert ranks are cut differently."""
         return self.ep > 1 or self.etp != self.tp
 
+    def has_generators_of(self, other: Topology) -> bool:
+        """Whether each rank's random number generators can go on where those of the other layout's ranks were.
+
+        megatron seeds them by these ranks (`model_parallel_cuda_manual_seed`, 0.16.1).
+        """
+        return all(getattr(self, size) == getattr(other, size) for size in ("pp", "tp", "ep", "etp"))
+
+    def place_in_turn(self, place: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        """The place (pp, tp, cp, dp) whose small files in this layout a rank gets that is at a place of another layout.
+
+        Its own, or, where there are fewer, that of the rank it would be in turn.
+        """
+        pp, tp, cp, dp = place
+        return pp % self.pp, tp % self.tp, cp % self.cp, dp % self.dp
+
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": self.dp}
         usual = {"vpp": 1, "ep": 1, "etp": self.tp, "optimizer_instances": 1}

@@ -291,7 +291,7 @@ def _report(job: _Job, manifest: Manifest) -> RoleReport:
         written=job.target.topology,
         nbytes=manifest.nbytes,
         files=len(manifest.files),
-        reseeded=job.small.seed is not None,
+        reseeded=bool(job.small.seeded),
     )
 
 

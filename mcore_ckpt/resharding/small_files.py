@@ -31,11 +31,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class SmallFiles:
-    """Files to copy, and the places whose generators start from a seed instead: (path, rank)."""
+    """Files to copy, and the places whose generators start from a seed instead: (path, rank, seed)."""
 
     copies: tuple[Copy, ...]
-    seeded: tuple[tuple[str, int], ...]
-    seed: int | None
+    seeded: tuple[tuple[str, int, int], ...]
 
     @property
     def nbytes(self) -> int:
@@ -45,9 +44,8 @@ class SmallFiles:
 def plan_small_files(role_dir: Path, manifest: Manifest, new: Topology) -> SmallFiles:
     """What of each rank's small files the ranks of the new layout get.
 
-    The generators go on where they were if pipeline and tensor-parallel sizes stay and each new place was there before;
-    all of them start anew otherwise. A rank gets the extra_state of the one whose coordinates are its own modulo the
-    saved sizes, as a load under another layout does.
+    As in a load under another layout: each those of the rank whose coordinates are its own modulo the saved sizes;
+    where generators cannot go on, the saved seed.
 
     Raises:
         CheckpointCorruptError: a file is missing, of another size, or damaged.
@@ -56,30 +54,24 @@ def plan_small_files(role_dir: Path, manifest: Manifest, new: Topology) -> Small
     copies = [Copy(file, file.path, 0) for file in manifest.files if file.kind in ("common", "huggingface")]
     places = [coordinates_of(rank, new).place for rank in range(new.world_size)]
     for rank, place in enumerate(places):
-        if (record := files.get(layout.extra_file(*_saved_place(place, manifest.topology)))) is not None:
+        if (record := files.get(layout.extra_file(*manifest.topology.place_in_turn(place)))) is not None:
             copies.append(Copy(record, layout.extra_file(*place), rank))
-    seeded: list[tuple[str, int]] = []
-    seed = None
-    if manifest.files_of("rng"):
-        generators = [files.get(layout.rng_file(*place)) for place in places]
-        as_saved = (manifest.topology.pp, manifest.topology.tp) == (new.pp, new.tp)
-        if as_saved and all(generators):
-            copies += [Copy(record, record.path, rank) for rank, record in enumerate(generators) if record is not None]
+    seeded: list[tuple[str, int, int]] = []
+    goes_on = new.has_generators_of(manifest.topology)
+    for rank, place in enumerate(places if manifest.files_of("rng") else ()):
+        in_turn = manifest.topology.place_in_turn(place)
+        source = layout.rng_file(*in_turn) if goes_on else layout.rng_file(0, 0, *in_turn[2:])
+        record = files.get(source)
+        if record is None:
+            raise CheckpointCorruptError(f"{role_dir}: the manifest does not list {source}")
+        if goes_on:
+            copies.append(Copy(record, layout.rng_file(*place), rank))
         else:
-            first = files.get(layout.rng_file(0, 0, 0, 0))
-            if first is None:
-                raise CheckpointCorruptError(f"{role_dir}: the manifest does not list {layout.rng_file(0, 0, 0, 0)}")
-            seed = seed_of(read_plain(role_dir, first))
-            seeded = [(layout.rng_file(*place), rank) for rank, place in enumerate(places)]
+            seeded.append((layout.rng_file(*place), rank, seed_of(read_plain(role_dir, record))))
     for copy in copies:
         with open_file(role_dir, copy.record):
             pass
-    return SmallFiles(tuple(copies), tuple(seeded), seed)
-
-
-def _saved_place(place: tuple[int, int, int, int], saved: Topology) -> tuple[int, int, int, int]:
-    pp, tp, cp, dp = place
-    return pp % saved.pp, tp % saved.tp, cp % saved.cp, dp % saved.dp
+    return SmallFiles(tuple(copies), tuple(seeded))
 
 
 def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Iterator[tuple[int, WrittenFile]]:
@@ -93,8 +85,8 @@ def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Itera
         make_folders(staging, copy.path)
         write_file(staging / copy.path, _checked(role_dir, copy.record))
         yield copy.rank, WrittenFile(copy.path, copy.record.kind, copy.record.size, copy.record.crc32)
-    for path, rank in small.seeded:
-        yield rank, write_plain(staging, path, "rng", pickle_plain({"seed": small.seed}))
+    for path, rank, seed in small.seeded:
+        yield rank, write_plain(staging, path, "rng", pickle_plain({"seed": seed}))
 
 
 def _checked(role_dir: Path, record: FileRecord) -> Iterator[bytes]:

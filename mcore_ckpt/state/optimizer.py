@@ -197,10 +197,6 @@ def kind_of(part: OptimizerPart) -> str:
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
 
 
-def trainable_names(model: Sequence[LocalShard]) -> set[str]:
-    return {shard.key.name for shard in model if shard.tensor.requires_grad}
-
-
 # What `kind_of` says of a part without parameters.
 _NO_OPTIMIZER = type(None).__name__
 
@@ -225,9 +221,18 @@ def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any
     """
     for part in parts:
         _check_kind(part, saved)
-    if len(parts) == len(saved):
+    if len(parts) == len(saved) and all(map(_is_of_the_same, parts, saved)):
         return tuple(_match_part(part, [state]) for part, state in zip(parts, saved, strict=True))
     return tuple(_match_part(part, saved) for part in parts)
+
+
+def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
+    """Whether both are of experts, or both of other parameters."""
+    here, there = (
+        {_identity(group)["is_expert_parallel"] for group in groups}
+        for groups in (part.param_groups, saved["param_groups"])
+    )
+    return not here or here == there
 
 
 def _check_kind(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -260,39 +265,52 @@ def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Save
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The saved group of each group of `part`.
 
-    By position where the groups there have the same identity, else by identity alone, as
-    `_filter_and_reorder_param_groups` (0.16.1) does; at last without telling experts from the rest, since which groups
-    there are of experts alone depends on the layout.
+    By position where the groups there have the same identity, as `_filter_and_reorder_param_groups` (0.16.1) does. Else
+    by multipliers alone: which groups are of experts depends on the layout. If that leaves groups of other settings to
+    choose from, by what a user overrides for some parameters, and at last by whether they are of experts.
 
     Raises:
-        CheckpointMismatchError: a group has no saved counterpart, or several.
+        CheckpointMismatchError: a group has no saved counterpart, or several that differ.
     """
     groups = part.param_groups
     if len(groups) == len(saved) and all(_identity(a) == _identity(b) for a, b in zip(groups, saved, strict=True)):
         return list(saved)
-    matched = []
-    for number, group in enumerate(groups):
-        same = [candidate for candidate in saved if _identity(candidate) == _identity(group)]
-        same = same or [candidate for candidate in saved if _rates_of(candidate) == _rates_of(group)]
-        if not same or any(_settings(candidate) != _settings(same[0]) for candidate in same):
-            raise CheckpointMismatchError(
-                f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} "
-                f"counterparts among the {len(saved)} saved groups ({[_identity(g) for g in saved]}): use the same "
-                "weight-decay and learning-rate groups"
-            )
-        matched.append(same[0])
-    return matched
+    return [_counterpart(part, number, saved) for number in range(len(groups))]
+
+
+def _counterpart(part: OptimizerPart, number: int, saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    group = part.param_groups[number]
+    same = [candidate for candidate in saved if _multipliers(candidate) == _multipliers(group)]
+    for alike in (_overrides, _identity):
+        if not _are_alike(same):
+            same = [candidate for candidate in same if alike(candidate) == alike(group)] or same
+    if not same or not _are_alike(same):
+        differing = {key for candidate in same for key in candidate if candidate[key] != same[0].get(key)}
+        raise CheckpointMismatchError(
+            f"param group {number} ({_identity(group)}) of {type(part.inner).__name__} has {len(same)} counterparts "
+            f"among the {len(saved)} saved groups ({[_identity(g) for g in saved]})"
+            f"{f', which differ in {sorted(differing)}' if differing else ''}: use the same weight-decay and "
+            "learning-rate groups"
+        )
+    return min(same, key=lambda candidate: _identity(candidate) != _identity(group))
 
 
 _EXPERTS = ("is_expert_parallel", "pre_is_expert_parallel")
+# What megatron's ParamGroupOverride (0.16.1) may set for some parameters, beside the multipliers.
+_OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "default_config")
 
 
-def _rates_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _are_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
+    settings = [{key: value for key, value in group.items() if key not in _EXPERTS} for group in groups]
+    return all(each == settings[0] for each in settings)
+
+
+def _multipliers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in _identity(group).items() if key not in _EXPERTS}
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _EXPERTS}
+def _overrides(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group.get(key) for key in _OVERRIDES}
 
 
 def _identity(group: Mapping[str, Any]) -> dict[str, Any]:

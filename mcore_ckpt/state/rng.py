@@ -48,8 +48,15 @@ def write_seed(seed: int, step: int, pp: int) -> None:
     torch.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed)
-    if _tracker().get_states():
+    before = dict(_tracker().get_states())
+    if before:
         model_parallel_cuda_manual_seed(seed)
+        fresh = {
+            name: state.get_state() if isinstance(state, torch.Generator) else state
+            for name, state in _tracker().get_states().items()
+        }
+        _tracker().set_states(before)
+        _write_tracker(fresh)
 
 
 def write_rng(state: dict[str, Any]) -> None:

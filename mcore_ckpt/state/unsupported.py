@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.topology import Topology
 
@@ -45,7 +47,7 @@ def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
 
 
-def refuse_unsupported_experts(topology: Topology, model: Iterable[LocalShard]) -> None:
+def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
     """Raises UnsupportedError for experts that are cut unlike dense layers without expert parallelism.
 
     megatron-core 0.16.1 marks experts as expert-parallel only if EP > 1 (`ColumnParallelLinear.__init__`); with EP = 1
@@ -57,6 +59,12 @@ def refuse_unsupported_experts(topology: Topology, model: Iterable[LocalShard]) 
             f"experts with EP=1 and ETP={topology.etp} ≠ TP={topology.tp} are not supported: megatron-core 0.16.1 lets "
             "their replicas drift apart; use ETP = TP, or EP > 1"
         )
+    for shard in model if topology.ep > 1 else ():
+        if shard.expert and shard.key.kind == MODEL and expert_of(shard.key.name) is None:
+            raise UnsupportedError(
+                f"tensor {shard.key} is not one expert's: with expert parallelism it differs between ranks that give "
+                "it the same name; keep adapters out of grouped experts, or use EP = 1"
+            )
 
 
 def refuse_unsupported_optimizer(optimizer: Any) -> None:

@@ -113,12 +113,14 @@ def test_generators_and_extra_state(tmp_path: Path) -> None:
     grown = resharded(source, tmp_path / "c", dp=2)
     manifest = manifest_of(grown)
     seed = int.from_bytes(bytes([7] * 8), "little")
-    assert [read_plain(grown, file) for file in manifest.files_of("rng")] == [{"seed": seed}] * 4
+    assert [read_plain(grown, file)["rank"] for file in manifest.files_of("rng")] == [0, 1, 0, 1]
     extra = {file.path: read_plain(grown, file) for file in manifest.files_of("extra")}
     assert extra[layout.extra_file(0, 1, 0, 1)] == {"rank": 1}
+    other = resharded(source, tmp_path / "e", tp=1, dp=2)
+    assert [read_plain(other, file) for file in manifest_of(other).files_of("rng")] == [{"seed": seed}] * 2
     # From a seed, a seed.
-    again = resharded(grown, tmp_path / "d", tp=1, dp=1)
-    assert [read_plain(again, file) for file in manifest_of(again).files_of("rng")] == [{"seed": seed}]
+    again = resharded(other, tmp_path / "d", tp=2, dp=1)
+    assert [read_plain(again, file) for file in manifest_of(again).files_of("rng")] == [{"seed": seed}] * 2
 
 
 def test_vocabulary_is_padded_anew(tmp_path: Path) -> None:

@@ -281,6 +281,21 @@ def test_experts_that_had_an_optimizer_of_their_own_join_the_dense_one() -> None
     assert as_one.param_groups == (marked(EXPERT), marked(DENSE))
 
 
+def test_groups_that_a_user_told_apart_keep_their_rates() -> None:
+    """Experts with a rate of their own join the dense optimizer, as a group that is not of experts alone."""
+    dense, experts = marked(DENSE) | {"max_lr": 1e-3}, marked(EXPERT) | {"max_lr": 1e-5}
+    here = [DENSE | {"max_lr": 1e-3}, DENSE | {"max_lr": 1e-5}]
+    (one,) = match_parts(chained(here), [saved_part([dense]), saved_part([experts])])
+    assert [group["max_lr"] for group in one.param_groups] == [1e-3, 1e-5]
+    # As many optimizers, but not of the same: both of other parameters than experts.
+    first, second = match_parts(chained(here[:1], here[:1]), [saved_part([dense]), saved_part([experts])])
+    assert [part.param_groups[0]["max_lr"] for part in (first, second)] == [1e-3, 1e-3]
+    with pytest.raises(CheckpointMismatchError, match=r"differ in \['max_lr'\]"):
+        match_parts(
+            chained([DENSE | {"max_lr": 3e-3}, EXPERT]), [saved_part([dense, dense | {"max_lr": 2e-3}, experts])]
+        )
+
+
 def test_experts_that_had_none_take_the_dense_ones() -> None:
     dense, experts = match_parts(
         chained([DENSE, IDENTITIES[1]], [EXPERT]), [saved_part([marked(DENSE), IDENTITIES[1]])]

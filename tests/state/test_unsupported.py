@@ -171,9 +171,19 @@ def test_a_wrapper_configured_for_fsdp_is_refused_and_plain_modules_pass() -> No
     ],
 )
 def test_experts_that_drift_apart_are_refused(topology: Topology, expert: bool, refused: bool) -> None:
-    shard = LocalShard(ShardKey("a", "model"), Region.whole((3,)), torch.zeros(3), expert=expert)
+    name = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
+    shard = LocalShard(ShardKey(name, "model"), Region.whole((3,)), torch.zeros(3), expert=expert)
     if refused:
         with pytest.raises(UnsupportedError, match="EP=1 and ETP=1 ≠ TP=2"):
             refuse_unsupported_experts(topology, [shard])
     else:
         refuse_unsupported_experts(topology, [shard])
+
+
+def test_a_tensor_that_all_experts_of_a_rank_share_is_refused() -> None:
+    """As adapters on grouped experts: each expert-parallel rank has another one under the same name."""
+    name = "decoder.layers.0.mlp.experts.linear_fc1.adapter.weight"
+    shard = LocalShard(ShardKey(name, "model"), Region.whole((3,)), torch.zeros(3), expert=True)
+    refuse_unsupported_experts(Topology(), [shard])
+    with pytest.raises(UnsupportedError, match=r"adapter\.weight is not one expert"):
+        refuse_unsupported_experts(Topology(ep=2), [shard])
