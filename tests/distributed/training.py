@@ -143,7 +143,16 @@ def parallel(layout: Layout) -> Iterator[None]:
         _forget_parallel_state()
 
 
+# The chunks that were built since the process groups were made.
+_built: list[DistributedDataParallel] = []
+
+
 def _forget_parallel_state() -> None:
+    # Hooks on the nodes that accumulate gradients know it (0.16.1), in a ring that goes through C++: no collection of
+    # garbage would free the model, nor the threads of the groups it knows, of which dozens of cases leave thousands.
+    for chunk in _built:
+        chunk.__dict__.clear()
+    _built.clear()
     # destroy_model_parallel drops the groups without destroying them; dozens of cases run in one process,
     # and each gloo group holds threads and sockets.
     groups = parallel_state._global_process_group_list or []
@@ -303,7 +312,9 @@ def _wrap(layout: Layout, config: TransformerConfig, chunk: GPTModel, index: int
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,
     )
-    return DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+    wrapped = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+    _built.append(wrapped)
+    return wrapped
 
 
 def _optimizer_config(layout: Layout) -> OptimizerConfig:
