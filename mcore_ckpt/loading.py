@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,13 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
 )
 from mcore_ckpt.foreign import kinds
-from mcore_ckpt.planning import CommonState, LoadPlan, TensorFill, check_all_used, plan_load
+from mcore_ckpt.planning import LoadPlan, TensorFill, check_all_used, plan_load
 from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
 from mcore_ckpt.session import Session
 from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.model import gather_parameters
-from mcore_ckpt.state.optimizer import OptimizerPart
 from mcore_ckpt.state.rng import write_rng, write_seed
-from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
-from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
 from mcore_ckpt.storage.manifest import FileRecord
@@ -194,7 +192,7 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
     def combine(records: Sequence[Record]) -> Record:
         seen = [{"attempt": record["attempt"]} for record in records]
         same_everywhere(seen, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
-        check_all_used(session, role_dir, [record["used"] for record in records])
+        check_all_used(session, plans[0], [record["used"] for record in records])
         return {}
 
     decide(session.agreement, f"checking {role_dir}", work, combine)
@@ -224,13 +222,15 @@ def _apply_together(session: Session, plan: LoadPlan) -> int:
 
 
 def _apply(session: Session, plan: LoadPlan, fills: Sequence[TensorFill]) -> int:
-    files = {file.path: file for file in plan.manifest.files}
+    files = plan.catalog.by_path
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what still uses the old state must not meet the new one
     with torch.no_grad():
         nbytes = sum(_fill_together(plan.role_dir, files, batch) for batch in _in_batches(fills))
+    for part, state in plan.unstepped:
+        optimizer_state.forget_state(part, state)
     if plan.common is not None:
-        _apply_common(session, plan.common, plan.unstepped)
+        write_common(session.optimizer, session.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
     _apply_rng(session, plan)
     return nbytes
 
@@ -281,20 +281,6 @@ def _apply_rng(session: Session, plan: LoadPlan) -> None:
         write_rng(plan.rng)
     if plan.seed is not None:
         write_seed(plan.seed, plan.manifest.step, session.coordinates.pp)
-
-
-def _apply_common(
-    session: Session, common: CommonState, unstepped: Iterable[tuple[OptimizerPart, ParameterState]]
-) -> None:
-    for part, state in unstepped:
-        optimizer_state.forget_state(part, state)
-    # The scheduler first: loading it sets the groups' rates, from fields it has not all read yet.
-    write_scheduler(session.lr_scheduler, common.lr_scheduler)
-    keep_rates = keeps_own_rates(session.lr_scheduler)
-    for part, saved in zip(optimizer_state.optimizer_parts(session.optimizer), common.optimizers, strict=True):
-        optimizer_state.write_param_groups(part, saved.param_groups, keep_rates)
-        optimizer_state.write_step(part, saved.step)
-        optimizer_state.write_grad_scaler(part, saved.grad_scaler)
 
 
 def _make_consistent(session: Session) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, runs
@@ -27,7 +27,7 @@ from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.dtypes import torch_dtype
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.manifest import Manifest
 from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
 
 
@@ -65,6 +65,7 @@ class LoadPlan:
     """Everything known, checked, and not yet applied.
 
     Attributes:
+        catalog: the checkpoint.
         fills: the tensors of model and optimizer.
         unstepped: parameters that had not been stepped when they were saved.
         rng: the state of the generators; None if they are not loaded, or cannot go on where they were.
@@ -72,8 +73,7 @@ class LoadPlan:
         used: positions in the manifest's list of the tensors this rank takes, as runs: of the model, of the optimizer.
     """
 
-    manifest: Manifest
-    role_dir: Path
+    catalog: Catalog
     fills: tuple[TensorFill, ...]
     unstepped: tuple[tuple[OptimizerPart, ParameterState], ...]
     common: CommonState | None
@@ -81,6 +81,14 @@ class LoadPlan:
     seed: int | None
     extra_state: dict[str, Any] | None
     used: dict[str, list[tuple[int, int]]]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.catalog.manifest
+
+    @property
+    def role_dir(self) -> Path:
+        return self.catalog.role_dir
 
 
 def plan_load(session: Session, role_dir: Path) -> LoadPlan:
@@ -93,14 +101,13 @@ def plan_load(session: Session, role_dir: Path) -> LoadPlan:
     manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
     try:
         _check_contents(session, manifest)
-        return _plan(session, role_dir, manifest)
+        return _plan(session, Catalog(role_dir, manifest))
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{role_dir}: {error}{_note(session, manifest)}") from error
 
 
-def _plan(session: Session, role_dir: Path, manifest: Manifest) -> LoadPlan:
+def _plan(session: Session, catalog: Catalog) -> LoadPlan:
     wanted = session.config.load_contents
-    catalog = Catalog(role_dir, manifest)
     sources = Sources(catalog, session.topology, session.coordinates, session.vocab_size)
     model = read_model(session.chunks)
     by_part = _states(session, model)
@@ -110,17 +117,17 @@ def _plan(session: Session, role_dir: Path, manifest: Manifest) -> LoadPlan:
     if "model" in wanted:
         fills += [fill for shard in model if (fill := _model_fill(session, shard, sources)) is not None]
     if "optimizer" in wanted:
-        common = _read_common(session, role_dir, manifest)
+        common = _read_common(session, catalog)
         optimizer_fills, unstepped = _optimizer_fills(session, by_part, sources)
         fills += optimizer_fills
     if "extra" in wanted:
-        rng, seed, extra = _read_extra(session, role_dir, manifest)
-    _check_sizes(role_dir, manifest, fills)
+        rng, seed, extra = _read_extra(session, catalog)
+    _check_sizes(catalog, fills)
     used = {
         "model": _positions(sources, [shard.key for shard in model] if "model" in wanted else []),
         "optimizer": _positions(sources, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
     }
-    return LoadPlan(manifest, role_dir, tuple(fills), tuple(unstepped), common, rng, seed, extra, used)
+    return LoadPlan(catalog, tuple(fills), tuple(unstepped), common, rng, seed, extra, used)
 
 
 def _positions(sources: Sources, keys: Iterable[ShardKey]) -> list[tuple[int, int]]:
@@ -128,34 +135,33 @@ def _positions(sources: Sources, keys: Iterable[ShardKey]) -> list[tuple[int, in
     return runs(sources.catalog.positions[key.name] for key in stored if key is not None)
 
 
-def check_all_used(session: Session, role_dir: Path, used: Sequence[dict[str, Any]]) -> None:
+def check_all_used(session: Session, plan: LoadPlan, used: Sequence[dict[str, Any]]) -> None:
     """What the checkpoint holds and no rank takes would be lost without a word.
 
     Args:
-        session: rank 0's.
-        role_dir: the checkpoint.
+        session, plan: rank 0's.
         used: what each rank's plan says.
 
     Raises:
         CheckpointMismatchError: names such a tensor.
     """
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
-    catalog = Catalog(role_dir, manifest)
+    catalog = plan.catalog
     for contents, kind, reason in (
         ("model", MODEL, "wanted no such tensor"),
         ("optimizer", PARAM, "wanted no such state, for no rank trains the parameter (is it frozen now?)"),
     ):
         if contents not in session.config.load_contents:
             continue
-        taken = {at for plan in used for first, last in plan[contents] for at in range(first, last + 1)}
-        for position, name in enumerate(manifest.tensors):
+        taken = {at for taker in used for first, last in taker[contents] for at in range(first, last + 1)}
+        for position, name in enumerate(plan.manifest.tensors):
             key = ShardKey(name, kind)
             files = [] if position in taken or name.endswith(EXTRA_STATE) else catalog.files(key)
             if files:
                 found = catalog.shards(key, files[:1])
                 described = f", found {found[0].region.describe()}" if found else ""
                 raise CheckpointMismatchError(
-                    f"{role_dir}: {files[0].path}: tensor {key}: {reason}{described}{_note(session, manifest)}"
+                    f"{plan.role_dir}: {files[0].path}: tensor {key}: {reason}{described}"
+                    f"{_note(session, plan.manifest)}"
                 )
 
 
@@ -279,7 +285,8 @@ def _param_fill(session: Session, state: ParameterState, sources: Sources) -> Te
     wanted = _wanted(session, state, PARAM)
     _refuse_freed(wanted, state.main)
     source = sources.find(wanted)
-    if source is None and sources.catalog.files(ShardKey(_stored_name(sources, state.name), MODEL)):
+    in_model = sources.stored_key(ShardKey(state.name, MODEL))
+    if source is None and in_model is not None and sources.catalog.files(in_model):
         raise CheckpointMismatchError(
             f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
             "such tensor: the parameter was frozen when it was saved"
@@ -287,11 +294,6 @@ def _param_fill(session: Session, state: ParameterState, sources: Sources) -> Te
     if source is None:
         raise _not_there(wanted)
     return _fill(wanted, state.main.dtype, source, lambda: state.main)
-
-
-def _stored_name(sources: Sources, name: str) -> str:
-    key = sources.stored_key(ShardKey(name, MODEL))
-    return name if key is None else key.name
 
 
 def _moment_fill(
@@ -313,8 +315,8 @@ def _wanted(session: Session, state: ParameterState, kind: str) -> Wanted:
     return Wanted(ShardKey(state.name, kind), state.region, state.expert, file)
 
 
-def _read_common(session: Session, role_dir: Path, manifest: Manifest) -> CommonState:
-    common = read_plain(role_dir, _record_at(role_dir, manifest, layout.COMMON_FILE))
+def _read_common(session: Session, catalog: Catalog) -> CommonState:
+    common = read_plain(catalog.role_dir, catalog.file(layout.COMMON_FILE))
     parts = optimizer_state.optimizer_parts(session.optimizer)
     optimizers = optimizer_state.match_parts(parts, common["optimizers"])
     check_scheduler(session.lr_scheduler, common["lr_scheduler"])
@@ -324,35 +326,23 @@ def _read_common(session: Session, role_dir: Path, manifest: Manifest) -> Common
 # -- the rest ----------------------------------------------------------------------------------------------
 
 
-def _check_sizes(role_dir: Path, manifest: Manifest, fills: Iterable[TensorFill]) -> None:
+def _check_sizes(catalog: Catalog, fills: Iterable[TensorFill]) -> None:
     """Finds missing and cut files while nothing has changed yet."""
-    files = {file.path: file for file in manifest.files}
     for path in {read.stored.file for fill in fills for read in fill.reads}:
-        with open_file(role_dir, files[path]):
+        with open_file(catalog.role_dir, catalog.file(path)):
             pass
 
 
-def _read_extra(
-    session: Session, role_dir: Path, manifest: Manifest
-) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
+def _read_extra(session: Session, catalog: Catalog) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
     """The generators' state or the seed to start them from, and what the trainer handed over."""
-    saved = manifest.topology
+    role_dir, saved = catalog.role_dir, catalog.manifest.topology
     place = saved.place_in_turn(session.coordinates.place)
-    path = layout.extra_file(*place)
-    extra = None
-    if any(file.path == path for file in manifest.files):
-        extra = read_plain(role_dir, _record_at(role_dir, manifest, path))
+    handed_over = catalog.by_path.get(layout.extra_file(*place))
+    extra = None if handed_over is None else read_plain(role_dir, handed_over)
     if session.topology.has_generators_of(saved):
-        rng = read_plain(role_dir, _record_at(role_dir, manifest, layout.rng_file(*place)))
+        rng = read_plain(role_dir, catalog.file(layout.rng_file(*place)))
         if "torch" in rng:
             return rng, None, extra
     # Of tensor-parallel rank 0: outside of what megatron's tracker covers, these ranks must draw the same.
-    first = _record_at(role_dir, manifest, layout.rng_file(0, 0, *place[2:]))
+    first = catalog.file(layout.rng_file(0, 0, *place[2:]))
     return None, seed_of(read_plain(role_dir, first)), extra
-
-
-def _record_at(role_dir: Path, manifest: Manifest, path: str) -> FileRecord:
-    for file in manifest.files:
-        if file.path == path:
-            return file
-    raise CheckpointCorruptError(f"{role_dir / layout.MANIFEST_FILE}: does not list {path}")

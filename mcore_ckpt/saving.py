@@ -287,12 +287,7 @@ def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
 
 
 def _update_tracker(session: Session, step: int) -> None:
-    """The checkpoint is in place: a failure here is told, but is not the save's."""
-    try:
-        newest = steps.update_tracker(session.root)
-    except OSError as error:
-        logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
-        return
+    newest = steps.move_tracker(session.root)
     if newest is not None and newest > step:
         logger.warning(
             "step %d is saved, but load() takes the newer step %d: delete that one to go on from here", step, newest

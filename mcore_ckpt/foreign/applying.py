@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.session import Session
+from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.model import read_model
-from mcore_ckpt.state.optimizer import OptimizerPart
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
 from mcore_ckpt.state.rng import write_rng
-from mcore_ckpt.state.scheduler import check_scheduler, keeps_own_rates, write_scheduler
+from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.storage.agreement import Record, decide
 
-PARAM = "param"
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 
 
@@ -61,15 +62,6 @@ class LoadedParameter:
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedPart:
-    """What the parameters of one chained optimizer share; None for what the checkpoint does not have."""
-
-    step: int | float
-    param_groups: Sequence[Mapping[str, Any]] | None
-    grad_scaler: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, eq=False)
 class ForeignState:
     """All that this rank has read. Nothing has changed yet.
 
@@ -86,7 +78,7 @@ class ForeignState:
     nbytes: int
     weights: tuple[LoadedModelTensor, ...] = ()
     parameters: tuple[LoadedParameter, ...] = ()
-    parts: tuple[LoadedPart, ...] = ()
+    parts: tuple[SavedPart, ...] = ()
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
     told: Record | None = None
@@ -109,10 +101,8 @@ def load_together(
     states: list[ForeignState] = []
 
     def look() -> Record:
-        state = read()
-        _check(session, path, state)
-        states.append(state)
-        return state.told or {}
+        states.append(_checked(session, path, read()))
+        return states[0].told or {}
 
     def write() -> Record:
         _apply(session, states[0])
@@ -184,14 +174,20 @@ def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
 # -- checks ------------------------------------------------------------------------------------------------
 
 
-def _check(session: Session, path: Path, state: ForeignState) -> None:
+def _checked(session: Session, path: Path, state: ForeignState) -> ForeignState:
+    """The state, its param groups in the order of this optimizer's."""
     if "optimizer" not in session.config.load_contents:
-        return
+        return state
     _check_against_weights(path, state)
     check_scheduler(session.lr_scheduler, state.scheduler)
-    for part, loaded in zip(optimizer_state.optimizer_parts(session.optimizer), state.parts, strict=True):
-        if loaded.param_groups is not None:
-            optimizer_state.match_groups(part, loaded.param_groups)
+    parts = optimizer_state.optimizer_parts(session.optimizer)
+    return replace(state, parts=tuple(map(_matched, parts, state.parts)))
+
+
+def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
+    if saved.param_groups is None:
+        return saved
+    return replace(saved, param_groups=optimizer_state.match_groups(part, saved.param_groups))
 
 
 def _check_against_weights(path: Path, state: ForeignState) -> None:
@@ -242,7 +238,7 @@ def _apply(session: Session, state: ForeignState) -> None:
         for parameter in state.parameters:
             _apply_parameter(parameter)
     if "optimizer" in contents:
-        _apply_parts(session, state)
+        write_common(session.optimizer, session.lr_scheduler, state.parts, state.scheduler)
     if state.rng is not None:
         write_rng(state.rng)
 
@@ -258,18 +254,6 @@ def _apply_parameter(parameter: LoadedParameter) -> None:
         if kind not in moments:
             moments[kind] = torch.empty_like(main, dtype=loaded.dtype, requires_grad=False)
         moments[kind].copy_(loaded.view(main.shape))
-
-
-def _apply_parts(session: Session, state: ForeignState) -> None:
-    # The scheduler first: loading it sets the groups' rates, from fields it has not all read yet.
-    write_scheduler(session.lr_scheduler, state.scheduler)
-    keep_rates = keeps_own_rates(session.lr_scheduler)
-    for part, loaded in zip(optimizer_state.optimizer_parts(session.optimizer), state.parts, strict=True):
-        if loaded.param_groups is not None:
-            groups = optimizer_state.match_groups(part, loaded.param_groups)
-            optimizer_state.write_param_groups(part, groups, keep_rates)
-        optimizer_state.write_step(part, loaded.step)
-        optimizer_state.write_grad_scaler(part, loaded.grad_scaler)
 
 
 # -- places in megatron's buffers --------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt import layout
+from mcore_ckpt.storage.pt_image import INDEX_RECORD
 
 ForeignKind = Literal["verl_ranks", "torch_dist"]
 
@@ -17,7 +18,6 @@ TORCH_DIST_CONFIG = "metadata.json"
 # verl's trees: one folder, and since its layout 2 one for each of these.
 _VERL_TREES = ("model", "optimizer", "extra")
 _MODEL_FILES = ("model.pt", "model_states.pt")
-_OUR_INDEX = "/.mcore_ckpt/index.json"  # docs/format.md
 _RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
 
@@ -74,7 +74,7 @@ def _has_our_index(file: Path) -> bool:
     """A folder of ours whose manifest is gone is no checkpoint, and nobody else's either."""
     try:
         with zipfile.ZipFile(file) as archive:
-            return any(name.endswith(_OUR_INDEX) for name in archive.namelist())
+            return INDEX_RECORD in archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False
 

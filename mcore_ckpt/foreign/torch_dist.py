@@ -22,13 +22,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.foreign.applying import (
     KINDS,
-    PARAM,
     BucketRange,
     ForeignLoad,
     ForeignState,
     LoadedModelTensor,
     LoadedParameter,
-    LoadedPart,
     OwnedParameter,
     bucket_ranges,
     load_together,
@@ -39,8 +37,9 @@ from mcore_ckpt.foreign.applying import (
 from mcore_ckpt.foreign.kinds import step_of, torch_dist_folders
 from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
 from mcore_ckpt.session import Session
+from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state.model import unwrap
-from mcore_ckpt.state.optimizer import OptimizerPart, optimizer_parts
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
 from mcore_ckpt.storage.agreement import Record, same_everywhere
 
 _FULLY_RESHARDABLE = "fully_reshardable"
@@ -185,7 +184,7 @@ def _with_optimizer(
     weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
     sharded = {id(entry.live): entry.sharded for entry in entries}
     parameters: list[LoadedParameter] = []
-    loaded: list[LoadedPart] = []
+    loaded: list[SavedPart] = []
     parts = optimizer_parts(session.optimizer)
     for number, part in enumerate(parts):
         mine = [parameter for parameter in owned if parameter.part.megatron is part.megatron]
@@ -287,10 +286,10 @@ def _dtype_of(owned: OwnedParameter, kind: str) -> torch.dtype:
     return torch.float32 if there is None else there.dtype
 
 
-def _shared_by_group(session: Session, source: _Source) -> LoadedPart:
+def _shared_by_group(session: Session, source: _Source) -> SavedPart:
     """Of `dp_reshardable`: param groups and scaler are stored for each data-parallel group."""
     if source.part.inner is None:
-        return LoadedPart(0, None, None)
+        return SavedPart(None, 0, None)
     key = source.group_key
     optimizer = source.files.read_object(f"{key}.optimizer/shard_0_1")
     scaler_keys = source.files.object_keys(f"{key}.grad_scaler/")
@@ -300,10 +299,10 @@ def _shared_by_group(session: Session, source: _Source) -> LoadedPart:
 
 def _shared_by_all(
     session: Session, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]], part: OptimizerPart
-) -> LoadedPart:
+) -> SavedPart:
     """Of `fully_reshardable`: param groups and scaler are rank 0's, of chained parts that may be others here."""
     if part.inner is None:
-        return LoadedPart(0, None, None)
+        return SavedPart(None, 0, None)
     loaded = _loaded_part(session, files, saved)
     return replace(loaded, param_groups=_groups_for(part, loaded.param_groups or ()))
 
@@ -315,7 +314,7 @@ def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequ
     return [group for group in saved if bool(group.get(field)) == wanted] or [{**g, field: wanted} for g in saved]
 
 
-def _loaded_part(session: Session, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> LoadedPart:
+def _loaded_part(session: Session, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> SavedPart:
     groups = [group for state in saved for group in (state.get("optimizer") or {}).get("param_groups", ())]
     if not groups:
         raise CheckpointMismatchError(f"{files.path}: has no param groups of the optimizer")
@@ -325,7 +324,7 @@ def _loaded_part(session: Session, files: TorchDistFiles, saved: Sequence[Mappin
     step = steps.pop() if steps else step_missing(session, str(files.path))
     fields = [{key: value for key, value in group.items() if key not in ("step", "params")} for group in groups]
     scalers = [state["grad_scaler"] for state in saved if state.get("grad_scaler")]
-    return LoadedPart(step, fields, scalers[0] if scalers else None)
+    return SavedPart(fields, step, scalers[0] if scalers else None)
 
 
 # -- random states -----------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from mcore_ckpt.foreign.applying import (
     ForeignState,
     LoadedModelTensor,
     LoadedParameter,
-    LoadedPart,
     OwnedParameter,
     bucket_ranges,
     load_together,
@@ -34,7 +33,7 @@ from mcore_ckpt.foreign.kinds import model_file, rank_dirs, step_of
 from mcore_ckpt.foreign.pickles import load_safely
 from mcore_ckpt.session import Session
 from mcore_ckpt.state.model import unwrap
-from mcore_ckpt.state.optimizer import OptimizerPart, optimizer_parts
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
 from mcore_ckpt.storage.agreement import Record, decide
 from mcore_ckpt.topology import RankCoordinates, Topology
 
@@ -89,12 +88,12 @@ def _read(session: Session, path: Path, writers: _Writers) -> ForeignState:
     contents = session.config.load_contents
     weights = tuple(_read_model(session, path))
     parameters: tuple[LoadedParameter, ...] = ()
-    parts: tuple[LoadedPart, ...] = ()
+    parts: tuple[SavedPart, ...] = ()
     scheduler = rng = None
     if "optimizer" in contents:
         step = step_missing(session, f"{path / 'optim'}")
         parameters = tuple(_read_optimizer(session, path, writers))
-        parts = tuple(LoadedPart(step, None, None) for _ in optimizer_parts(session.optimizer))
+        parts = tuple(SavedPart(None, step, None) for _ in optimizer_parts(session.optimizer))
         scheduler = _read_scheduler(path)
     if "extra" in contents:
         rng = _read_rng(session, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +27,6 @@ from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encod
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.topology import Topology, coordinates_of
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -187,7 +184,7 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
         check_heads(source, tensors, manifest.topology, target.topology)
         planner = Planner(catalog, tensors, target, wanted)
         files = planner.files()
-        small = plan_small_files(source, manifest, target.topology)
+        small = plan_small_files(catalog, target.topology)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
     return _Job(manifest, source, role_dir, target, planner, files, small)
@@ -221,7 +218,7 @@ def _write_all(jobs: Sequence[_Job], root: Path, progress: Progress) -> list[Rol
         for _, staging in staged:
             commit.discard(staging)
         raise
-    _update_tracker(root)
+    steps.move_tracker(root)
     return reports
 
 
@@ -293,11 +290,3 @@ def _report(job: _Job, manifest: Manifest) -> RoleReport:
         files=len(manifest.files),
         reseeded=bool(job.small.seeded),
     )
-
-
-def _update_tracker(root: Path) -> None:
-    """The checkpoint is in place: a failure here is told, but is not the run's."""
-    try:
-        steps.update_tracker(root)
-    except OSError as error:
-        logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)

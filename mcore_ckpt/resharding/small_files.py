@@ -10,8 +10,9 @@ from pathlib import Path
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.state.rng import seed_of
+from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.files import make_folders, read_exact, write_file
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.storage.reader import open_file, read_plain
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.storage.writer import pickle_plain, write_plain
@@ -41,7 +42,7 @@ class SmallFiles:
         return sum(copy.record.size for copy in self.copies)
 
 
-def plan_small_files(role_dir: Path, manifest: Manifest, new: Topology) -> SmallFiles:
+def plan_small_files(catalog: Catalog, new: Topology) -> SmallFiles:
     """What of each rank's small files the ranks of the new layout get.
 
     As in a load under another layout: each those of the rank whose coordinates are its own modulo the saved sizes;
@@ -50,20 +51,17 @@ def plan_small_files(role_dir: Path, manifest: Manifest, new: Topology) -> Small
     Raises:
         CheckpointCorruptError: a file is missing, of another size, or damaged.
     """
-    files = {file.path: file for file in manifest.files}
+    role_dir, manifest = catalog.role_dir, catalog.manifest
     copies = [Copy(file, file.path, 0) for file in manifest.files if file.kind in ("common", "huggingface")]
     places = [coordinates_of(rank, new).place for rank in range(new.world_size)]
     for rank, place in enumerate(places):
-        if (record := files.get(layout.extra_file(*manifest.topology.place_in_turn(place)))) is not None:
+        if (record := catalog.by_path.get(layout.extra_file(*manifest.topology.place_in_turn(place)))) is not None:
             copies.append(Copy(record, layout.extra_file(*place), rank))
     seeded: list[tuple[str, int, int]] = []
     goes_on = new.has_generators_of(manifest.topology)
     for rank, place in enumerate(places if manifest.files_of("rng") else ()):
         in_turn = manifest.topology.place_in_turn(place)
-        source = layout.rng_file(*in_turn) if goes_on else layout.rng_file(0, 0, *in_turn[2:])
-        record = files.get(source)
-        if record is None:
-            raise CheckpointCorruptError(f"{role_dir}: the manifest does not list {source}")
+        record = catalog.file(layout.rng_file(*in_turn) if goes_on else layout.rng_file(0, 0, *in_turn[2:]))
         if goes_on:
             copies.append(Copy(record, layout.rng_file(*place), rank))
         else:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from mcore_ckpt.sharding.regions import Box, Region, Shape, flat_to_boxes
+from mcore_ckpt.sharding.regions import Box, Region, Shape
 
 
 class Rows(NamedTuple):
@@ -91,19 +91,10 @@ def overlap(wanted: Region, stored: Sequence[Region]) -> Overlap:
 @lru_cache(maxsize=1 << 14)
 def _placed(region: Region) -> tuple[_Placed, ...]:
     strides = _strides(region.local_shape)
-    placed = []
-    for cut in flat_to_boxes(region.local_shape, *region.flat):
-        for piece in region.pieces:
-            common = cut.intersect(Box(piece.local_offset, piece.shape))
-            if common is None:
-                continue
-            position = sum(map(int.__mul__, common.offset, strides)) - region.flat[0]
-            offset = tuple(
-                at - low + start
-                for at, low, start in zip(common.offset, piece.local_offset, piece.global_offset, strict=True)
-            )
-            placed.append(_Placed(Box(offset, common.shape), position, strides))
-    return tuple(placed)
+    return tuple(
+        _Placed(box, sum(map(int.__mul__, local.offset, strides)) - region.flat[0], strides)
+        for local, box in region.boxes()
+    )
 
 
 def _strides(shape: Shape) -> Shape:

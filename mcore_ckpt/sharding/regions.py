@@ -129,9 +129,9 @@ class Region:
             and self.pieces == other.pieces
         )
 
-    def global_boxes(self) -> list[Box]:
-        """The boxes of the global tensor this region covers, in the order of the flat range cut by pieces."""
-        boxes = []
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """The boxes this region covers, of the local tensor and of the global one, in the order of the flat range cut
+        by pieces."""
         for cut in flat_to_boxes(self.local_shape, *self.flat):
             for piece in self.pieces:
                 common = cut.intersect(Box(piece.local_offset, piece.shape))
@@ -140,8 +140,7 @@ class Region:
                         at - low + start
                         for at, low, start in zip(common.offset, piece.local_offset, piece.global_offset, strict=True)
                     )
-                    boxes.append(Box(tuple(moved), common.shape))
-        return boxes
+                    yield common, Box(tuple(moved), common.shape)
 
     def check(self) -> None:
         """Raises ValueError unless the pieces tile the local tensor, lie in the global one, and the range fits."""

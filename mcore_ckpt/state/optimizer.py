@@ -203,9 +203,12 @@ _NO_OPTIMIZER = type(None).__name__
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What is saved of one chained optimizer beside its tensors, in the order of its own groups."""
+    """What is saved of one chained optimizer beside its tensors.
 
-    param_groups: tuple[Mapping[str, Any], ...]
+    `param_groups`: in the order of this optimizer's own (match_groups); None: they stay as they are.
+    """
+
+    param_groups: Sequence[Mapping[str, Any]] | None
     step: float | int | None
     grad_scaler: Mapping[str, Any] | None
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey, StoredShard
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import read_index
@@ -32,7 +34,7 @@ class Catalog:
 
     def __init__(self, role_dir: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._role_dir = role_dir
+        self.role_dir = role_dir
         self._opened: dict[str, _Opened] = {}
 
     @cached_property
@@ -53,12 +55,15 @@ class Catalog:
         return model, optimizer
 
     @cached_property
-    def _by_path(self) -> dict[str, FileRecord]:
+    def by_path(self) -> dict[str, FileRecord]:
+        """The manifest's records of all files."""
         return {file.path: file for file in self.manifest.files}
 
     def file(self, path: str) -> FileRecord:
-        """The manifest's record of a file."""
-        return self._by_path[path]
+        """The manifest's record of a file that should be there. Raises CheckpointCorruptError if it is not listed."""
+        if path not in self.by_path:
+            raise CheckpointCorruptError(f"{self.role_dir / layout.MANIFEST_FILE}: does not list {path}")
+        return self.by_path[path]
 
     def files(self, key: ShardKey) -> list[FileRecord]:
         """The files that may hold a shard: the model's for model tensors, the optimizer's for the rest."""
@@ -83,7 +88,7 @@ class Catalog:
     def _open(self, file: FileRecord) -> _Opened:
         opened = self._opened.get(file.path)
         if opened is None:
-            index = read_index(self._role_dir, file)
+            index = read_index(self.role_dir, file)
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
             opened = _Opened({shard.key: shard for shard in index.shards}, aliases, _kinds(index.shards))
             self._opened[file.path] = opened

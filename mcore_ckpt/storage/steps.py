@@ -121,6 +121,15 @@ def update_tracker(root: Path) -> int | None:
     return newest
 
 
+def move_tracker(root: Path) -> int | None:
+    """`update_tracker` behind a commit: the checkpoint is in place, so a failure here is told and is not the save's."""
+    try:
+        return update_tracker(root)
+    except OSError as error:
+        logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
+        return None
+
+
 def warn_if_tracker_differs(root: Path, newest: int) -> None:
     tracked = read_tracker(root)
     if tracked is not None and tracked != newest:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from agreement import gather
-from training import Training
+from training import Step, Training
 
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Region
@@ -43,6 +43,13 @@ def assert_same_state(found: GlobalState, wanted: GlobalState) -> None:
     assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:6]
     differing = [name for name in wanted if not _same(found[name], wanted[name])]
     assert not differing, f"{len(differing)} of {len(wanted)} differ: {differing[:5]}"
+
+
+def loss_and_norm(step: Step) -> list[float]:
+    """Mean loss over all that see one, and the gradient norm, which is everywhere the same. Collective."""
+    losses = [loss for losses in gather(step.losses) for loss in losses]
+    assert step.grad_norm is not None
+    return [sum(losses) / len(losses), step.grad_norm]
 
 
 def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather
+from agreement import everywhere
 from checkpointing import manager_of, save
-from global_state import assert_same_state, global_state
+from global_state import assert_same_state, global_state, loss_and_norm
 from snapshot import poison
-from training import Layout, Step, Training, build, parallel, train
+from training import Layout, Training, build, parallel, train
 
 
 def main(root: Path, what: str, source: str, target: str, layout: Layout) -> None:
@@ -24,12 +24,12 @@ def main(root: Path, what: str, source: str, target: str, layout: Layout) -> Non
             train(training, 0, 2)
             keep(root / "state.pt", global_state(training))
             save(training, root / target, 2)
-            keep(root / "next.pt", shown(train(training, 2, 3)[0]))
+            keep(root / "next.pt", loss_and_norm(train(training, 2, 3)[0]))
         else:
             load(training, root / source, root / "state.pt")
             save(training, root / target, 2)
             (step,) = train(training, 2, 3)
-            found, wanted = torch.tensor(shown(step)), torch.tensor(torch.load(root / "next.pt"))
+            found, wanted = torch.tensor(loss_and_norm(step)), torch.tensor(torch.load(root / "next.pt"))
             with everywhere():
                 # Gradients are added in another order where there are more or fewer replicas.
                 torch.testing.assert_close(found, wanted, rtol=0 if what == "resume" else 2e-5, atol=0)
@@ -49,13 +49,6 @@ def load(training: Training, source: Path, state: Path) -> None:
 def keep(path: Path, value: object) -> None:
     if dist.get_rank() == 0:
         torch.save(value, path)
-
-
-def shown(step: Step) -> list[float]:
-    """Mean loss and gradient norm."""
-    losses = [loss for losses in gather(step.losses) for loss in losses]
-    assert step.grad_norm is not None
-    return [sum(losses) / len(losses), step.grad_norm]
 
 
 if __name__ == "__main__":

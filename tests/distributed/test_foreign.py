@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import refusals
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather, raised_everywhere
+from agreement import everywhere, gather
 from checkpointing import manager_of
 from foreign_checkpoints import STEP, save_as, save_torch_dist, save_verl_ranks, seed_replicas_alike
 from layouts import LAYOUTS
@@ -69,18 +70,7 @@ def without(entries: Snapshot, *words: str) -> Snapshot:
 
 
 def refused(training: Training, folder: Path, expected: type[CheckpointError], **config: Any) -> list[str]:
-    """Each rank's message of a load that must fail, and must not have touched the training."""
-    before = snapshot(training)
-    error = None
-    try:
-        load(training, folder, **config)
-    except CheckpointError as raised:
-        error = raised
-    messages = raised_everywhere(expected, error)
-    after = snapshot(training)
-    with everywhere():
-        assert_same(after, before)
-    return messages
+    return refusals.refused(training, lambda: load(training, folder, **config), expected)
 
 
 def formats(names: tuple[str, ...], forms: tuple[str, ...] = FORMATS) -> list[Any]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import refusals
 import torch
 import torch.distributed as dist
 from agreement import everywhere, gather, raised_everywhere
 from checkpointing import manager_of, save
 from layouts import LAYOUTS
-from snapshot import assert_same, snapshot
+from refusals import assert_names
 from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import (
@@ -33,25 +34,11 @@ RNG = "rng_states/rng_states_pp0_tp0_cp0_dp1.pt"
 
 
 def refused(training: Training, root: Path, expected: type[CheckpointError], **choice: Any) -> list[str]:
-    """Each rank's message of a load that must fail, and must not have touched the training."""
-    before = snapshot(training)
     manager = manager_of(training, root)
-    error = None
     try:
-        manager.load(**choice)
-    except CheckpointError as raised:
-        error = raised
-    manager.close()
-    messages = raised_everywhere(expected, error)
-    after = snapshot(training)
-    with everywhere():
-        assert_same(after, before)
-    return messages
-
-
-def assert_names(messages: list[str], *patterns: str) -> None:
-    missing = [(pattern, text) for text in messages for pattern in patterns if not re.search(pattern, text)]
-    assert not missing, f"the message does not say {missing[0][0]!r}: {missing[0][1]}"
+        return refusals.refused(training, lambda: manager.load(**choice), expected)
+    finally:
+        manager.close()
 
 
 @pytest.mark.world(2)

@@ -93,7 +93,7 @@ def test_global_boxes_are_where_the_pieces_put_the_elements(region: Region) -> N
     for piece in region.pieces:
         moved = positions(region.global_shape)[slices(piece.global_offset, piece.shape)]
         in_global[slices(piece.local_offset, piece.shape)] = moved
-    covered = [position for box in region.global_boxes() for position in elements(box, region.global_shape)]
+    covered = [position for _, box in region.boxes() for position in elements(box, region.global_shape)]
     assert covered == in_global.reshape(-1)[slice(*region.flat)].tolist()
     assert region.numel == len(covered)
     assert region.is_full_local == (region.numel == prod(region.local_shape))
@@ -104,7 +104,7 @@ def test_global_boxes_are_cut_where_pieces_stand_side_by_side() -> None:
     pieces = (Piece((0, 0), (2, 1), (0, 0)), Piece((0, 1), (2, 1), (0, 5)))
     region = Region((2, 6), (2, 2), pieces, (0, 4))
     region.check()
-    covered = [position for box in region.global_boxes() for position in elements(box, (2, 6))]
+    covered = [position for _, box in region.boxes() for position in elements(box, (2, 6))]
     assert sorted(covered) == [0, 5, 6, 11]
 
 

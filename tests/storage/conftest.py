@@ -6,6 +6,8 @@ import pytest
 from checkpoints import ROLE, SMALL_KNOBS
 
 from mcore_ckpt import knobs, layout
+from mcore_ckpt.storage import catalog
+from mcore_ckpt.storage.manifest import FileRecord
 
 
 @pytest.fixture
@@ -18,3 +20,17 @@ def small_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' small files are shared, and written in several pieces."""
     for name, value in SMALL_KNOBS.items():
         monkeypatch.setattr(knobs, name, value)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of the files whose indexes a catalog reads, in order."""
+    paths: list[str] = []
+    read = catalog.read_index
+
+    def noting(role_dir: Path, record: FileRecord) -> object:
+        paths.append(record.path)
+        return read(role_dir, record)
+
+    monkeypatch.setattr(catalog, "read_index", noting)
+    return paths

@@ -9,10 +9,9 @@ from sparse import shard, write
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage import catalog
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.manifest import Manifest
 from mcore_ckpt.topology import RankCoordinates, Topology
 
 WHOLE = Region.whole((4, 3))
@@ -33,19 +32,6 @@ def manifest(tmp_path: Path) -> Manifest:
         "o1": ("optimizer", ranks[1], second),
     }
     return write(tmp_path / ROLE, Topology(world_size=2, dp=2), files)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    paths: list[str] = []
-    read = catalog.read_index
-
-    def noting(role_dir: Path, record: FileRecord) -> object:
-        paths.append(record.path)
-        return read(role_dir, record)
-
-    monkeypatch.setattr(catalog, "read_index", noting)
-    return paths
 
 
 @pytest.mark.parametrize(

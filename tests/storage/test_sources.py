@@ -14,7 +14,6 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sources import Source, Sources, Wanted
 from mcore_ckpt.storage import catalog
 from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.topology import RankCoordinates, Topology
 
 NORM = "decoder.layers.0.input_layernorm.weight"
@@ -42,19 +41,6 @@ class Saved:
         wanted = Topology(world_size=tp, tp=tp, etp=tp)
         at = RankCoordinates(tp=rank, etp=rank)
         return Sources(catalog.Catalog(self.role_dir, self.manifest), wanted, at, vocab_size)
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    paths: list[str] = []
-    read = catalog.read_index
-
-    def noting(role_dir: Path, record: FileRecord) -> object:
-        paths.append(record.path)
-        return read(role_dir, record)
-
-    monkeypatch.setattr(catalog, "read_index", noting)
-    return paths
 
 
 def wanted(name: str, region: Region, kind: str = "model", expert: bool = False) -> Wanted:

@@ -1,0 +1,30 @@
+"""Loads that must fail on all ranks alike, and leave the training as it was."""
+
+import re
+from collections.abc import Callable
+
+from agreement import everywhere, raised_everywhere
+from snapshot import assert_same, snapshot
+from training import Training
+
+from mcore_ckpt.errors import CheckpointError
+
+
+def refused(training: Training, load: Callable[[], object], expected: type[CheckpointError]) -> list[str]:
+    """Each rank's message of a load that must fail, and must not have touched the training."""
+    before = snapshot(training)
+    error = None
+    try:
+        load()
+    except CheckpointError as raised:
+        error = raised
+    messages = raised_everywhere(expected, error)
+    after = snapshot(training)
+    with everywhere():
+        assert_same(after, before)
+    return messages
+
+
+def assert_names(messages: list[str], *patterns: str) -> None:
+    missing = [(pattern, text) for text in messages for pattern in patterns if not re.search(pattern, text)]
+    assert not missing, f"the message does not say {missing[0][0]!r}: {missing[0][1]}"
