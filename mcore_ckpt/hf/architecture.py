@@ -1,0 +1,147 @@
+"""What is known of an architecture, and of one model of it: read from `config.json`, never guessed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.hf.table import Sizes, Table
+
+HfConfig = Mapping[str, Any]
+"""The object in a `config.json`, of transformers 4 or 5."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a table needs to know of a model.
+
+    Attributes:
+        sizes: lengths of axes by the table's words: hidden, heads, groups, head_dim, ffn, vocab, experts, ...
+        facts: what is true of the model: tied, value, qkv_bias, ...
+        layers: what is true of each decoder layer besides: dense or moe, ...
+        mtp_layers: the same of each multi-token-prediction layer.
+    """
+
+    sizes: Sizes
+    facts: frozenset[str]
+    layers: tuple[frozenset[str], ...]
+    mtp_layers: tuple[frozenset[str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+        model_type: as in `config.json`.
+        classes: the names of its transformers classes; `architectures` in `config.json` is one of them.
+        table: its tensors.
+        read: what the table needs to know, from a config.
+    """
+
+    model_type: str
+    classes: tuple[str, ...]
+    table: Table
+    read: Callable[[HfConfig], ModelFacts]
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """One model.
+
+    Attributes:
+        architecture: of which it is.
+        config: its `config.json`.
+        known: what was read from it.
+        ignored: regular expressions of HuggingFace names to leave out: the architecture's and the user's.
+    """
+
+    architecture: Architecture
+    config: HfConfig
+    known: ModelFacts
+    ignored: tuple[str, ...] = field(default=())
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.known.sizes
+
+    @property
+    def facts(self) -> frozenset[str]:
+        return self.known.facts
+
+    @property
+    def layers(self) -> tuple[frozenset[str], ...]:
+        return self.known.layers
+
+    @property
+    def mtp_layers(self) -> tuple[frozenset[str], ...]:
+        return self.known.mtp_layers
+
+    @property
+    def is_tied(self) -> bool:
+        return "tied" in self.facts
+
+    @property
+    def is_value(self) -> bool:
+        return "value" in self.facts
+
+    def describe(self) -> str:
+        """For error messages."""
+        words = [*(("tied",) if self.is_tied else ()), *(("value model",) if self.is_value else ())]
+        extra = f" ({', '.join(words)})" if words else ""
+        return f"{self.architecture.model_type} of {len(self.layers)} layers{extra}"
+
+
+_architectures: dict[str, Architecture] = {}
+
+
+def register_architecture(architecture: Architecture) -> None:
+    """Makes an architecture known, by its `model_type`; one that is known by it already is replaced."""
+    _architectures[architecture.model_type] = architecture
+
+
+def known_architectures() -> dict[str, Architecture]:
+    """By `model_type`."""
+    # They register themselves when they are imported.
+    from mcore_ckpt.hf import architectures  # noqa: F401
+
+    return dict(_architectures)
+
+
+def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
+    """What a `config.json` describes.
+
+    Args:
+        config: the object in it.
+        ignored: regular expressions of HuggingFace tensors to leave out.
+
+    Raises:
+        UnsupportedError: no table for this architecture, or a feature that mcore has no counterpart for.
+    """
+    known = known_architectures()
+    model_type = config.get("model_type")
+    architecture = known.get(str(model_type))
+    if architecture is None:
+        raise UnsupportedError(
+            f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(sorted(known))}; "
+            "add one with mcore_ckpt.hf.register_architecture"
+        )
+    return HfModel(architecture, config, architecture.read(config), (*architecture.table.ignored, *ignored))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in a folder's `config.json`. Raises CheckpointNotFoundError, UnsupportedError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{path}: missing: {folder} is not the folder of a HuggingFace model") from None
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise UnsupportedError(f"{path}: holds a {type(config).__name__}, not an object")
+    return config

@@ -1,0 +1,132 @@
+"""Rows and readings that many architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.hf.architecture import HfConfig
+from mcore_ckpt.hf.table import Row, qkv
+
+MODEL = (
+    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}),
+    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
+    Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, when="!tied !value"),
+    Row("output_layer.weight", {"score.weight": "1 hidden"}, when="value"),
+    # ...ForTokenClassification has a bias, mcore's value heads have not.
+    Row("", {"score.bias": "1"}, when="value score_bias"),
+)
+
+NORMS = (
+    Row("input_layernorm.weight", {"input_layernorm.weight": "hidden"}),
+    Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}),
+)
+
+ATTENTION = (
+    Row(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "heads*head_dim hidden",
+            "self_attn.k_proj.weight": "groups*head_dim hidden",
+            "self_attn.v_proj.weight": "groups*head_dim hidden",
+        },
+        qkv,
+    ),
+    Row(
+        "self_attention.linear_qkv.bias",
+        {
+            "self_attn.q_proj.bias": "heads*head_dim",
+            "self_attn.k_proj.bias": "groups*head_dim",
+            "self_attn.v_proj.bias": "groups*head_dim",
+        },
+        qkv,
+        when="qkv_bias",
+    ),
+    Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*head_dim"}),
+)
+
+QK_NORMS = (
+    Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_dim"}, when="qk_norm"),
+    Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_dim"}, when="qk_norm"),
+)
+
+DENSE_MLP = (
+    Row(
+        "mlp.linear_fc1.weight",
+        {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
+        when="!moe",
+    ),
+    Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="!moe"),
+)
+
+EXPERTS = (
+    Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        {
+            "mlp.experts.{expert}.gate_proj.weight": "moe_ffn hidden",
+            "mlp.experts.{expert}.up_proj.weight": "moe_ffn hidden",
+        },
+        when="moe",
+    ),
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        {"mlp.experts.{expert}.down_proj.weight": "hidden moe_ffn"},
+        when="moe",
+    ),
+)
+
+STACKED_EXPERTS = (
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        {"mlp.experts.gate_up_proj": "experts 2*moe_ffn hidden"},
+        when="moe",
+    ),
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        {"mlp.experts.down_proj": "experts hidden moe_ffn"},
+        when="moe",
+    ),
+)
+
+
+def sizes_of(config: HfConfig) -> dict[str, int]:
+    """The sizes that every decoder has."""
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    head_dim = config.get("head_dim")
+    return {
+        "hidden": hidden,
+        "vocab": integer(config, "vocab_size"),
+        "heads": heads,
+        "groups": config.get("num_key_value_heads") or heads,
+        "head_dim": head_dim if head_dim is not None else hidden // heads,
+        "ffn": integer(config, "intermediate_size"),
+    }
+
+
+def facts_of(config: HfConfig) -> set[str]:
+    """What is said of tied embeddings and of the head."""
+    facts = set()
+    classes = config.get("architectures") or []
+    kinds = {
+        kind
+        for kind in ("ForTokenClassification", "ForSequenceClassification", "ForCausalLM")
+        for c in classes
+        if c.endswith(kind)
+    }
+    if kinds - {"ForCausalLM"}:
+        facts.add("value")
+        if "ForTokenClassification" in kinds:
+            facts.add("score_bias")
+    if config.get("tie_word_embeddings"):
+        facts.add("tied")
+    return facts
+
+
+def integer(config: Mapping[str, Any], name: str) -> int:
+    """A number that must be there. Raises UnsupportedError."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedError(f"config.json: {name} is {value!r}, not a positive number")
+    return value

@@ -1,0 +1,123 @@
+"""What a table says of an architecture: which HuggingFace tensors make up which mcore tensor, in what order of rows.
+
+Both sides are *global* tensors: how tensor parallelism cuts the mcore one is not a table's business. Names are those of
+megatron's local layer specs; `sharding.synonyms` knows what transformer-engine's specs call the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mcore_ckpt.sharding.regions import Shape
+
+Sizes = Mapping[str, int]
+
+
+class Block(NamedTuple):
+    """Rows `[start, start + rows)` of one of the HuggingFace tensors of a row of the table."""
+
+    source: int
+    start: int
+    rows: int
+
+
+Transform = Callable[[Sizes, Sequence[Shape]], Sequence[Block]]
+"""The blocks of HuggingFace rows that, one behind the other, are the mcore tensor.
+
+It is handed the model's sizes and the shapes of the HuggingFace tensors.
+"""
+
+
+def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+    """One tensor as it is, or several one behind the other: gate and up are fc1."""
+    return [Block(source, 0, shape[0]) for source, shape in enumerate(shapes)]
+
+
+def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+    """For each query group its queries, its key, its value: as `SelfAttention.get_query_key_value_tensors` (0.16.1)
+    splits what linear_qkv gives."""
+    per_group = sizes["heads"] // sizes["groups"] * sizes["head_dim"]
+    return [
+        block
+        for group in range(sizes["groups"])
+        for block in (
+            Block(0, group * per_group, per_group),
+            Block(1, group * sizes["head_dim"], sizes["head_dim"]),
+            Block(2, group * sizes["head_dim"], sizes["head_dim"]),
+        )
+    ]
+
+
+class ValueChange(Protocol):
+    """A change that is more than another order of rows. Exact in both directions."""
+
+    def to_hf(self, mcore: torch.Tensor) -> torch.Tensor: ...
+    def to_mcore(self, hf: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table.
+
+    Attributes:
+        mcore: the tensor's name below its layer (or the model), with `{expert}` where it is one expert's. Empty: HF has
+            a tensor that mcore has not, which is written as zeros, and must be zeros when it is read.
+        hf: the names of the HuggingFace tensors and their shapes in words: "heads*head_dim hidden". Where the mcore
+            name has `{expert}` and these have not, each holds all experts, stacked along its first axis.
+        transform: the order of their rows.
+        when: words that must all be true of the model and the layer, or with `!` false: "moe !tied".
+        change: what happens to the values.
+        is_copy: the tensor is another row's too (DeepSeek's MTP layers bring embedding and head again): written, and
+            left out when read.
+    """
+
+    mcore: str
+    hf: Mapping[str, str]
+    transform: Transform = in_order
+    when: str = ""
+    change: ValueChange | None = None
+    is_copy: bool = False
+
+    def applies(self, facts: frozenset[str]) -> bool:
+        return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in self.when.split())
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of an architecture.
+
+    Attributes:
+        model: rows outside of layers; both names are whole.
+        layer: rows of a decoder layer; names are below `decoder.layers.{n}.` and `model.layers.{n}.`.
+        mtp: rows of a multi-token-prediction layer beside those of `layer`, which it has too; names are below
+            `mtp.layers.{n}.` and `model.layers.{number of decoder layers + n}.`.
+        stacked: the same tensors under other names, which are accepted on reading: experts in one tensor, as
+            transformers 5 has them in memory. Names as in `layer`.
+        ignored: regular expressions of HuggingFace names that hold nothing to keep.
+    """
+
+    model: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    mtp: tuple[Row, ...] = ()
+    stacked: tuple[Row, ...] = ()
+    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+
+
+def shape_of(words: str, sizes: Sizes) -> Shape:
+    """A shape in words as numbers. Raises KeyError for a size that the model does not have.
+
+    Example:
+        >>> shape_of("2*ffn hidden", {"ffn": 8, "hidden": 4})
+        (16, 4)
+    """
+    shape = []
+    for word in words.split():
+        length = 1
+        for factor in word.split("*"):
+            length *= int(factor) if factor.isdigit() else sizes[factor]
+        shape.append(length)
+    return tuple(shape)
