@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import UnsupportedError
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
@@ -24,7 +23,7 @@ class CheckpointConfig:
 
     Attributes:
         save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state),
-            `hf_model`.
+            `hf_model` (the model as HuggingFace has it, in `huggingface/`; needs the manager's `hf_config`).
         load_contents: the same words; what is asked for must be in the checkpoint.
         async_save: `save` returns as soon as the training state may change again; the rest goes on beside training.
         async_mode: with async_save, when that is. "snapshot": when the state has been copied. "lazy": at once; a state
@@ -51,7 +50,6 @@ class CheckpointConfig:
 
     Raises:
         ValueError: a value is outside what it may be.
-        UnsupportedError: a value that this version cannot honour.
 
     Example:
         >>> CheckpointConfig(save_contents=("model", "optimizer", "extra"), max_to_keep=2).max_to_keep
@@ -114,6 +112,4 @@ def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str
             raise ValueError(f"{field} has {word!r}: the words are {', '.join(CONTENT_WORDS)}")
     if not words:
         raise ValueError(f"{field} is empty: nothing would be done")
-    if "hf_model" in words:
-        raise UnsupportedError(f"{field} has 'hf_model': the HuggingFace export is not available yet; leave it out")
     return words

@@ -30,6 +30,11 @@ BROADCAST_BYTES = 64 << 20
 # Memory that resharding takes for what it writes, twice: one part of a file is read while another is written.
 RESHARD_BYTES = 128 << 20
 
+# HuggingFace weights are cut into files of at most this, as transformers does; and of no less than the second, if more
+# ranks could each write one.
+HF_FILE_BYTES = 5_000_000_000
+HF_LEAST_FILE_BYTES = 1_000_000_000
+
 # How long a rank that waits for others pauses before it asks the key-value store again (seconds): at least this, or
 # this for each rank of the job if that is more; and at most.
 POLL_FIRST_S = 0.0005

@@ -9,6 +9,9 @@ from pathlib import Path
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
+# In a staging folder: the manifest of what the HuggingFace model of the same save is made from.
+WRITTEN_FILE = ".written.json"
+MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 COMMON_FILE = "optim/common.pt"
 HUGGINGFACE_DIR = "huggingface"
@@ -95,11 +98,11 @@ def parse_tracker(text: str) -> int | None:
 
 
 def model_file(tp: int, pp: int) -> str:
-    return f"model/mp_rank_{tp:02d}_{pp:03d}/{MODEL_FILE}"
+    return f"{MODEL_DIR}/mp_rank_{tp:02d}_{pp:03d}/{MODEL_FILE}"
 
 
 def expert_file(etp: int, pp: int, ep: int) -> str:
-    return f"model/mp_rank_{etp:02d}_{pp:03d}_{ep:03d}/{MODEL_FILE}"
+    return f"{MODEL_DIR}/mp_rank_{etp:02d}_{pp:03d}_{ep:03d}/{MODEL_FILE}"
 
 
 def optimizer_file(pp: int, tp: int, cp: int, dp: int) -> str:

@@ -16,6 +16,7 @@ import torch
 from mcore_ckpt import layout
 from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.config import CheckpointConfig, check_roles
+from mcore_ckpt.exporting import check_exportable
 from mcore_ckpt.loading import LoadResult, load_checkpoint
 from mcore_ckpt.saving import Save, SaveResources
 from mcore_ckpt.session import Session
@@ -54,7 +55,7 @@ class CheckpointManager:
         optimizer: what `get_megatron_optimizer` returned, or None.
         lr_scheduler: `OptimizerParamScheduler` or any object with state_dict and load_state_dict, or None.
         role: the folder's name in each step: actor, critic, ...
-        hf_config: a transformers config to write beside the checkpoint, or None.
+        hf_config: a transformers config to write beside the checkpoint, or None; what `hf_model` is written with.
         processing_class: a transformers tokenizer or processor to write beside it, or None.
         config: choices; see CheckpointConfig.
 
@@ -272,6 +273,8 @@ def _session(
     """What is known of this rank alone. Raises TypeError, ValueError, UnsupportedError."""
     if layout.check_role(role) not in (config.roles or (role,)):
         raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
+    if "hf_model" in config.save_contents and trainer["hf_config"] is None:
+        raise ValueError("save_contents has 'hf_model', but there is no hf_config: hand one over or leave the word out")
     coordinates, topology = read_topology(len(chunks))
     return Session(
         root=root,
@@ -298,7 +301,10 @@ def _set_up_together(session: Session) -> None:
 
     def work() -> Record:
         refuse_unsupported_model(chunks)
-        refuse_unsupported_experts(session.topology, read_model(chunks))
+        model = read_model(chunks)
+        refuse_unsupported_experts(session.topology, model)
+        if "hf_model" in config.save_contents:
+            check_exportable(session, model)
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
         return {

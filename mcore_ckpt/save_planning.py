@@ -180,7 +180,8 @@ def _new_plan(session: Session, images: ImageCache) -> SavePlan:
     contents = session.config.save_contents
     model = read_model(session.chunks)
     requests: list[WriteRequest] = []
-    if "model" in contents:
+    # The HuggingFace model is made from the same files.
+    if "model" in contents or "hf_model" in contents:
         requests += _model_requests(session, model)
     if "optimizer" in contents:
         requests += _optimizer_requests(session, model)

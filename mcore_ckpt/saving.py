@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt import layout
-from mcore_ckpt.hf.assets import save_assets
+from mcore_ckpt.exporting import completed, export_together
+from mcore_ckpt.hf.assets import save_assets, written_assets
 from mcore_ckpt.save_planning import SavePlanner
 from mcore_ckpt.sealing import TensorNames, describe, read_common, report
 from mcore_ckpt.session import Session
@@ -22,7 +22,7 @@ from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Record
-from mcore_ckpt.storage.files import sync_dir, sync_file
+from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.storage.transaction import Attempt, commit_together
 from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
@@ -43,6 +43,7 @@ class SaveReport:
         plan_s: what neither copied, nor wrote, nor waited for the commit: checks, the plan, the ranks' meeting.
         copy_s: until the state had been copied out; of a state that is written from where it is, while others wrote.
         write_s: from the first write until all of this rank's files were on the disk.
+        export_s: from then until its part of the HuggingFace model was, waiting for slower ranks included; 0 without.
         commit_s: from then until the checkpoint was in place, waiting for slower ranks included.
     """
 
@@ -54,6 +55,7 @@ class SaveReport:
     plan_s: float
     copy_s: float
     write_s: float
+    export_s: float
     commit_s: float
 
     @property
@@ -111,6 +113,7 @@ class Save:
         self._roles = roles
         self._plain = _read_plain(session, extra_state)
         self._plan = resources.planner.plan(session)
+        self._exports = "hf_model" in session.config.save_contents
         self._in_place = not session.config.async_save and not self._plan.on_gpu
         self._address = 0 if self._in_place else session.staging.reserve(self._plan.files)
         # One number per parameter takes a while to look at; a state that stays as it is has it done under the writing.
@@ -156,8 +159,8 @@ class Save:
         Raises:
             CheckpointError: on all ranks the same type; the previous checkpoint stays.
         """
-        session = self._session
-        assert self._attempt is not None, "begin comes first"
+        session, attempt = self._session, self._attempt
+        assert attempt is not None, "begin comes first"
         written: list[WrittenFile] = []
 
         def write(staging: Path) -> Record:
@@ -166,12 +169,18 @@ class Save:
             assert self._steps is not None
             return report(session, written, self._plan.files, names, self._steps)
 
+        def write_and_export(staging: Path) -> Record:
+            exported = export_together(session, staging, attempt.number, lambda: write(staging), self._describe)
+            self._times["exported"] = time.perf_counter()
+            written.extend(exported)
+            return {"files": [asdict(file) for file in exported]}
+
         commit_together(
             session.commits,
             f"saving step {self.step} of {session.role}",
-            self._attempt,
-            write,
-            self._describe,
+            attempt,
+            write_and_export if self._exports else write,
+            self._complete if self._exports else self._describe,
             lambda: _update_tracker(session, self.step),
         )
         self._resources.names.were_told(self._plan.files)
@@ -224,7 +233,7 @@ class Save:
         ):
             if value is not None:
                 written.append(write_plain(staging, path, kind, pickle_plain(value)))
-        if self._session.agreement.is_coordinator:
+        if self._session.agreement.is_coordinator and not self._exports:
             written += _write_assets(self._session, staging)
         return written
 
@@ -241,6 +250,10 @@ class Save:
             records,
         )
 
+    def _complete(self, records: Any) -> Any:
+        assert self._attempt is not None
+        return completed(self._session, self._attempt.staging, records)
+
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()
         seconds = now - self._called
@@ -254,7 +267,8 @@ class Save:
             plan_s=times["planned"] - self._started + times["writing"] - times["captured"],
             copy_s=times["copied"],
             write_s=times["written"] - times["writing"],
-            commit_s=now - times["written"],
+            export_s=times.get("exported", times["written"]) - times["written"],
+            commit_s=now - times.get("exported", times["written"]),
         )
 
 
@@ -276,14 +290,8 @@ def _read_steps(session: Session) -> list[float | int | None]:
 
 
 def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
-    paths = save_assets(staging / layout.HUGGINGFACE_DIR, session.hf_config, session.processing_class)
-    written = []
-    for path in paths:
-        sync_file(path)
-        data = path.read_bytes()
-        name = path.relative_to(staging).as_posix()
-        written.append(WrittenFile(name, "huggingface", len(data), zlib.crc32(data)))
-    return written
+    folder = staging / layout.HUGGINGFACE_DIR
+    return written_assets(folder, save_assets(folder, session.hf_config, session.processing_class))
 
 
 def _update_tracker(session: Session, step: int) -> None:

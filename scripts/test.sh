@@ -4,12 +4,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/install.sh
 
-stamp=.venv/te.installed
-if ! cmp -s requirements-te.txt "$stamp"; then
-    rm -rf .venv/te
-    .venv/bin/pip install -qq --disable-pip-version-check --no-deps --target .venv/te -r requirements-te.txt
-    cp requirements-te.txt "$stamp"
-fi
+# beside NAME: what requirements-NAME.txt lists, in .venv/NAME, for tests that put that folder on their path.
+beside() {
+    local wanted=requirements-$1.txt stamp=.venv/$1.installed
+    if ! cmp -s "$wanted" "$stamp"; then
+        rm -rf ".venv/$1"
+        .venv/bin/pip install -qq --disable-pip-version-check --no-deps --target ".venv/$1" -r "$wanted"
+        cp "$wanted" "$stamp"
+    fi
+}
+beside te
+beside transformers4
 
 .venv/bin/ruff check .
 .venv/bin/mypy mcore_ckpt

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.config import CONTENT_WORDS, CheckpointConfig
-from mcore_ckpt.errors import UnsupportedError
 
 
 def test_what_verl_writes_is_accepted() -> None:
@@ -50,18 +49,6 @@ def test_saves_wait_and_raise_unless_asked_otherwise() -> None:
 )
 def test_a_value_that_cannot_be_is_refused_by_name(choices: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        CheckpointConfig(**choices)
-
-
-@pytest.mark.parametrize(
-    ("choices", "reason"),
-    [
-        ({"save_contents": ("hf_model",)}, "save_contents has 'hf_model'"),
-        ({"load_contents": ("model", "hf_model")}, "load_contents has 'hf_model'"),
-    ],
-)
-def test_what_this_version_cannot_do_is_said(choices: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnsupportedError, match=reason):
         CheckpointConfig(**choices)
 
 

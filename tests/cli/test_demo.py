@@ -41,6 +41,11 @@ def test_killed_training_comes_back_as_if_nothing_had_happened(tmp_path: Path) -
     # A training that learns nothing would compare equal too.
     assert losses["uninterrupted"]["7"] < losses["uninterrupted"]["1"] - 0.5
 
+    # Other kernels add up in another order.
+    assert abs(result["held_out_loss"]["transformers"] - result["held_out_loss"]["megatron"]) < 1e-4
+    assert result["text"].startswith("def ")
+    assert len(result["text"]) > len("def ")
+
     assert not old.exists()
     checkpoint = tmp_path / result["checkpoint"]
     assert checkpoint.name == "global_steps_7"
@@ -113,9 +118,10 @@ def test_failed_launch_is_one_error_with_the_reason(
 
 
 def test_one_wrong_bit_is_seen(tmp_path: Path) -> None:
+    from mcore_ckpt.cli.demo.huggingface import Generated
     from mcore_ckpt.cli.demo.runner import Outcome, Plan, Training
 
-    def outcome(redone: float) -> Outcome:
+    def outcome(redone: float, exported: float = 2.0) -> Outcome:
         losses = {step: 1.0 / step for step in range(1, 9)}
         killed = {step: losses[step] for step in range(1, 7)}
         resumed = {5: losses[5], 6: redone, 7: losses[7], 8: losses[8]}
@@ -123,8 +129,11 @@ def test_one_wrong_bit_is_seen(tmp_path: Path) -> None:
             Plan(tmp_path, steps=8, kill_after=6),
             Training("uninterrupted", losses),
             Training("killed", killed),
-            Training("resumed", resumed, resumed_from=4),
+            Training("resumed", resumed, resumed_from=4, held_out_loss=2.0),
+            Generated(exported, "def "),
         )
 
     assert outcome(1.0 / 6).identical
     assert not outcome(1.0 / 6 + 2.0**-55).identical
+    assert outcome(1.0 / 6, exported=2.0 + 9e-5).is_exported
+    assert not outcome(1.0 / 6, exported=2.0 + 2e-4).is_exported

@@ -14,13 +14,16 @@ from mcore_ckpt import CheckpointConfig, CheckpointManager
 TIMEOUT_S = 40.0
 
 
-def manager_of(training: Training, root: Path, role: str = "actor", **config: Any) -> CheckpointManager:
+def manager_of(
+    training: Training, root: Path, role: str = "actor", hf_config: Any = None, **config: Any
+) -> CheckpointManager:
     return CheckpointManager(
         root,
         training.model,
         training.optimizer,
         training.scheduler,
         role=role,
+        hf_config=hf_config,
         config=CheckpointConfig(timeout_s=TIMEOUT_S, **config),
     )
 

@@ -26,7 +26,7 @@ def global_state(training: Training) -> GlobalState:
     for name, region, values in (item for rank in gather(list(_local(training))) for item in rank):
         whole = tensors.setdefault(name, torch.zeros(region.global_shape, dtype=values.dtype))
         seen = written.setdefault(name, torch.zeros(region.global_shape, dtype=torch.bool))
-        at = _positions(region)
+        at = positions(region)
         known = seen.view(-1)[at]
         assert torch.equal(_bits(whole.view(-1)[at][known]), _bits(values[known])), f"replicas of {name} differ"
         whole.view(-1)[at] = values
@@ -71,7 +71,7 @@ def _steps(training: Training) -> list[float | int | None]:
     return [read_step(part) for part in optimizer_parts(training.optimizer)]
 
 
-def _positions(region: Region) -> torch.Tensor:
+def positions(region: Region) -> torch.Tensor:
     """Where in the flattened global tensor each element of the region is, found by cutting a tensor of positions."""
     everywhere = torch.arange(math.prod(region.global_shape)).view(region.global_shape)
     local = torch.full(region.local_shape, -1)

@@ -28,6 +28,9 @@ class NoReport:
     def ended(self, training: Training) -> None:
         """Say nothing."""
 
+    def exporting(self) -> None:
+        """Say nothing."""
+
 
 class LiveReport:
     """One bar per training, with its newest loss."""
@@ -71,20 +74,25 @@ class LiveReport:
         elif training.resumed_from is not None:
             self.progress.update(task, description=f"[green]resumed from step {training.resumed_from}[/]")
 
+    def exporting(self) -> None:
+        self.progress.console.print("transformers loads the exported model ...")
+
 
 def show_plan(console: Console, plan: Plan) -> None:
     """What is about to happen, for whoever started the demo without reading on."""
     console.print(
         f"[bold]mcore-ckpt demo[/]: a 6-million-parameter decoder learns Python's own sources on {RANKS} ranks "
         f"(tensor parallel 2 x pipeline parallel 2) and saves every {SAVE_EVERY} steps. It trains {plan.steps} steps "
-        f"undisturbed; then again, but all ranks get SIGKILL after step {plan.kill_after}; then it resumes."
+        f"undisturbed; then again, but all ranks get SIGKILL after step {plan.kill_after}; then it resumes. At last "
+        "transformers loads the exported HuggingFace model."
     )
     console.print()
 
 
 def show_outcome(console: Console, outcome: Outcome) -> None:
     """The checkpoint on disk, the losses side by side, the verdict."""
-    for part in (checkpoint_tree(outcome), loss_table(outcome), verdict(outcome)):
+    parts = (checkpoint_tree(outcome), loss_table(outcome), verdict(outcome), exported(outcome), sample(outcome))
+    for part in parts:
         console.print()
         console.print(part)
 
@@ -178,3 +186,19 @@ def verdict(outcome: Outcome) -> str:
         "[bold red]Not identical[/]: the resumed run's losses differ from the uninterrupted run's, "
         f"so something did not come back; logs and checkpoints are in {escape(str(outcome.plan.directory))}."
     )
+
+
+def exported(outcome: Outcome) -> str:
+    """One sentence: is the HuggingFace model the model that was trained?"""
+    megatron, transformers = outcome.resumed.held_out_loss, outcome.generated.loss
+    if megatron is None:
+        return "[bold red]The last stage has not told its loss on held-out text.[/]"
+    losses = f"loss on held-out text {transformers:.6f}, Megatron's {megatron:.6f}"
+    if outcome.is_exported:
+        return f"[bold green]The exported model is the trained one[/]: transformers' {losses}."
+    return f"[bold red]The exported model is not the trained one[/]: transformers' {losses}."
+
+
+def sample(outcome: Outcome) -> Text:
+    """What the exported model writes, after so few steps."""
+    return Text.assemble(("It goes on, by transformers: ", "dim"), repr(outcome.generated.text))

@@ -23,11 +23,13 @@ import torch
 
 from mcore_ckpt import layout
 from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.demo.huggingface import Generated, load_and_generate
 from mcore_ckpt.errors import CheckpointError
 
 RANKS = 4  # training.RANKS; importing that module would load Megatron into the parent
 SAVE_EVERY = 4
 POLL_SECONDS = 0.005
+LOSS_TOLERANCE = 1e-4
 # Starting four ranks on a loaded machine takes a minute at worst; a rank that hangs never reports again.
 STALLED_SECONDS = 300.0
 LOG_LINES_SHOWN = 25
@@ -65,6 +67,7 @@ class Training:
     name: str
     losses: dict[int, float] = field(default_factory=dict)
     resumed_from: int | None = None
+    held_out_loss: float | None = None
     processes: dict[int, int] = field(default_factory=dict)
 
     def record(self, event: dict[str, Any]) -> None:
@@ -73,6 +76,8 @@ class Training:
             self.processes[event["rank"]] = event["pid"]
         elif "loss" in event:
             self.losses[event["step"]] = event["loss"]
+        elif "held_out_loss" in event:
+            self.held_out_loss = event["held_out_loss"]
         elif "resumed_from" in event:
             self.resumed_from = event["resumed_from"]
 
@@ -85,6 +90,13 @@ class Outcome:
     uninterrupted: Training
     killed: Training
     resumed: Training
+    generated: Generated
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether transformers computes the loss that Megatron does, up to the order of sums in fp32."""
+        expected = self.resumed.held_out_loss
+        return expected is not None and abs(self.generated.loss - expected) <= LOSS_TOLERANCE
 
     @property
     def identical(self) -> bool:
@@ -96,10 +108,7 @@ class Outcome:
 
     @property
     def checkpoint(self) -> Path:
-        step = layout.parse_tracker((self.plan.checkpoints / layout.TRACKER_FILE).read_text())
-        if step is None:
-            raise DemoError(f"{self.plan.checkpoints / layout.TRACKER_FILE} does not name a step")
-        return layout.step_dir(self.plan.checkpoints, step)
+        return newest_checkpoint(self.plan)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -112,6 +121,8 @@ class Report(Protocol):
     def update(self, training: Training) -> None: ...
 
     def ended(self, training: Training) -> None: ...
+
+    def exporting(self) -> None: ...
 
 
 def prepare_directory(directory: Path) -> None:
@@ -146,13 +157,27 @@ def is_demo(directory: Path) -> bool:
 
 
 def perform(plan: Plan, report: Report) -> Outcome:
-    """All three trainings, one after the other, so that none of them slows another down."""
+    """All three trainings, one after the other, so that none of them slows another down; then the exported model."""
     uninterrupted = train(plan, "uninterrupted", report)
     killed = train(plan, "killed", report, checkpoints=plan.checkpoints, kill_after=plan.kill_after)
     resumed = train(plan, "resumed", report, checkpoints=plan.checkpoints)
     if resumed.resumed_from is None:
         raise DemoError(f"the resumed training found no checkpoint in {plan.checkpoints}; its log is in {plan.logs}")
-    return Outcome(plan, uninterrupted, killed, resumed)
+    report.exporting()
+    folder = newest_checkpoint(plan) / "actor" / layout.HUGGINGFACE_DIR
+    try:
+        generated = load_and_generate(folder)
+    except (OSError, ValueError) as error:
+        raise DemoError(f"transformers cannot use {folder}: {error}") from error
+    return Outcome(plan, uninterrupted, killed, resumed, generated)
+
+
+def newest_checkpoint(plan: Plan) -> Path:
+    """The step that the tracker names."""
+    step = layout.parse_tracker((plan.checkpoints / layout.TRACKER_FILE).read_text())
+    if step is None:
+        raise DemoError(f"{plan.checkpoints / layout.TRACKER_FILE} does not name a step")
+    return layout.step_dir(plan.checkpoints, step)
 
 
 def train(

@@ -10,7 +10,6 @@ tensor parallel 2 x pipeline parallel 2. Everything that has to do with checkpoi
 import argparse
 import json
 import os
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,23 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.cli.demo.huggingface import byte_tokenizer, hf_config
+from mcore_ckpt.cli.demo.text import (
+    MICRO_BATCH_SIZE,
+    SEQUENCE_LENGTH,
+    VOCAB_SIZE,
+    Batch,
+    HeldOutText,
+    StandardLibraryText,
+)
 
 TENSOR_PARALLEL = 2
 PIPELINE_PARALLEL = 2
 RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
 
 SEED = 1234
-SEQUENCE_LENGTH = 128
-MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
-VOCAB_SIZE = 256  # one token per byte
 PEAK_LEARNING_RATE = 2e-3
-
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def main() -> None:
@@ -55,7 +58,14 @@ def main() -> None:
     manager = None
     if args.checkpoints:
         manager = CheckpointManager(
-            args.checkpoints, model, optimizer, lr_scheduler, role="actor", config=CheckpointConfig(max_to_keep=2)
+            args.checkpoints,
+            model,
+            optimizer,
+            lr_scheduler,
+            role="actor",
+            hf_config=hf_config(),
+            processing_class=byte_tokenizer(),
+            config=CheckpointConfig(save_contents=("model", "optimizer", "extra", "hf_model"), max_to_keep=2),
         )
         if manager.latest_step() is not None:
             result = manager.load()
@@ -73,6 +83,7 @@ def main() -> None:
 
     if manager:
         manager.close()
+    progress.report(held_out_loss=held_out_loss(model, device))
     dist.destroy_process_group()
 
 
@@ -172,31 +183,6 @@ def build_training_state(
     return model, optimizer, lr_scheduler
 
 
-class StandardLibraryText(Iterator[Batch]):
-    """The standard library's sources as one long byte string; `position` alone says what comes next."""
-
-    def __init__(self, device: torch.device) -> None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        # Two megabytes are more than a demo reads, and are loaded at once by each of the ranks.
-        source, limit = bytearray(), 2 << 20
-        for path in sorted(folder.glob("*.py")):
-            source += path.read_bytes()
-            if len(source) > limit:
-                break
-        self.tokens = torch.frombuffer(source, dtype=torch.uint8)
-        self.device = device
-        self.position = 0
-
-    def __next__(self) -> Batch:
-        size = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
-        if self.position + size + 1 > len(self.tokens):
-            self.position = 0
-        window = self.tokens[self.position : self.position + size + 1].to(self.device, torch.int64)
-        self.position += size
-        shape = (MICRO_BATCH_SIZE, SEQUENCE_LENGTH)
-        return window[:-1].view(shape), window[1:].view(shape)
-
-
 def train_step(
     model: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
@@ -218,6 +204,24 @@ def train_step(
     )
     optimizer.step()
     lr_scheduler.step(increment=1)
+    losses = [float(output["loss"]) for output in outputs]
+    return sum(losses) / len(losses) if losses else None
+
+
+def held_out_loss(model: Sequence[DistributedDataParallel], device: torch.device) -> float | None:
+    """The mean loss on text that is not trained on, without dropout; known to the last pipeline stage only."""
+    for chunk in model:
+        chunk.eval()
+    text = HeldOutText(device)
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=text,
+        model=list(model),
+        num_microbatches=len(text),
+        seq_length=SEQUENCE_LENGTH,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        forward_only=True,
+    )
     losses = [float(output["loss"]) for output in outputs]
     return sum(losses) / len(losses) if losses else None
 

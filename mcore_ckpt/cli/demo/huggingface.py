@@ -1,0 +1,82 @@
+"""The demo's model as HuggingFace has it: configuration, tokenizer, and what transformers makes of the export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_ckpt.cli.demo.text import SEQUENCE_LENGTH, VOCAB_SIZE, HeldOutText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+PROMPT = "def "
+_NEW_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What transformers, which knows nothing of this package, makes of an exported folder.
+
+    `loss`: on the held-out text, as Megatron computes it.
+    """
+
+    loss: float
+    text: str
+
+
+def hf_config() -> Qwen3Config:
+    """The decoder of `training.build_training_state`, in the words of transformers."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=SEQUENCE_LENGTH,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte of UTF-8, whose number is the byte."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def load_and_generate(folder: Path) -> Generated:
+    """Loads an exported folder with transformers alone, reads the held-out text, and writes some of its own.
+
+    Raises:
+        ValueError: transformers found tensors missing, left over, or of other shapes.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    wrong = {what: names for what, names in info.items() if names}
+    if wrong:
+        raise ValueError(f"{folder}: transformers does not find what it expects: {wrong}")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), following.flatten())
+            for tokens, following in HeldOutText(torch.device("cpu"))
+        ]
+        prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+        written = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False, pad_token_id=0)
+    return Generated(float(torch.stack(losses).mean()), tokenizer.decode(written[0]))

@@ -1,0 +1,77 @@
+"""What the demo learns from, byte by byte: the sources of Python's standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SEQUENCE_LENGTH = 128
+MICRO_BATCH_SIZE = 2
+VOCAB_SIZE = 256  # one token per byte
+
+# Two megabytes are more than a demo reads, and are loaded at once by each of the ranks.
+_LIMIT = 2 << 20
+_HELD_OUT_BATCHES = 8
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens, and the token that follows each: [MICRO_BATCH_SIZE, SEQUENCE_LENGTH] int64 both."""
+
+
+@cache
+def _source() -> torch.Tensor:
+    """All of it, as one long string of bytes."""
+    source = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        source += path.read_bytes()
+        if len(source) > _LIMIT:
+            break
+    return torch.frombuffer(source, dtype=torch.uint8)
+
+
+def _batch(start: int, device: torch.device) -> Batch:
+    size = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
+    window = _source()[start : start + size + 1].to(device, torch.int64)
+    shape = (MICRO_BATCH_SIZE, SEQUENCE_LENGTH)
+    return window[:-1].view(shape), window[1:].view(shape)
+
+
+class StandardLibraryText(Iterator[Batch]):
+    """What is trained on; `position` alone says what comes next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.position = 0
+
+    def __next__(self) -> Batch:
+        size = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
+        if self.position + size > _held_out_start():
+            self.position = 0
+        batch = _batch(self.position, self.device)
+        self.position += size
+        return batch
+
+
+class HeldOutText(Iterator[Batch]):
+    """The end of it, which is never trained on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.position = _held_out_start()
+
+    def __len__(self) -> int:
+        return _HELD_OUT_BATCHES
+
+    def __next__(self) -> Batch:
+        if self.position + MICRO_BATCH_SIZE * SEQUENCE_LENGTH >= len(_source()):
+            raise StopIteration
+        batch = _batch(self.position, self.device)
+        self.position += MICRO_BATCH_SIZE * SEQUENCE_LENGTH
+        return batch
+
+
+def _held_out_start() -> int:
+    return len(_source()) - _HELD_OUT_BATCHES * MICRO_BATCH_SIZE * SEQUENCE_LENGTH - 1

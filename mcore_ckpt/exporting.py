@@ -1,0 +1,154 @@
+"""The HuggingFace model of a save: read back from the files that the ranks have just written beside it.
+
+HuggingFace wants whole tensors, and a rank has slices. The one place where all slices meet without anything being
+gathered is the file system: when all ranks' files are on the disk, each rank writes some of the `.safetensors` files
+from them. It is the merge of a committed checkpoint, a little earlier; training is not asked for anything.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError
+from mcore_ckpt.hf.architecture import HfModel, read_model
+from mcore_ckpt.hf.assets import as_value_model, config_of, save_assets, write_config, written_assets
+from mcore_ckpt.hf.checkpoint_source import CheckpointSource
+from mcore_ckpt.hf.export import ExportPlan, plan_export
+from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.hf.writing import write_files, write_index
+from mcore_ckpt.session import Session
+from mcore_ckpt.sharding.plan import OPAQUE
+from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
+from mcore_ckpt.state.shards import LocalShard
+from mcore_ckpt.storage import commit
+from mcore_ckpt.storage.agreement import Record, decide
+from mcore_ckpt.storage.files import sync_dir, write_file
+from mcore_ckpt.storage.manifest import FileRecord, Manifest, encode_manifest
+from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.requests import WrittenFile
+
+_HEAD = "output_layer.weight"
+
+
+def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
+    """What of the model this rank has must be in the table of its architecture, with the table's shapes.
+
+    Raises:
+        UnsupportedError: there is no table for it.
+        CheckpointMismatchError: a tensor is not in it, or of another shape.
+    """
+    heads = [shard.region.global_shape[0] for shard in model if shard.key.name == _HEAD]
+    described = described_model(session, heads[0] if heads else None)
+    wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
+    for shard in model:
+        if shard.key.kind == OPAQUE:
+            continue
+        name, shape = found_as(shard.key.name, wanted), shard.region.global_shape
+        if name is None:
+            raise CheckpointMismatchError(
+                f"tensor {shard.key}: {described.describe()}, as hf_config says, has no such tensor: 'hf_model' cannot "
+                "be saved"
+            )
+        padded = has_vocabulary_rows(name) and shape[1:] == wanted[name][1:] and shape[0] >= wanted[name][0]
+        if shape != wanted[name] and not padded:
+            raise CheckpointMismatchError(
+                f"tensor {shard.key}: the model has shape {list(shape)}, hf_config means {list(wanted[name])}"
+            )
+
+
+def described_model(session: Session, head_rows: int | None) -> HfModel:
+    """What `hf_config` describes. A head of one row is a critic's, though frameworks hand over the actor's config.
+
+    Raises:
+        UnsupportedError: no table for this architecture, or no transformers class for its critic.
+    """
+    config = config_of(session.hf_config)
+    model = read_model(config)
+    if head_rows == 1 and not model.is_value:
+        model = read_model(as_value_model(config, model.architecture.classes))
+    return model
+
+
+def export_together(
+    session: Session,
+    staging: Path,
+    attempt: str,
+    write: Callable[[], Record],
+    describe: Callable[[Sequence[Record]], Manifest],
+) -> list[WrittenFile]:
+    """All ranks write the checkpoint's own files, then from these the HuggingFace model.
+
+    Args:
+        staging: the folder of the save under way.
+        attempt: its id.
+        write: writes this rank's files durably, and reports them.
+        describe: on rank 0, the manifest of all files, from the reports.
+
+    Returns:
+        This rank's files of the HuggingFace model.
+
+    Raises:
+        CheckpointError: on all ranks, if one could not write its own files; on this one, if the model is not what the
+            config says, or its part cannot be written.
+    """
+
+    def combine(records: Sequence[Record]) -> Record:
+        write_file(staging / layout.WRITTEN_FILE, [encode_manifest(describe(records))])
+        return {}
+
+    topic = f"writing what the HuggingFace model of {session.role} is made from"
+    decide(session.commits, topic, write, combine, CommitError, name=f"{attempt}-model")
+    source = CheckpointSource(staging, read_manifest(staging, layout.WRITTEN_FILE))
+    return _export(session, source, staging / layout.HUGGINGFACE_DIR)
+
+
+def completed(session: Session, staging: Path, records: Sequence[Record]) -> Manifest:
+    """Rank 0's part before the commit: the manifest with the HuggingFace model, from what all ranks told of it.
+
+    Raises:
+        CommitError: a file is not there.
+    """
+    manifest = read_manifest(staging, layout.WRITTEN_FILE)
+    (staging / layout.WRITTEN_FILE).unlink()
+    kept = manifest.files
+    if "model" not in session.config.save_contents:
+        shutil.rmtree(staging / layout.MODEL_DIR)
+        kept = tuple(file for file in kept if file.kind not in ("model", "experts"))
+    found = [(rank, WrittenFile(**item)) for rank, record in enumerate(records) for item in record["files"]]
+    commit.check_files(staging, found)
+    new = (FileRecord(file.path, file.kind, rank, file.size, file.crc32) for rank, file in found)
+    return replace(manifest, files=(*kept, *new))
+
+
+def _export(session: Session, source: CheckpointSource, folder: Path) -> list[WrittenFile]:
+    tensors = source.tensors()
+    head = tensors.get(_HEAD)
+    model = described_model(session, None if head is None else head.shape[0])
+    nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
+    useful = max(1, min(session.topology.world_size, nbytes // knobs.HF_LEAST_FILE_BYTES))
+    plan = plan_export(model, tensors, max_shard_bytes=knobs.HF_FILE_BYTES, least_files=useful)
+    folder.mkdir(exist_ok=True)
+    written = write_files(plan, _own_files(session, len(plan.files)), source, folder)
+    if session.agreement.is_coordinator:
+        written += _write_rest(session, model, plan, folder)
+    sync_dir(folder)
+    return written
+
+
+def _own_files(session: Session, count: int) -> list[int]:
+    """Which of the files this rank writes; if there are fewer than ranks, ranks far apart write them."""
+    world, rank = session.topology.world_size, session.agreement.rank
+    owners = [number * world // count if count < world else number % world for number in range(count)]
+    return [number for number, owner in enumerate(owners) if owner == rank]
+
+
+def _write_rest(session: Session, model: HfModel, plan: ExportPlan, folder: Path) -> list[WrittenFile]:
+    paths = save_assets(folder, session.hf_config, session.processing_class)
+    config = write_config(folder, model, plan.dtype, plan.has_mtp)
+    return [*written_assets(folder, [*paths, config]), *write_index(plan, folder)]

@@ -1,0 +1,208 @@
+"""`hf_model` in save_contents: what lies in `huggingface/` is the model that was trained, as HuggingFace has it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from agreement import everywhere
+from checkpointing import manager_of, position
+from global_state import GlobalState, global_state, positions
+from layouts import LAYOUTS
+from refusals import assert_names, refused
+from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout, Training, build, parallel, train
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from mcore_ckpt import knobs
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.hf import (
+    Architecture,
+    HfModel,
+    HfTensor,
+    hf_tensors,
+    known_architectures,
+    read_model,
+    register_architecture,
+)
+from mcore_ckpt.storage.reader import read_manifest
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+class MixtureConfig(Qwen3MoeConfig):
+    """The mixtures of these tests: every second layer, no norms of queries and keys, unlike any published model."""
+
+    model_type = "tests_mixture"
+
+
+def _register_mixture() -> None:
+    like = known_architectures()["qwen3_moe"]
+    layer = tuple(row for row in like.table.layer if "q_norm" not in str(row.hf) and "k_norm" not in str(row.hf))
+    table = replace(like.table, layer=layer)
+    register_architecture(Architecture("tests_mixture", like.classes, table, like.read))
+
+
+_register_mixture()
+
+
+def hf_config(layout: Layout) -> Any:
+    """What the models of these tests are, in transformers' words."""
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": layout.hidden_size,
+        "intermediate_size": 2 * layout.hidden_size,
+        "num_hidden_layers": layout.num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": layout.hidden_size // 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": SEQUENCE_LENGTH,
+        "tie_word_embeddings": layout.tied_embeddings,
+    }
+    if layout.experts is None:
+        return LlamaConfig(**common, attention_bias=False)
+    mixture = {
+        "num_experts": layout.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": layout.hidden_size // 2,
+    }
+    return MixtureConfig(**common, **mixture, decoder_sparse_step=2, norm_topk_prob=True)
+
+
+def exported(tensor: HfTensor, state: GlobalState) -> torch.Tensor:
+    """A HuggingFace tensor, put together from whole mcore tensors element by element."""
+    whole = torch.full((tensor.numel,), torch.nan, dtype=state[f"{tensor.slabs[0].mcore} model"].dtype)
+    for slab in tensor.slabs:
+        source = state[f"{slab.mcore} model"][: slab.region.global_shape[0]]
+        whole[slab.start : slab.start + slab.numel] = source.reshape(-1)[positions(slab.region)]
+    return whole.view(tensor.shape)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, read by the safetensors library, by the index if there is one."""
+    index = folder / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert files == {path.name for path in folder.glob("*.safetensors")}
+    return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(folder / file).items()}
+
+
+def assert_exported(folder: Path, training: Training, state: GlobalState) -> None:
+    model = described(training.layout)
+    found = read_weights(folder)
+    wanted = {tensor.name: exported(tensor, state) for tensor in hf_tensors(model)}
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert not tensor.isnan().any(), name
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def described(layout: Layout) -> HfModel:
+    return read_model(json.loads(hf_config(layout).to_json_string(use_diff=False)))
+
+
+@pytest.fixture
+def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small enough for every rank to have a file of its own."""
+    monkeypatch.setattr(knobs, "HF_LEAST_FILE_BYTES", 1 << 12)
+
+
+def cases(*names: str) -> list[Any]:
+    return [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.world(LAYOUTS[name].world)) for name in names]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "layout", cases("single", "tp2", "pp2-tied-bf16", "pp2-vpp2", "ep2", "tp2-pp2", "tp2-ep2-etp1", "tp2-pp2-ep2-etp1")
+)
+@pytest.mark.usefixtures("many_files")
+def test_the_export_is_the_trained_model(layout: Layout, mode: str, shared_path: Path) -> None:
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 2)
+        state = global_state(training)
+        config = {"save_contents": CONTENTS, "async_save": mode == "async"}
+        manager = manager_of(training, shared_path, hf_config=hf_config(layout), **config)
+        handle = manager.save(2, extra_state=position(2))
+        if mode == "async":
+            # What goes on must not be seen in what was saved.
+            train(training, 2, 3)
+        handle.wait()
+        manager.close()
+        with everywhere():
+            assert handle.report.export_s > 0
+            folder = shared_path / "global_steps_2" / "actor" / "huggingface"
+            assert_exported(folder, training, state)
+            assert len(list(folder.glob("*.safetensors"))) >= layout.world
+            _assert_in_manifest(folder.parent)
+            config = json.loads((folder / "config.json").read_text())
+            assert config["dtype"] == {"fp32": "float32", "bf16": "bfloat16"}[layout.precision]
+
+
+def _assert_in_manifest(role_dir: Path) -> None:
+    manifest = read_manifest(role_dir, "manifest.json")
+    assert "hf_model" in manifest.contents
+    listed = {file.path for file in manifest.files}
+    there = {str(path.relative_to(role_dir)) for path in role_dir.rglob("*") if path.is_file()}
+    assert there == listed | {"manifest.json"}
+
+
+@pytest.mark.parametrize("layout", cases("tp2", "tp2-pp2"))
+def test_only_the_export_is_kept_if_only_it_is_asked_for(layout: Layout, shared_path: Path) -> None:
+    with parallel(layout):
+        training = build(layout, seed=1)
+        state = global_state(training)
+        manager = manager_of(
+            training, shared_path, hf_config=hf_config(layout), save_contents=("hf_model",), load_contents=("model",)
+        )
+        manager.save(1)
+        manager.close()
+        with everywhere():
+            role_dir = shared_path / "global_steps_1" / "actor"
+            assert_exported(role_dir / "huggingface", training, state)
+            _assert_in_manifest(role_dir)
+            assert not (role_dir / "model").exists()
+            assert [path.name for path in role_dir.glob(".*")] == []
+
+
+@pytest.mark.world(2)
+def test_a_config_of_another_model_is_refused_before_anything_is_saved(shared_path: Path) -> None:
+    layout = LAYOUTS["tp2"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        for changed, wanted in (
+            ({"num_key_value_heads": 1}, "linear_qkv"),
+            ({"vocab_size": 1000}, "word_embeddings"),
+            ({"tie_word_embeddings": True}, "output_layer"),
+        ):
+            config = hf_config(layout)
+            for name, value in changed.items():
+                setattr(config, name, value)
+            messages = refused(
+                training,
+                lambda config=config: manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS),
+                CheckpointMismatchError,
+            )
+            assert_names(messages, wanted)
+        with everywhere(), pytest.raises(ValueError, match="hf_config"):
+            manager_of(training, shared_path, save_contents=CONTENTS)
+
+
+@pytest.mark.world(2)
+def test_a_missing_layer_fails_the_save_on_all_ranks_and_leaves_nothing(shared_path: Path) -> None:
+    layout = LAYOUTS["tp2"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        config = hf_config(layout)
+        config.num_hidden_layers += 1
+        manager = manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS)
+        messages = refused(training, lambda: manager.save(1), CheckpointMismatchError)
+        assert_names(messages, r"model\.layers\.4")
+        dist.barrier()
+        with everywhere():
+            assert not (shared_path / "global_steps_1" / "actor").exists()
+        manager.close()
