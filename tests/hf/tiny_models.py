@@ -1,0 +1,207 @@
+"""Tiny HuggingFace models on disk, one of each architecture and variant, made by transformers.
+
+Nothing in them is what a mistake would leave: norms are not 1, biases not 0, theta is not 10000, the vocabulary is odd,
+head_dim is not hidden / heads where the architecture allows it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 131
+LAYERS = 4
+EXPERTS = 4
+
+_DECODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 3e-6,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN_MOE = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1}
+_DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_nextn_predict_layers": 0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_GLM4_MOE = {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+_CONFIGS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-3": ("llama", {"rope_parameters": _LLAMA_3, "max_position_embeddings": 16384}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-value": ("llama", {}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-value": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-value": ("qwen3", {"head_dim": 16}),
+    "qwen2_moe": ("qwen2_moe", {**_QWEN_MOE, "shared_expert_intermediate_size": 48, "norm_topk_prob": False}),
+    "qwen3_moe": ("qwen3_moe", {**_QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe-sparse": (
+        "qwen3_moe",
+        {**_QWEN_MOE, "head_dim": 16, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 16},
+    ),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3-no-q-lora": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1}),
+    "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _YARN}),
+    "deepseek_v3-mtp": ("deepseek_v3", {**_DEEPSEEK, "num_nextn_predict_layers": 1}),
+    "glm4_moe": ("glm4_moe", _GLM4_MOE),
+    "glm4_moe-mtp": ("glm4_moe", {**_GLM4_MOE, "use_qk_norm": False, "num_nextn_predict_layers": 1}),
+}
+
+NAMES = tuple(_CONFIGS)
+"""All models: the architecture's model_type, and after a dash what is special."""
+
+
+def architecture_of(name: str) -> str:
+    """The `model_type` of a tiny model."""
+    return _CONFIGS[name][0]
+
+
+def make_hf_folder(path: Path, name: str, **config_overrides: Any) -> Path:
+    """Saves a tiny model with random weights, always the same ones, as transformers does.
+
+    Args:
+        path: the folder, made if needed.
+        name: one of `NAMES`. "...-mtp" has a layer of multi-token prediction as published checkpoints have, with copies
+            of the embedding and the head; transformers itself neither makes nor reads it.
+        config_overrides: fields of the config to change; `dtype` (a string) is that of the weights, else "float32".
+
+    Returns:
+        `path`.
+    """
+    make_hf_model(name, **config_overrides).save_pretrained(path)
+    if name.endswith("-mtp"):
+        _add_mtp(path)
+    return path
+
+
+def make_hf_model(name: str, **config_overrides: Any) -> Any:
+    """The transformers model that `make_hf_folder` saves, for eager attention."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    model_type, special = _CONFIGS[name]
+    fields = {**_DECODER, **special, **config_overrides}
+    dtype = fields.pop("dtype", "float32")
+    if name.endswith("-value"):
+        fields["num_labels"] = 1
+    kind = AutoModelForTokenClassification if name.endswith("-value") else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(name.encode()))
+        model = kind.from_config(
+            AutoConfig.for_model(model_type, **fields), dtype=torch.float32, attn_implementation="eager"
+        )
+        _fill(model)
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def _fill(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name or name.endswith("embed_scale"):
+                continue
+            if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
+                tensor.uniform_(0.5, 1.5)
+            elif name == "score.bias":
+                tensor.zero_()  # mcore's value heads have none
+            elif tensor.dim() == 1:
+                tensor.normal_(0.0, 0.3)
+            else:
+                tensor.normal_(0.0, 0.15)
+
+
+def _add_mtp(path: Path) -> None:
+    """A layer of multi-token prediction behind the last: that layer's tensors anew, and its own."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    last, new = (f"model.layers.{number}." for number in (LAYERS - 1, LAYERS))
+    generator = torch.Generator().manual_seed(7)
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return (torch.randn(tensor.shape, generator=generator) * 0.15 + (tensor.dim() == 1)).to(tensor.dtype)
+
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[new + name.removeprefix(last)] = like(tensors[name])
+    norm = tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{new}{name}.weight"] = like(norm)
+    tensors[f"{new}eh_proj.weight"] = like(torch.empty(norm.numel(), 2 * norm.numel(), dtype=norm.dtype))
+    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A folder's `config.json`."""
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return config
