@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.hf.config_rules import HfConfig, Rule
 from mcore_ckpt.hf.table import Sizes, Table
-
-HfConfig = Mapping[str, Any]
-"""The object in a `config.json`, of transformers 4 or 5."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,14 @@ class Architecture:
         classes: the names of its transformers classes; `architectures` in `config.json` is one of them.
         table: its tensors.
         read: what the table needs to know, from a config.
+        rules: what the config's fields are in megatron; later rules win over earlier ones.
     """
 
     model_type: str
     classes: tuple[str, ...]
     table: Table
     read: Callable[[HfConfig], ModelFacts]
+    rules: tuple[Rule, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,14 @@ def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
         raise UnsupportedError(
             f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(sorted(known))}; "
             "add one with mcore_ckpt.hf.register_architecture"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(
+            f"config.json: quantization_config is {kind!r}: only plain weights are converted; dequantize them first, "
+            "as transformers does (from_pretrained(..., dtype='bfloat16') with the quantizer's dequantize option, then "
+            "save_pretrained)"
         )
     return HfModel(architecture, config, architecture.read(config), (*architecture.table.ignored, *ignored))
 

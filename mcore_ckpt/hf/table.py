@@ -52,6 +52,19 @@ def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
     ]
 
 
+def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+    """As `qkv`, of attention whose output has a gate: HuggingFace has each head's query and gate one behind the other,
+    mcore all queries of a group before their gates (`SelfAttention.get_query_key_value_tensors` with `output_gate`)."""
+    dim, per_group = sizes["head_dim"], sizes["heads"] // sizes["groups"]
+    blocks: list[Block] = []
+    for group in range(sizes["groups"]):
+        heads = range(group * per_group, (group + 1) * per_group)
+        blocks += (Block(0, 2 * head * dim, dim) for head in heads)
+        blocks += (Block(0, (2 * head + 1) * dim, dim) for head in heads)
+        blocks += (Block(1, group * dim, dim), Block(2, group * dim, dim))
+    return blocks
+
+
 class ValueChange(Protocol):
     """A change that is more than another order of rows. Exact in both directions."""
 

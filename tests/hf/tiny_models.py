@@ -168,7 +168,7 @@ def _fill(model: torch.nn.Module) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name or name.endswith("embed_scale"):
                 continue
-            if name.endswith("norm.weight") or name.endswith("layernorm.weight"):
+            if name.endswith("norm.weight"):
                 tensor.uniform_(0.5, 1.5)
             elif name == "score.bias":
                 tensor.zero_()  # mcore's value heads have none

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.hf.architecture import HfConfig
+from mcore_ckpt.hf.config_rules import HfConfig
 from mcore_ckpt.hf.table import Row, qkv
 
 MODEL = (
@@ -23,16 +23,7 @@ NORMS = (
     Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}),
 )
 
-ATTENTION = (
-    Row(
-        "self_attention.linear_qkv.weight",
-        {
-            "self_attn.q_proj.weight": "heads*head_dim hidden",
-            "self_attn.k_proj.weight": "groups*head_dim hidden",
-            "self_attn.v_proj.weight": "groups*head_dim hidden",
-        },
-        qkv,
-    ),
+QKV_BIAS = (
     Row(
         "self_attention.linear_qkv.bias",
         {
@@ -43,6 +34,19 @@ ATTENTION = (
         qkv,
         when="qkv_bias",
     ),
+)
+
+ATTENTION = (
+    Row(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "heads*head_dim hidden",
+            "self_attn.k_proj.weight": "groups*head_dim hidden",
+            "self_attn.v_proj.weight": "groups*head_dim hidden",
+        },
+        qkv,
+    ),
+    *QKV_BIAS,
     Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*head_dim"}),
 )
 
@@ -60,8 +64,14 @@ DENSE_MLP = (
     Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="!moe"),
 )
 
-EXPERTS = (
+ROUTER = (
     Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
+    # A buffer of mcore's, fp32 whatever the parameters are (TopKRouter, 0.16.1).
+    Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe expert_bias"),
+)
+
+EXPERTS = (
+    *ROUTER,
     Row(
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         {
@@ -88,6 +98,36 @@ STACKED_EXPERTS = (
         {"mlp.experts.down_proj": "experts hidden moe_ffn"},
         when="moe",
     ),
+)
+
+
+def shared_experts(name: str) -> tuple[Row, ...]:
+    """Experts that every token goes through, below `mlp.{name}`; with a gate of their own where the model has one."""
+    return (
+        Row(
+            "mlp.shared_experts.linear_fc1.weight",
+            {f"mlp.{name}.gate_proj.weight": "shared_ffn hidden", f"mlp.{name}.up_proj.weight": "shared_ffn hidden"},
+            when="moe shared",
+        ),
+        Row(
+            "mlp.shared_experts.linear_fc2.weight",
+            {f"mlp.{name}.down_proj.weight": "hidden shared_ffn"},
+            when="moe shared",
+        ),
+        Row("mlp.shared_experts.gate_weight", {f"mlp.{name}_gate.weight": "1 hidden"}, when="moe shared shared_gate"),
+    )
+
+
+# As published checkpoints have them: each layer of multi-token prediction brings the embedding and the head again,
+# which mcore shares with the model (MultiTokenPredictionBlock, 0.16.1).
+MTP = (
+    Row("enorm.weight", {"enorm.weight": "hidden"}),
+    Row("hnorm.weight", {"hnorm.weight": "hidden"}),
+    Row("eh_proj.weight", {"eh_proj.weight": "hidden 2*hidden"}),
+    Row("final_layernorm.weight", {"shared_head.norm.weight": "hidden"}),
+    Row("embedding.word_embeddings.weight", {"embed_tokens.weight": "vocab hidden"}, is_copy=True),
+    Row("output_layer.weight", {"shared_head.head.weight": "vocab hidden"}, when="!tied !value", is_copy=True),
+    Row("embedding.word_embeddings.weight", {"shared_head.head.weight": "vocab hidden"}, when="tied", is_copy=True),
 )
 
 
@@ -119,9 +159,19 @@ def facts_of(config: HfConfig) -> set[str]:
         facts.add("value")
         if "ForTokenClassification" in kinds:
             facts.add("score_bias")
-    if config.get("tie_word_embeddings"):
+    elif config.get("tie_word_embeddings"):
         facts.add("tied")
     return facts
+
+
+def alike(config: HfConfig) -> tuple[frozenset[str], ...]:
+    """Layers of which there is nothing to say."""
+    return (frozenset[str](),) * integer(config, "num_hidden_layers")
+
+
+def moe_layers(is_moe: Sequence[bool]) -> tuple[frozenset[str], ...]:
+    """Layers of which some are mixtures of experts."""
+    return tuple(frozenset({"moe"}) if moe else frozenset[str]() for moe in is_moe)
 
 
 def integer(config: Mapping[str, Any], name: str) -> int:
@@ -130,3 +180,8 @@ def integer(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedError(f"config.json: {name} is {value!r}, not a positive number")
     return value
+
+
+def first_integer(config: Mapping[str, Any], *names: str) -> int:
+    """A number that goes by several names. Raises UnsupportedError."""
+    return integer(config, next((name for name in names if config.get(name) is not None), names[0]))

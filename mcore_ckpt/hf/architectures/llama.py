@@ -1,0 +1,34 @@
+"""Llama 2 and 3, Mistral."""
+
+from __future__ import annotations
+
+from mcore_ckpt.hf.architecture import Architecture, ModelFacts, register_architecture
+from mcore_ckpt.hf.architectures.common import ATTENTION, DENSE_MLP, MODEL, NORMS, alike, facts_of, sizes_of
+from mcore_ckpt.hf.config_rules import DENSE, ROPE, HfConfig, Refused, Window
+from mcore_ckpt.hf.table import Table
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    return ModelFacts(sizes_of(config), frozenset(facts_of(config)), alike(config))
+
+
+_TABLE = Table(MODEL, (*NORMS, *ATTENTION, *DENSE_MLP))
+
+for architecture in (
+    Architecture(
+        "llama",
+        ("LlamaForCausalLM", "LlamaForTokenClassification"),
+        _TABLE,
+        _read,
+        # attention_bias and mlp_bias are those of all linear layers, the ones behind attention and MLP too.
+        (*DENSE, ROPE, Refused("attention_bias", False), Refused("mlp_bias", False)),
+    ),
+    Architecture(
+        "mistral",
+        ("MistralForCausalLM", "MistralForTokenClassification"),
+        _TABLE,
+        _read,
+        (*DENSE, ROPE, Window()),
+    ),
+):
+    register_architecture(architecture)

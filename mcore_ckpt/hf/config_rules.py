@@ -1,0 +1,642 @@
+"""What a field of `config.json` is called in megatron, in both directions.
+
+An architecture's configuration is a tuple of rules. Each reads some fields of a `config.json` and says what they are in
+megatron (`to_mcore`), or which fields say what megatron has (`to_hf`). Values of megatron are in one flat dict:
+arguments of `TransformerConfig` under their names, arguments of `GPTModel` after "gpt.", and after "attributes." what
+megatron-core 0.16.1 reads from the config although it is no field of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mcore_ckpt.errors import UnsupportedError
+
+HfConfig = Mapping[str, Any]
+"""The object in a `config.json`, of transformers 4 or 5."""
+
+McoreValues = Mapping[str, Any]
+HfFields = dict[str, Any]
+
+
+class MissingFieldError(UnsupportedError):
+    """A `config.json` lacks a field that cannot be guessed."""
+
+
+class Rule(Protocol):
+    """Some fields in both worlds."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        """What a config says. Raises MissingFieldError, and UnsupportedError for what megatron cannot do."""
+        ...
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        """The fields that say it; `base` is the config that they will be put in. What cannot be said is left out:
+        whoever asks compares what `to_mcore` makes of the result."""
+        ...
+
+
+_REQUIRED = object()
+
+
+def needed(hf: HfConfig, *names: str) -> Any:
+    """The first of several fields that is there. Raises MissingFieldError."""
+    for name in names:
+        if hf.get(name) is not None:
+            return hf[name]
+    raise MissingFieldError(f"config.json: {' (or '.join(names)}{')' * (len(names) - 1)} is missing")
+
+
+@dataclass(frozen=True)
+class Same:
+    """One value under two names.
+
+    Attributes:
+        mcore: its name in megatron.
+        hf: its name in `config.json`.
+        default: what its absence, or null, means; else it must be there.
+        also: other names of it in `config.json`, of other versions of transformers; all are written.
+    """
+
+    mcore: str
+    hf: str
+    default: Any = _REQUIRED
+    also: tuple[str, ...] = ()
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        found = [hf[name] for name in (self.hf, *self.also) if hf.get(name) is not None]
+        if not found and self.default is not _REQUIRED:
+            return {self.mcore: self.default}
+        if any(value != found[0] for value in found):
+            raise UnsupportedError(f"config.json: {' and '.join((self.hf, *self.also))} differ: {found}")
+        return {self.mcore: needed(hf, self.hf, *self.also)}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return dict.fromkeys((self.hf, *self.also), mcore[self.mcore])
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value that every model of the architecture has in megatron."""
+
+    mcore: str
+    value: Any
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {self.mcore: self.value}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that must have one value, because megatron has nothing for others. Absence means that value."""
+
+    hf: str
+    allowed: Any
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        value = hf.get(self.hf)
+        if value is not None and value != self.allowed:
+            raise UnsupportedError(
+                f"config.json: {self.hf} is {value!r}, which megatron-core 0.16.1 has no counterpart for: it does what "
+                f"{self.allowed!r} means"
+            )
+        return {}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {}
+
+
+class Groups:
+    """Query groups; without a number of key-value heads every head is one."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        groups = hf.get("num_key_value_heads")
+        return {"num_query_groups": needed(hf, "num_attention_heads") if groups is None else groups}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"num_key_value_heads": mcore["num_query_groups"]}
+
+
+class HeadDim:
+    """The size of a head, which older configs leave to be hidden / heads."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        size = hf.get("head_dim")
+        return {"kv_channels": needed(hf, "hidden_size") // needed(hf, "num_attention_heads") if size is None else size}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"head_dim": mcore["kv_channels"]}
+
+
+class Silu:
+    """The gated linear unit with SiLU."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        from torch.nn.functional import silu
+
+        if needed(hf, "hidden_act") not in ("silu", "swish"):
+            raise UnsupportedError(f"config.json: hidden_act is {hf['hidden_act']!r}: only 'silu' is converted")
+        return {"gated_linear_unit": True, "activation_func": silu}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"hidden_act": "silu"}
+
+
+class ClampedGlu:
+    """gpt-oss' `(up + 1) * gate * sigmoid(1.702 * gate)`, both clamped."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        from megatron.core.activations import quick_gelu
+
+        # quick_gelu is x * sigmoid(1.702 * x).
+        Refused("swiglu_alpha", 1.702).to_mcore(hf)
+        limit = hf.get("swiglu_limit")
+        return {
+            "gated_linear_unit": True,
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0 if limit is None else limit,
+        }
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"swiglu_limit": mcore["activation_func_clamp_value"]}
+
+
+class Dtype:
+    """The dtype of the weights, `torch_dtype` in transformers 4 and `dtype` in 5."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        import torch
+
+        name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        dtype = getattr(torch, str(name), None)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedError(f"config.json: dtype is {name!r}, not float32, bfloat16 or float16")
+        return {"params_dtype": dtype}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        name = str(mcore["params_dtype"]).removeprefix("torch.")
+        return {"torch_dtype": name} if "torch_dtype" in base and "dtype" not in base else {"dtype": name}
+
+
+# --- Positions
+
+
+@dataclass(frozen=True)
+class RopeFields:
+    """What a config says of rotary embeddings, wherever it says it."""
+
+    kind: str
+    theta: float
+    partial: float
+    fields: Mapping[str, Any]
+
+
+def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
+    """Rotary embeddings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
+
+    Raises:
+        UnsupportedError: they differ between layers.
+    """
+    fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise UnsupportedError("config.json: rope_parameters differ between kinds of layers, megatron-core's do not")
+
+    def either(name: str, default: float) -> float:
+        return next((place[name] for place in (fields, hf) if place.get(name) is not None), default)
+
+    return RopeFields(
+        str(fields.get("rope_type") or fields.get("type") or "default"),
+        either("rope_theta", default_theta),
+        either("partial_rotary_factor", default_partial),
+        fields,
+    )
+
+
+def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str, Any]) -> HfFields:
+    """As `read_rope`, the other way, for transformers 4 and 5: each reads its own fields and leaves the others alone.
+
+    transformers 4 takes a config that has only `rope_parameters` for one with the default theta.
+    """
+    of_part = {} if partial is None else {"partial_rotary_factor": partial}
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": theta, **of_part, **more},
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **more},
+        **of_part,
+    }
+
+
+def _both_ropes(rope: RopeFields, default_partial: float) -> HfFields:
+    own = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    more = {name: value for name, value in rope.fields.items() if name not in own}
+    return write_rope(rope.kind, rope.theta, None if rope.partial == default_partial == 1.0 else rope.partial, more)
+
+
+def _refuse_rope(kind: str, name: str, value: Any, why: str) -> UnsupportedError:
+    return UnsupportedError(f"config.json: {name} of {kind} rotary embeddings is {value!r}: {why}")
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embeddings of attention that is not latent.
+
+    Attributes:
+        default_theta: what transformers takes if a config does not say it.
+        default_partial: the same of the part of a head that is rotated.
+    """
+
+    default_theta: float = 10000.0
+    default_partial: float = 1.0
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        rope = read_rope(hf, self.default_theta, self.default_partial)
+        values: dict[str, Any] = {
+            "gpt.position_embedding_type": "rope",
+            "gpt.rotary_base": rope.theta,
+            "gpt.rotary_percent": rope.partial,
+            "gpt.rope_scaling": False,
+            "gpt.seq_len_interpolation_factor": None,
+        }
+        if rope.kind == "linear":
+            values["gpt.seq_len_interpolation_factor"] = needed(rope.fields, "factor")
+        elif rope.kind == "llama3":
+            # RotaryEmbedding._apply_scaling (0.16.1) takes no others.
+            for name, value in _LLAMA3.items():
+                if rope.fields.get(name) != value:
+                    raise _refuse_rope(rope.kind, name, rope.fields.get(name), f"megatron-core 0.16.1 has {value}")
+            values |= {"gpt.rope_scaling": True, "gpt.rope_scaling_factor": needed(rope.fields, "factor")}
+        elif rope.kind == "yarn":
+            if rope.partial != 1.0:
+                raise _refuse_rope(
+                    rope.kind, "partial_rotary_factor", rope.partial, "megatron-core rotates whole heads"
+                )
+            values["gpt.position_embedding_type"] = "yarn"
+            values |= {f"attributes.yarn_{name}": value for name, value in read_yarn(rope, hf).items()}
+        elif rope.kind != "default":
+            raise UnsupportedError(
+                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1 has default, linear, llama3 and yarn"
+            )
+        return values
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        partial = mcore["gpt.rotary_percent"]
+        kind, more = "default", {}
+        if mcore["gpt.position_embedding_type"] == "yarn":
+            kind, more = "yarn", write_yarn({n: mcore[f"attributes.yarn_{n}"] for n in _YARN}, cut=True)
+        elif mcore["gpt.rope_scaling"]:
+            kind, more = "llama3", {"factor": mcore["gpt.rope_scaling_factor"], **_LLAMA3}
+        elif mcore["gpt.seq_len_interpolation_factor"] is not None:
+            kind, more = "linear", {"factor": mcore["gpt.seq_len_interpolation_factor"]}
+        if partial == self.default_partial == 1.0:
+            partial = None
+        return write_rope(kind, mcore["gpt.rotary_base"], partial, more)
+
+    def spelling(self, hf: HfConfig) -> HfFields:
+        """The same fields for transformers 4 and 5."""
+        return _both_ropes(read_rope(hf, self.default_theta, self.default_partial), self.default_partial)
+
+
+_YARN = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "correction_range_round_to_int",
+)
+
+
+def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
+    """Yarn's fields under megatron's names; defaults as in transformers' `_compute_yarn_parameters`.
+
+    mscale and mscale_all_dim are None where the config does not have both: cosine and sine are then scaled by the
+    factor alone, in transformers as in `_yarn_get_concentration_factor` (0.16.1).
+    """
+    fields = rope.fields
+    if fields.get("attention_factor") is not None:
+        raise _refuse_rope(rope.kind, "attention_factor", fields["attention_factor"], "megatron-core computes it")
+    both = bool(fields.get("mscale") and fields.get("mscale_all_dim"))
+    original = fields.get("original_max_position_embeddings")
+    return {
+        "rotary_scaling_factor": needed(fields, "factor"),
+        "original_max_position_embeddings": needed(hf, "max_position_embeddings") if original is None else original,
+        "beta_fast": fields.get("beta_fast") or 32.0,
+        "beta_slow": fields.get("beta_slow") or 1.0,
+        "mscale": fields["mscale"] if both else None,
+        "mscale_all_dim": fields["mscale_all_dim"] if both else None,
+        "correction_range_round_to_int": fields.get("truncate") is not False,
+    }
+
+
+def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
+    """As `read_yarn`, the other way; `cut`: whether the architecture may say how the correction range is rounded."""
+    more = {
+        "factor": yarn["rotary_scaling_factor"],
+        **{name: yarn[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
+    }
+    more |= {name: yarn[name] for name in ("mscale", "mscale_all_dim") if yarn[name] is not None}
+    if cut and not yarn["correction_range_round_to_int"]:
+        more["truncate"] = False
+    return more
+
+
+class LatentRope:
+    """Rotary embeddings of latent attention: fields of `MLATransformerConfig`."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        rope = read_rope(hf, 10000.0, 1.0)
+        values = {"gpt.position_embedding_type": "rope", "rotary_base": rope.theta, "rotary_percent": rope.partial}
+        if rope.kind == "default":
+            # rotary_scaling_factor is 40 unless it is said, and scales the softmax if mscale_all_dim is not 0.
+            return values | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        if rope.kind != "yarn":
+            raise UnsupportedError(
+                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1's latent attention has default and yarn"
+            )
+        yarn = read_yarn(rope, hf)
+        if not yarn.pop("correction_range_round_to_int"):
+            raise _refuse_rope(rope.kind, "truncate", False, "latent attention of megatron-core 0.16.1 rounds")
+        if yarn["mscale"] is None:
+            if rope.fields.get("mscale_all_dim"):
+                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim is there without it")
+            yarn |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        return values | {"rope_type": "yarn"} | yarn
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        if mcore["rope_type"] == "rope":
+            return write_rope("default", mcore["rotary_base"], None, {})
+        yarn = {name: mcore[name] for name in _YARN if name != "correction_range_round_to_int"}
+        return write_rope("yarn", mcore["rotary_base"], None, write_yarn(yarn, cut=False))
+
+    def spelling(self, hf: HfConfig) -> HfFields:
+        """The same fields for transformers 4 and 5."""
+        return _both_ropes(read_rope(hf, 10000.0, 1.0), 1.0)
+
+
+# --- Which layers
+
+
+def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
+    """Which layers are of a kind by `layer_types`; None if there is none."""
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return None
+    layers = needed(hf, "num_hidden_layers")
+    if len(kinds) < layers:
+        raise UnsupportedError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    return [each == kind for each in kinds[:layers]]
+
+
+class Window:
+    """Attention over the last tokens only, in some or all layers.
+
+    A window of HuggingFace counts the token itself, megatron's counts those before it
+    (`get_sliding_window_causal_mask`, 0.16.1).
+    """
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        window = hf.get("sliding_window")
+        # Qwen's configs have a window that is off unless they say otherwise, the others have no switch.
+        is_on = hf.get("use_sliding_window", not str(hf.get("model_type")).startswith("qwen"))
+        layers = self._layers(hf) if window and is_on else []
+        if not window or not any(layers):
+            return {"window_size": None, "window_attn_skip_freq": None}
+        freq = None if all(layers) else [int(layer) for layer in layers]
+        return {"window_size": (window - 1, 0), "window_attn_skip_freq": freq}
+
+    def _layers(self, hf: HfConfig) -> list[bool]:
+        layers, kind = needed(hf, "num_hidden_layers"), hf.get("model_type")
+        if kind == "qwen3_moe":
+            return [True] * layers  # Qwen3MoeModel has one mask for all layers, whatever layer_types says.
+        named = per_layer(hf, "sliding_attention")
+        if named is not None:
+            return named
+        if kind == "gpt_oss":
+            return [number % 2 == 0 for number in range(layers)]
+        if "use_sliding_window" not in hf:
+            return [True] * layers
+        if kind in ("qwen2", "qwen3"):
+            return [number >= needed(hf, "max_window_layers") for number in range(layers)]
+        raise UnsupportedError(
+            "config.json: use_sliding_window is true, but which layers that means depends on the version of "
+            "transformers: say it with layer_types"
+        )
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        window, freq, layers = mcore["window_size"], mcore["window_attn_skip_freq"], mcore["num_layers"]
+        fields: HfFields = {"sliding_window": None if window is None else window[0] + 1}
+        if "use_sliding_window" in base:
+            fields["use_sliding_window"] = window is not None
+        if "layer_types" in base or freq is not None:
+            slides = [window is not None] * layers if freq is None else freq
+            fields["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        return fields
+
+
+def is_sparse(hf: HfConfig) -> list[bool]:
+    """Which layers of a Qwen model are mixtures of experts."""
+    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
+    return [(number + 1) % step == 0 and number not in dense for number in range(needed(hf, "num_hidden_layers"))]
+
+
+def _moe_freq(layers: Sequence[bool]) -> int | list[int]:
+    return 1 if all(layers) else [int(layer) for layer in layers]
+
+
+def _moe_pattern(mcore: McoreValues) -> list[int]:
+    freq = mcore["moe_layer_freq"]
+    return [1] * mcore["num_layers"] if isinstance(freq, int) else list(freq)
+
+
+class SparseStep:
+    """Qwen's `decoder_sparse_step` counts from a step's end, megatron's `moe_layer_freq` from its beginning: a list."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {"moe_layer_freq": _moe_freq(is_sparse(hf))}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        dense = [number for number, moe in enumerate(_moe_pattern(mcore)) if not moe]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+class DenseFirst:
+    """Dense layers before those with experts."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        dense = hf.get("first_k_dense_replace") or 0
+        return {"moe_layer_freq": _moe_freq([n >= dense for n in range(needed(hf, "num_hidden_layers"))])}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"first_k_dense_replace": _moe_pattern(mcore).count(0)}
+
+
+def is_linear(hf: HfConfig) -> list[bool]:
+    """Which layers of Qwen3-Next have linear attention."""
+    named = per_layer(hf, "linear_attention")
+    if named is not None:
+        return named
+    every = hf.get("full_attention_interval") or 4
+    return [(number + 1) % every != 0 for number in range(needed(hf, "num_hidden_layers"))]
+
+
+class LinearLayers:
+    """Layers of linear attention."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        layers = [int(layer) for layer in is_linear(hf)]
+        return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": layers}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        layers = mcore["linear_attention_freq"]
+        return {"layer_types": ["linear_attention" if layer else "full_attention" for layer in layers]}
+
+
+# --- Experts
+
+
+class NormalizedTopk:
+    """Whether the weights of a token's experts add up to 1: then megatron's softmax is over them, else over all."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        normalized = bool(needed(hf, "norm_topk_prob"))
+        if normalized and needed(hf, "num_experts_per_tok") == 1:
+            raise UnsupportedError(
+                "config.json: norm_topk_prob is true with num_experts_per_tok 1: megatron-core 0.16.1 (TopKRouter) "
+                "wants the softmax over all experts there, so that the weight is not 1"
+            )
+        return {"moe_router_pre_softmax": not normalized}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"norm_topk_prob": not mcore["moe_router_pre_softmax"]}
+
+
+class SigmoidScores:
+    """DeepSeek's choice of experts: sigmoid scores, a bias that only chooses, groups of experts chosen first."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        for rule in (
+            Refused("scoring_func", "sigmoid"),
+            Refused("topk_method", "noaux_tc"),
+            Refused("moe_layer_freq", 1),
+        ):
+            rule.to_mcore(hf)
+        # topk_routing_with_score_function (0.16.1): normalized if there are several, else not.
+        topk = needed(hf, "num_experts_per_tok")
+        Refused("norm_topk_prob", topk > 1).to_mcore(hf)
+        groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+        if chosen >= groups:
+            groups = chosen = None
+        elif topk // chosen != 2:
+            # DeepSeek judges a group by its 2 best experts, group_limited_topk (0.16.1) by its topk // group_topk best.
+            raise UnsupportedError(
+                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 chooses groups "
+                f"by their {topk // chosen} best experts, DeepSeek by their 2 best"
+            )
+        return {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": needed(hf, "routed_scaling_factor"),
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+        }
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        scaling = mcore["moe_router_topk_scaling_factor"]
+        return {
+            "norm_topk_prob": mcore["moe_router_topk"] > 1,
+            "routed_scaling_factor": 1.0 if scaling is None else scaling,
+            "n_group": mcore["moe_router_num_groups"] or 1,
+            "topk_group": mcore["moe_router_group_topk"] or 1,
+        }
+
+
+class SharedExperts:
+    """Shared experts by number; megatron has one of all their sizes."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        size = (hf.get("n_shared_experts") or 0) * needed(hf, "moe_intermediate_size")
+        return {"moe_shared_expert_intermediate_size": size or None}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        size = mcore["moe_shared_expert_intermediate_size"] or 0
+        return {"n_shared_experts": size // mcore["moe_ffn_hidden_size"]}
+
+
+class Mtp:
+    """Layers of multi-token prediction; megatron takes 0 for a number of layers and fails, so none is None."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {"mtp_num_layers": hf.get("num_nextn_predict_layers") or None}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"num_nextn_predict_layers": mcore["mtp_num_layers"] or 0}
+
+
+class LatentHead:
+    """`kv_channels` is not used by latent attention but by the shape of what local attention gives: a value's size."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {"kv_channels": needed(hf, "v_head_dim"), "q_lora_rank": hf.get("q_lora_rank")}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"q_lora_rank": mcore["q_lora_rank"]}
+
+
+DECODER: tuple[Rule, ...] = (
+    Same("num_layers", "num_hidden_layers"),
+    Same("hidden_size", "hidden_size"),
+    Same("num_attention_heads", "num_attention_heads"),
+    Groups(),
+    HeadDim(),
+    Same("ffn_hidden_size", "intermediate_size"),
+    Same("layernorm_epsilon", "rms_norm_eps"),
+    Same("attention_dropout", "attention_dropout", default=0.0),
+    Constant("hidden_dropout", 0.0),
+    Constant("normalization", "RMSNorm"),
+    Dtype(),
+    Same("gpt.vocab_size", "vocab_size"),
+    Same("gpt.max_sequence_length", "max_position_embeddings"),
+    Same("gpt.share_embeddings_and_output_weights", "tie_word_embeddings", default=False),
+)
+"""What all decoders have, but for the activation, biases and positions."""
+
+DENSE: tuple[Rule, ...] = (*DECODER, Silu(), Constant("add_bias_linear", False))
+ROPE = Rope()
+
+EXPERT_COUNT: tuple[Rule, ...] = (
+    Same("num_moe_experts", "num_local_experts", also=("num_experts",)),
+    Same("moe_router_topk", "num_experts_per_tok"),
+)
+SOFTMAX_ROUTER: tuple[Rule, ...] = (*EXPERT_COUNT, NormalizedTopk())
+SIGMOID_ROUTER: tuple[Rule, ...] = (
+    Same("num_moe_experts", "n_routed_experts"),
+    Same("moe_router_topk", "num_experts_per_tok"),
+    Same("moe_ffn_hidden_size", "moe_intermediate_size"),
+    SigmoidScores(),
+    DenseFirst(),
+    SharedExperts(),
+    Mtp(),
+)
+
+LATENT_ATTENTION: tuple[Rule, ...] = (
+    Constant("multi_latent_attention", True),
+    # q_a_layernorm and kv_a_layernorm.
+    Constant("qk_layernorm", True),
+    LatentHead(),
+    Same("kv_lora_rank", "kv_lora_rank"),
+    Same("qk_head_dim", "qk_nope_head_dim"),
+    Same("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    Same("v_head_dim", "v_head_dim"),
+    Refused("rope_interleave", True),
+    LatentRope(),
+)
