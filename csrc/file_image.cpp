@@ -92,12 +92,9 @@ void FileImage::check_tiling() const {
 void FileImage::add_descriptors(const std::vector<std::int64_t>& descriptors) {
     for (std::size_t i = 0; i < descriptors.size(); ++i) {
         const std::string which = "the descriptor of slot " + std::to_string(i);
-        if (descriptors[i] < 0) {
-            if (descriptors[i] != -1 || slots_[i].begin != slots_[i].end) refuse(which + " is missing");
-            continue;
-        }
+        if (descriptors[i] == -1) continue;
         const std::uint64_t at = descriptors[i];
-        if (at < slots_[i].end) refuse(which + " is not after it");
+        if (descriptors[i] < 0 || at < slots_[i].end) refuse(which + " is not after it");
         if (gaps_.empty() || at < gaps_.front().begin || at >= end_) refuse(which + " is not in a gap");
         const Span& gap = gap_at(at);
         if (at >= gap.end || gap.end - at < DESCRIPTOR_BYTES) refuse(which + " is not in a gap");

@@ -40,7 +40,7 @@ class FileImage {
 
     static constexpr std::size_t DESCRIPTOR_BYTES = 4;
 
-    // `descriptors[i]`: where slot i's CRC goes, or -1 for an empty slot that wants none. Throws
+    // `descriptors[i]`: where slot i's CRC goes, or -1: nowhere. Throws
     // std::invalid_argument unless slots and gaps tile [0, end) in ascending order and each descriptor lies in the
     // gaps after its slot.
     FileImage(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,

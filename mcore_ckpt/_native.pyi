@@ -211,8 +211,8 @@ class FileImage:
     ) -> None:
         """`offsets`, `nbytes`: the slots, ascending. `gaps`: `(offset, bytes)`, all that is not in a slot, ascending.
 
-        `descriptor_crc_at[i]`: where in the gaps after slot i the 4 little-endian bytes of its CRC-32 go; -1, for an
-        empty slot only: nowhere. Raises ValueError unless slots and gaps tile `[0, end)`.
+        `descriptor_crc_at[i]`: where in the gaps after slot i the 4 little-endian bytes of its CRC-32 go; -1: nowhere,
+        as in a safetensors file. Raises ValueError unless slots and gaps tile `[0, end)`.
         """
 
     def part_count(self, start: int, stop: int) -> int:

@@ -38,7 +38,7 @@ class Reference:
             payload_ends.append(len(data))
         self.end = self.offsets.pop()
         for size, end, gap in zip(self.sizes, payload_ends, [*self.before[1:], self.last_gap], strict=False):
-            self.descriptors.append(end + gap - 4 if size or gap % 2 else -1)
+            self.descriptors.append(end + gap - 4 if gap >= 4 and (size or gap % 2) else -1)
         self.payloads = [bytes(data[o : o + n]) for o, n in zip(self.offsets, self.sizes, strict=True)]
         self.slot_crcs = [zlib.crc32(payload) for payload in self.payloads]
         for at, crc in zip(self.descriptors, self.slot_crcs, strict=True):
@@ -72,7 +72,7 @@ class Reference:
 @st.composite
 def references(draw: st.DrawFn, largest: int = 20_000) -> Reference:
     sizes = draw(st.lists(st.sampled_from([0, 1, 63, 4096, 8192]) | st.integers(0, largest), max_size=8))
-    gaps = [draw(st.integers(4, 40) | st.sampled_from([4096, 4094])) for _ in sizes]
+    gaps = [draw(st.integers(0, 40) | st.sampled_from([4096, 4094])) for _ in sizes]
     return Reference(
         sizes, gaps, draw(st.integers(4, 5000)), draw(st.sampled_from([1000, 4096, 10_000])), draw(st.integers(0, 99))
     )
