@@ -27,8 +27,9 @@ CONVERT_BYTES = 128 << 20
 # Tensors that one replica reads for the others are sent in batches of about this size.
 BROADCAST_BYTES = 64 << 20
 
-# Memory that resharding takes for what it writes, twice: one part of a file is read while another is written.
-RESHARD_BYTES = 128 << 20
+# Memory that resharding and exporting take for what they write, twice: one part of a file is read while another is
+# written.
+STREAM_BYTES = 128 << 20
 
 # HuggingFace weights are cut into files of at most this, as transformers does; and of no less than the second, if more
 # ranks could each write one.

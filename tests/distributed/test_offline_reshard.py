@@ -134,7 +134,7 @@ def assert_sound(checkpoint: Path) -> None:
 def test_a_resharded_checkpoint_is_what_a_direct_load_finds(
     case: Case, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "RESHARD_BYTES", PART_BYTES)
+    monkeypatch.setattr(knobs, "STREAM_BYTES", PART_BYTES)
     with parallel(case.before):
         training = build(case.before, seed=1)
         train(training, 0, STEP)

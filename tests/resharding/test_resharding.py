@@ -31,7 +31,7 @@ QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 @pytest.fixture(autouse=True)
 def _several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "RESHARD_BYTES", 8192)
+    monkeypatch.setattr(knobs, "STREAM_BYTES", 8192)
 
 
 def manifest_of(role_dir: Path) -> Manifest:
