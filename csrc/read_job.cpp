@@ -93,15 +93,28 @@ class ReadJob::Lane {
     std::size_t deliver(std::size_t first, std::size_t last, const std::uint8_t* file_start) {
         const Slice& block = job_.slices_[first];
         const std::uint8_t* data = file_start + block.offset;
-        const std::uint32_t crc = crc32(data, block.nbytes, 0);
-        std::size_t i = first;
-        for (; i < last; ++i) {
+        std::size_t end = first + 1;
+        while (end < last && job_.slices_[end].offset == block.offset && job_.slices_[end].nbytes == block.nbytes) {
+            ++end;
+        }
+        // All first: one read may know the CRC of a block that another takes unchecked.
+        check(first, end, data);
+        for (std::size_t i = first; i < end; ++i) {
             const Slice& slice = job_.slices_[i];
-            if (slice.offset != block.offset || slice.nbytes != block.nbytes) break;
-            if (slice.crc != crc) throw DamagedBlock(slice.read, slice.offset, slice.nbytes);
             copy_rows(job_.reads_[slice.read], data, slice.start, slice.start + slice.nbytes);
         }
-        return i;
+        return end;
+    }
+
+    // Slices [first, end), all of one block.
+    void check(std::size_t first, std::size_t end, const std::uint8_t* data) {
+        std::optional<std::uint32_t> found;
+        for (std::size_t i = first; i < end; ++i) {
+            const Slice& slice = job_.slices_[i];
+            if (!slice.crc) continue;
+            if (!found) found = crc32(data, slice.nbytes, 0);
+            if (*slice.crc != *found) throw DamagedBlock(slice.read, slice.offset, slice.nbytes);
+        }
     }
 
     // Copies what a block, bytes [start, stop) of the tensor, holds of the rows. It may cut its first and its last one.
@@ -161,7 +174,8 @@ ReadJob::ReadJob(std::vector<std::string> paths, const Settings& settings)
     }
 }
 
-void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, const Rows& rows) {
+void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, const std::optional<std::size_t>& crcs,
+                     const Rows& rows) {
     if (started_) throw std::invalid_argument("the job has run");
     if (file >= paths_.size()) {
         throw std::invalid_argument("no file " + std::to_string(file) + " among " + std::to_string(paths_.size()));
@@ -172,8 +186,8 @@ void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes,
                                     std::to_string(offset) + " on");
     }
     const std::size_t blocks = nbytes / settings_.block_bytes + (nbytes % settings_.block_bytes != 0);
-    if (crcs != blocks) {
-        throw std::invalid_argument(std::to_string(crcs) + " CRCs for " + std::to_string(blocks) + " blocks");
+    if (crcs && *crcs != blocks) {
+        throw std::invalid_argument(std::to_string(*crcs) + " CRCs for " + std::to_string(blocks) + " blocks");
     }
     const bool empty = rows.count == 0 || rows.nbytes == 0;
     if (rows.count > 1 && std::min(rows.source_stride, rows.destination_stride) < rows.nbytes) {
@@ -196,8 +210,8 @@ void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes,
 }
 
 std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nbytes,
-                         const std::vector<std::uint32_t>& crcs, Rows rows) {
-    refuse(file, offset, nbytes, crcs.size(), rows);
+                         const std::optional<std::vector<std::uint32_t>>& crcs, Rows rows) {
+    refuse(file, offset, nbytes, crcs ? std::make_optional(crcs->size()) : std::nullopt, rows);
     if (rows.nbytes == 0) rows.count = 0;
     if (rows.count > 1 && rows.source_stride == rows.nbytes && rows.destination_stride == rows.nbytes) {
         rows.nbytes *= rows.count;
@@ -209,7 +223,8 @@ std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nby
     for (std::size_t row = 0, at = rows.start; row < rows.count;) {
         const std::size_t number = at / block_bytes, block = number * block_bytes;
         const std::size_t end = block + std::min(block_bytes, nbytes - block);
-        slices_.push_back({file, offset + block, end - block, crcs[number], read, block});
+        const auto crc = crcs ? std::make_optional((*crcs)[number]) : std::nullopt;
+        slices_.push_back({file, offset + block, end - block, crc, read, block});
         row = ended(rows, end);
         at = std::max(end, rows.start + row * rows.source_stride);
     }

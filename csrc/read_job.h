@@ -1,4 +1,4 @@
-// Reads ranges of files into memory. Every block is checked before a byte of it goes where it is wanted.
+// Reads ranges of files into memory. Every block that has a CRC is checked before a byte of it goes where it is wanted.
 #pragma once
 
 #include <atomic>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -45,10 +46,11 @@ class ReadJob {
         bool on_device;
     };
 
-    // A stored tensor: bytes [offset, offset + nbytes) of a file, with a CRC for each block. Returns the number of the
-    // read. Throws std::invalid_argument for what cannot be meant, such as rows that overlap.
-    std::size_t add(std::size_t file, std::uint64_t offset, std::size_t nbytes, const std::vector<std::uint32_t>& crcs,
-                    Rows rows);
+    // A stored tensor: bytes [offset, offset + nbytes) of a file, with a CRC for each block, or nullopt where the file
+    // has none. Returns the number of the read. Throws std::invalid_argument for what cannot be meant, such as rows
+    // that overlap.
+    std::size_t add(std::size_t file, std::uint64_t offset, std::size_t nbytes,
+                    const std::optional<std::vector<std::uint32_t>>& crcs, Rows rows);
 
     // Returns when all is read. Throws the first error that any thread has met: FileError, DamagedBlock, what pinning
     // or uploading throws; std::runtime_error("cancelled") after cancel(). Nothing is in flight any more then,
@@ -66,7 +68,7 @@ class ReadJob {
         std::size_t file;
         std::uint64_t offset;
         std::size_t nbytes;
-        std::uint32_t crc;
+        std::optional<std::uint32_t> crc;
         std::size_t read;
         std::size_t start;  // in the tensor
     };
@@ -78,7 +80,8 @@ class ReadJob {
     };
     class Lane;
 
-    void refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, std::size_t crcs, const Rows& rows);
+    void refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, const std::optional<std::size_t>& crcs,
+                const Rows& rows);
     void cut_into_pieces();
     void work() noexcept;
     void fail(std::exception_ptr error);

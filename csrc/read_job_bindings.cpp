@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,7 +43,7 @@ void bind_read_job(py::module_& m) {
         .def(
             "add",
             [](ReadJob& job, std::size_t file, std::uint64_t offset, std::size_t nbytes,
-               const std::vector<std::uint32_t>& crcs, std::size_t start, std::size_t row_bytes, std::size_t rows,
+               const std::optional<std::vector<std::uint32_t>>& crcs, std::size_t start, std::size_t row_bytes, std::size_t rows,
                std::size_t source_stride, std::uintptr_t destination, std::size_t destination_stride, bool on_device) {
                 auto* address = reinterpret_cast<std::uint8_t*>(destination);
                 return job.add(file, offset, nbytes, crcs,

@@ -45,7 +45,8 @@ class DamagedBlock(ValueError):
     """`args`: number of the read, offset and size of the block in the file whose CRC is wrong."""
 
 class ReadJob:
-    """Reads ranges of files into memory. Every block is checked before a byte of it goes to its destination.
+    """Reads ranges of files into memory. Every block that has a CRC is checked before a byte of it goes to its
+    destination.
 
     job = ReadJob(paths, threads=4, piece_bytes=16 << 20, block_bytes=1 << 20)
     half = width // 2  # of each row of a stored matrix, the second one
@@ -77,7 +78,7 @@ class ReadJob:
         file: int,
         offset: int,
         nbytes: int,
-        crcs: list[int],
+        crcs: list[int] | None,
         start: int,
         row_bytes: int,
         rows: int,
@@ -92,7 +93,7 @@ class ReadJob:
         destination_stride`. Only blocks that hold a byte of a row are read; no rows, or empty ones, are no error.
 
         Args:
-            crcs: of each block; blocks begin at `offset`.
+            crcs: of each block; blocks begin at `offset`. None: the file has none, and what it holds is taken for right.
             source_stride, destination_stride: at least `row_bytes`; not looked at for a single row.
 
         Returns:

@@ -32,7 +32,8 @@ class ShardKey:
 class StoredShard:
     """A shard in a file.
 
-    `offset` and the CRCs of its blocks are in bytes of that file; `dtype` is torch's name of it.
+    `offset` and the CRCs of its blocks are in bytes of that file; `dtype` is torch's name of it. `crc32` is None where
+    the file has none (safetensors).
     """
 
     key: ShardKey
@@ -41,7 +42,7 @@ class StoredShard:
     file: str
     offset: int
     nbytes: int
-    crc32: tuple[int, ...]
+    crc32: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)

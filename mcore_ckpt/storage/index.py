@@ -85,6 +85,7 @@ class IndexTemplate:
 
 
 def _shard_record(shard: StoredShard) -> dict[str, Any]:
+    assert shard.crc32 is not None, "every file that has an index has CRCs"
     return {
         **_region_record(shard.region),
         "name": shard.key.name,

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -117,14 +118,17 @@ void one_round(const std::string& folder) {
     for (const Stored& file : files) paths.push_back(file.path);
     const int threads = static_cast<int>(1 + below(6));
     ReadJob job(paths, {threads, below(200'000), block_bytes, below(2) == 0, false});
+    const auto trouble = static_cast<Trouble>(below(4));
     std::vector<Wanted> reads(below(40));
     for (Wanted& read : reads) {
         read = make_read(files);
         const Tensor& tensor = files[read.file].tensors[read.tensor];
-        job.add(read.file, tensor.offset, tensor.nbytes, tensor.crcs, read.rows);
+        // What is not checked arrives damaged.
+        const bool checked = trouble == Trouble::DAMAGE || below(4) != 0;
+        const auto crcs = checked ? std::make_optional(tensor.crcs) : std::nullopt;
+        job.add(read.file, tensor.offset, tensor.nbytes, crcs, read.rows);
     }
 
-    const auto trouble = static_cast<Trouble>(below(4));
     Stored& victim = files[below(files.size())];
     if (trouble == Trouble::DAMAGE) {
         Bytes damaged = victim.bytes;

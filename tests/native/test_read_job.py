@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class StoredFile:
     data: bytearray
     block_bytes: int
     tensors: list[tuple[int, int]]
-    crcs: list[list[int]] = field(init=False)
+    crcs: Sequence[list[int] | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.crcs = [
@@ -59,6 +60,9 @@ class StoredFile:
 
     def blocks(self, offset: int, nbytes: int) -> range:
         return range(offset, offset + nbytes, self.block_bytes)
+
+    def without_crcs(self) -> None:
+        self.crcs = [None for _ in self.tensors]
 
     def damage(self, at: int) -> None:
         with self.path.open("r+b") as file:
@@ -325,6 +329,37 @@ def test_a_damaged_block_matters_to_the_rows_in_it(
     assert ((got == POISON) | (got == wanted.expected)).all()
 
 
+@many_files
+@given(plan=rows_of_tensors(), seed=st.integers(0, 2**31), threads=st.integers(1, 4), direct=st.booleans())
+def test_tensors_without_crcs_arrive_as_they_are(
+    tmp_path: Path, plan: tuple[list[list[int]], list[Rows], int], seed: int, threads: int, direct: bool
+) -> None:
+    sizes, reads, block_bytes = plan
+    files = [stored(tmp_path / str(i), of_file, seed + i, block_bytes) for i, of_file in enumerate(sizes)]
+    for file in files:
+        file.without_crcs()
+    job = job_of(files, threads, direct=direct)
+    wanted = RowReads(job, files, reads)
+    job.run()
+    wanted.check()
+
+
+def test_a_block_is_checked_if_one_of_its_reads_has_its_crc(tmp_path: Path) -> None:
+    file = StoredFile(tmp_path / "a", bytearray(random.Random(1).randbytes(3 * PAGE)), PAGE, [(0, 3 * PAGE)])
+    crcs = file.crcs[0]
+    file.damage(PAGE + 5)
+    memory = torch.full((6 * PAGE,), POISON, dtype=torch.uint8)
+    job = job_of([file], threads=1)
+    job.add(0, 0, 3 * PAGE, None, 0, 3 * PAGE, 1, 0, memory.data_ptr(), 0)
+    job.add(0, 0, 3 * PAGE, crcs, PAGE, PAGE, 1, 0, memory.data_ptr() + 4 * PAGE, 0)
+    with pytest.raises(_native.DamagedBlock) as error:
+        job.run()
+    assert error.value.args == (1, PAGE, PAGE)
+    got = memory.numpy()
+    assert (got[PAGE : 2 * PAGE] == POISON).all(), "a damaged block has been applied"
+    assert (got[4 * PAGE :] == POISON).all()
+
+
 def test_halves_of_rows_from_two_tensors_make_one(tmp_path: Path) -> None:
     height, width = 300, 700
     file = stored(tmp_path / "a", [height * width, height * width], 1, 4096)
@@ -549,6 +584,7 @@ def test_scratch_memory_is_what_its_settings_say() -> None:
         ({"destination": 2**64 - 100}, "no memory has room for 100 bytes"),
         ({"crcs": []}, "0 CRCs for 1 blocks"),
         ({"crcs": [1, 2]}, "2 CRCs for 1 blocks"),
+        ({"crcs": None, "row_bytes": 101}, "are not all in a tensor of 100 bytes"),
         ({"destination": 0}, "null address for 100 bytes"),
         ({"offset": 2**63 - 50}, "no file has"),
         ({"offset": 2**63}, "no file has"),
@@ -569,9 +605,10 @@ def test_what_cannot_be_meant_is_refused(change: dict[str, object], message: str
         ROWS | {"source_stride": 10, "destination_stride": 10},
         ROWS | {"rows": 5},
         {"destination": 2**64 - 101},
+        {"crcs": None},
     ],
 )
-def test_what_just_fits_is_not_refused(change: dict[str, int]) -> None:
+def test_what_just_fits_is_not_refused(change: dict[str, object]) -> None:
     job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096)
     assert job.add(**(WHOLE | change)) == 0
 
