@@ -18,7 +18,7 @@ from mcore_ckpt.errors import CheckpointMismatchError, CommitError
 from mcore_ckpt.hf.architecture import HfModel, read_model
 from mcore_ckpt.hf.assets import as_value_model, config_of, save_assets, write_config, written_assets
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
-from mcore_ckpt.hf.export import ExportPlan, plan_export
+from mcore_ckpt.hf.export import plan_export
 from mcore_ckpt.hf.mapping import hf_tensors
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.session import Session
@@ -99,7 +99,10 @@ def export_together(
     """
 
     def combine(records: Sequence[Record]) -> Record:
-        write_file(staging / layout.WRITTEN_FILE, [encode_manifest(describe(records))])
+        manifest = describe(records)
+        # The model's own files are there, whether they were asked for or not.
+        manifest = replace(manifest, contents=tuple({*manifest.contents, "model"}))
+        write_file(staging / layout.WRITTEN_FILE, [encode_manifest(manifest)])
         return {}
 
     topic = f"writing what the HuggingFace model of {session.role} is made from"
@@ -116,14 +119,14 @@ def completed(session: Session, staging: Path, records: Sequence[Record]) -> Man
     """
     manifest = read_manifest(staging, layout.WRITTEN_FILE)
     (staging / layout.WRITTEN_FILE).unlink()
-    kept = manifest.files
-    if "model" not in session.config.save_contents:
+    contents, kept = session.config.save_contents, manifest.files
+    if "model" not in contents:
         shutil.rmtree(staging / layout.MODEL_DIR)
         kept = tuple(file for file in kept if file.kind not in ("model", "experts"))
     found = [(rank, WrittenFile(**item)) for rank, record in enumerate(records) for item in record["files"]]
     commit.check_files(staging, found)
     new = (FileRecord(file.path, file.kind, rank, file.size, file.crc32) for rank, file in found)
-    return replace(manifest, files=(*kept, *new))
+    return replace(manifest, contents=contents, files=(*kept, *new))
 
 
 def _export(session: Session, source: CheckpointSource, folder: Path) -> list[WrittenFile]:
@@ -134,9 +137,13 @@ def _export(session: Session, source: CheckpointSource, folder: Path) -> list[Wr
     useful = max(1, min(session.topology.world_size, nbytes // knobs.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=knobs.HF_FILE_BYTES, least_files=useful)
     folder.mkdir(exist_ok=True)
-    written = write_files(plan, _own_files(session, len(plan.files)), source, folder)
+    # A training that has diverged has a checkpoint all the same.
+    weights = write_files(plan, _own_files(session, len(plan.files)), source, folder, allow_nan=True)
+    index = write_index(plan, folder) if session.agreement.is_coordinator else None
+    written = [replace(file, path=f"{folder.name}/{file.path}") for file in (*weights, *((index,) if index else ()))]
     if session.agreement.is_coordinator:
-        written += _write_rest(session, model, plan, folder)
+        assets = save_assets(folder, session.hf_config, session.processing_class)
+        written += written_assets(folder, [*assets, write_config(folder, model, plan.dtype, plan.has_mtp)])
     sync_dir(folder)
     return written
 
@@ -146,9 +153,3 @@ def _own_files(session: Session, count: int) -> list[int]:
     world, rank = session.topology.world_size, session.agreement.rank
     owners = [number * world // count if count < world else number % world for number in range(count)]
     return [number for number, owner in enumerate(owners) if owner == rank]
-
-
-def _write_rest(session: Session, model: HfModel, plan: ExportPlan, folder: Path) -> list[WrittenFile]:
-    paths = save_assets(folder, session.hf_config, session.processing_class)
-    config = write_config(folder, model, plan.dtype, plan.has_mtp)
-    return [*written_assets(folder, [*paths, config]), *write_index(plan, folder)]

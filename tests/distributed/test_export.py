@@ -117,7 +117,7 @@ def cases(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
-    "layout", cases("single", "tp2", "pp2-tied-bf16", "pp2-vpp2", "ep2", "tp2-pp2", "tp2-ep2-etp1", "tp2-pp2-ep2-etp1")
+    "layout", cases("plain", "tp2", "pp2-tied-bf16", "pp2-vpp2", "ep2", "tp2-pp2", "tp2-ep2-etp1", "tp2-pp2-ep2-etp1")
 )
 @pytest.mark.usefixtures("many_files")
 def test_the_export_is_the_trained_model(layout: Layout, mode: str, shared_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_missing_layer_fails_the_save_on_all_ranks_and_leaves_nothing(shared_p
         config.num_hidden_layers += 1
         manager = manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS)
         messages = refused(training, lambda: manager.save(1), CheckpointMismatchError)
-        assert_names(messages, r"model\.layers\.4")
+        assert_names(messages, r"decoder\.layers\.4")
         dist.barrier()
         with everywhere():
             assert not (shared_path / "global_steps_1" / "actor").exists()
