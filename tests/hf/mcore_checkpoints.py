@@ -1,0 +1,89 @@
+"""Checkpoints of this package that hold a HuggingFace model, made without megatron."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
+from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.sharding.cuts import Cut
+from mcore_ckpt.sharding.synonyms import synonyms
+
+sys.path.append(str(Path(__file__).parents[1] / "resharding"))
+from small_model import make, resharded
+
+PADDING = 5
+"""Rows behind the vocabulary, and what they hold: it must not get into any file."""
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a HuggingFace folder, read by the safetensors library."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+    return found
+
+
+def model_of(folder: Path) -> HfModel:
+    return read_model(read_config(folder))
+
+
+def mcore_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The global tensors that a HuggingFace folder's model has in megatron, put together element by element."""
+    hf = weights(folder)
+    found: dict[str, torch.Tensor] = {}
+    for tensor in hf_tensors(model_of(folder)):
+        values = hf[tensor.name].reshape(-1)
+        for slab in tensor.slabs:
+            if not slab.mcore:
+                continue
+            part = values[slab.start : slab.start + slab.numel]
+            if slab.change is not None:
+                found[slab.mcore] = slab.change.to_mcore(part.reshape(tensor.shape)).contiguous()
+                continue
+            if slab.mcore not in found:
+                dtype = torch.float32 if slab.mcore.endswith("expert_bias") else values.dtype
+                found[slab.mcore] = torch.full(slab.region.global_shape, float("nan"), dtype=dtype)
+            local = part.reshape(slab.region.local_shape)
+            for inner, outer in slab.region.boxes():
+                found[slab.mcore][_slices(outer)] = local[_slices(inner)].to(found[slab.mcore].dtype)
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def _slices(box: object) -> tuple[slice, ...]:
+    return tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))  # type: ignore[attr-defined]
+
+
+def pad_vocabulary(tensors: dict[str, torch.Tensor]) -> None:
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in tensors and tensors[name].shape[0] > 1:
+            rows = torch.full((PADDING, *tensors[name].shape[1:]), 7.0, dtype=tensors[name].dtype)
+            tensors[name] = torch.cat([tensors[name], rows])
+
+
+def as_transformer_engine(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors under the names of transformer-engine's layer specs."""
+    return {[*synonyms(name)][-1 if "local_experts" in name else 0]: tensor for name, tensor in tensors.items()}
+
+
+def make_checkpoint(root: Path, folder: Path, saved_tp: int = 1, **sizes: int) -> Path:
+    """A committed checkpoint of the folder's model: its role folder.
+
+    Its vocabulary is padded.
+
+    Args:
+        saved_tp: of how many tensor-parallel ranks it is written.
+        sizes: to what layout it is resharded then.
+    """
+    tensors = mcore_tensors(folder)
+    pad_vocabulary(tensors)
+    value_head = {name: Cut(None) for name in ("output_layer.weight",) if name in tensors and len(tensors[name]) == 1}
+    role = make(root / "first", tensors, tp=saved_tp, cuts=value_head, config=(folder / "config.json").read_bytes())
+    return resharded(role, root / "second", **sizes) if sizes else role
