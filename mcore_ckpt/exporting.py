@@ -7,6 +7,7 @@ from them. It is the merge of a committed checkpoint, a little earlier; training
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,17 +15,19 @@ from math import prod
 from pathlib import Path
 
 from mcore_ckpt import knobs, layout
-from mcore_ckpt.errors import CheckpointMismatchError, CommitError
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel, read_model
 from mcore_ckpt.hf.assets import as_value_model, config_of, save_assets, write_config, written_assets
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
 from mcore_ckpt.hf.export import plan_export
 from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.hf.mcore_config import check_model
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
+from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Record, decide
@@ -32,6 +35,8 @@ from mcore_ckpt.storage.files import sync_dir, write_file
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.requests import WrittenFile
+
+logger = logging.getLogger(__name__)
 
 _HEAD = "output_layer.weight"
 
@@ -41,10 +46,11 @@ def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
 
     Raises:
         UnsupportedError: there is no table for it.
-        CheckpointMismatchError: a tensor is not in it, or of another shape.
+        CheckpointMismatchError: a tensor is not in it, or of another shape, or its rows are in another order.
     """
     heads = [shard.region.global_shape[0] for shard in model if shard.key.name == _HEAD]
     described = described_model(session, heads[0] if heads else None)
+    _check_config(session, described)
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
     for shard in model:
         if shard.key.kind == OPAQUE:
@@ -59,6 +65,30 @@ def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
         if shape != wanted[name] and not padded:
             raise CheckpointMismatchError(
                 f"tensor {shard.key}: the model has shape {list(shape)}, hf_config means {list(wanted[name])}"
+            )
+
+
+# By what the table calls it: sizes that say in what order a tensor's rows are, whatever its shape.
+_ORDER = {"num_attention_heads": "heads", "num_query_groups": "groups", "kv_channels": "head_dim"}
+
+
+def _check_config(session: Session, described: HfModel) -> None:
+    """What decides on the order of elements must be the same. Of the rest a difference is told: the weights are right,
+    and what transformers computes with them is not what was trained."""
+    live = unwrap(session.chunks[0])
+    for field, word in _ORDER.items():
+        found = getattr(live.config, field, None)
+        latent = getattr(live.config, "multi_latent_attention", False)
+        if not latent and word in described.sizes and found not in (None, described.sizes[word]):
+            raise CheckpointMismatchError(
+                f"the model's {field} is {found}, hf_config of this {described.describe()} says {described.sizes[word]}"
+            )
+    try:
+        check_model(live, described)
+    except (CheckpointMismatchError, UnsupportedError) as difference:
+        if session.agreement.is_coordinator:
+            logger.warning(
+                "hf_config is not what is trained, so the exported model will compute other things: %s", difference
             )
 
 

@@ -178,6 +178,8 @@ def test_a_config_of_another_model_is_refused_before_anything_is_saved(shared_pa
             ({"num_key_value_heads": 1}, "linear_qkv"),
             ({"vocab_size": 1000}, "word_embeddings"),
             ({"tie_word_embeddings": True}, "output_layer"),
+            # The same shapes: eight heads of half the size.
+            ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 5}, "num_attention_heads"),
         ):
             config = hf_config(layout)
             for name, value in changed.items():
@@ -190,6 +192,24 @@ def test_a_config_of_another_model_is_refused_before_anything_is_saved(shared_pa
             assert_names(messages, wanted)
         with everywhere(), pytest.raises(ValueError, match="hf_config"):
             manager_of(training, shared_path, save_contents=CONTENTS)
+
+
+@pytest.mark.world(2)
+def test_a_config_that_computes_something_else_is_told(shared_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layout = LAYOUTS["tp2"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        config = hf_config(layout)
+        config.rms_norm_eps = 1e-3
+        manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS).close()
+        told = [record.getMessage() for record in caplog.records if record.name == "mcore_ckpt.exporting"]
+        with everywhere():
+            assert len(told) == (dist.get_rank() == 0)
+            assert all("layernorm_epsilon" in text for text in told)
+            caplog.clear()
+        manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS).close()
+        with everywhere():
+            assert not [record for record in caplog.records if record.name == "mcore_ckpt.exporting"]
 
 
 @pytest.mark.world(2)
