@@ -539,8 +539,8 @@ class SigmoidScores:
         elif topk // chosen != 2:
             # DeepSeek judges a group by its 2 best experts, group_limited_topk (0.16.1) by its topk // group_topk best.
             raise UnsupportedError(
-                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 chooses groups "
-                f"by their {topk // chosen} best experts, DeepSeek by their 2 best"
+                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 chooses "
+                f"groups by their {topk // chosen} best experts, DeepSeek by their 2 best"
             )
         return {
             "moe_router_score_function": "sigmoid",
@@ -630,7 +630,8 @@ SIGMOID_ROUTER: tuple[Rule, ...] = (
 
 LATENT_ATTENTION: tuple[Rule, ...] = (
     Constant("multi_latent_attention", True),
-    # q_a_layernorm and kv_a_layernorm.
+    # q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention) and
+    # layernorm_epsilon in megatron: the same for DeepSeek, 1e-5 for Moonlight, a difference far below bf16's rounding.
     Constant("qk_layernorm", True),
     LatentHead(),
     Same("kv_lora_rank", "kv_lora_rank"),

@@ -137,9 +137,7 @@ def check_model(model: Any, hf_model: HfModel) -> None:
     """
     wanted = to_mcore_config(hf_model)
     gpt = gpt_arguments(model)
-    free = (
-        _FREE if wanted.transformer.get("multi_latent_attention") else _FREE - {"gpt.rotary_percent", "gpt.rotary_base"}
-    )
+    free = _FREE | _FREE_OF_LATENT if wanted.transformer.get("multi_latent_attention") else _FREE
     flat = {**wanted.transformer, **{_ATTRIBUTES + n: v for n, v in wanted.attributes.items()}}
     flat |= {_GPT + name: value for name, value in wanted.gpt.items()}
     for name, value in flat.items():
@@ -182,7 +180,7 @@ class _Everything(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         value = _read(self._transformer, self._gpt, name, _absent)
         if value is _absent:
-            raise UnsupportedError(f"{_plain(name)} is not known, nor in config.json")
+            raise UnsupportedError(f"{_plain(name)} is not known, and config.json does not say it")
         return value
 
 

@@ -35,6 +35,9 @@ _DECODER: dict[str, Any] = {
 }
 _QWEN_MOE = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1}
 _DEEPSEEK = {
+    # That of the norms of latent queries, keys and values, whatever the config says (DeepseekV3Attention); megatron's
+    # have the same as all others.
+    "rms_norm_eps": 1e-6,
     "num_key_value_heads": 8,
     "n_routed_experts": EXPERTS,
     "num_experts_per_tok": 2,
@@ -87,13 +90,39 @@ _LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 
+_SHORT = {"rope_theta": 5000.0, "original_max_position_embeddings": 64}
+_GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False, **_SHORT},
+}
+_QWEN3_NEXT = {
+    **_QWEN_MOE,
+    "head_dim": 16,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 _CONFIGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3": ("llama", {"rope_parameters": _LLAMA_3, "max_position_embeddings": 16384}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-value": ("llama", {}),
     "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("mistral", {"head_dim": 16, "sliding_window": 8}),
     "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_SHORT}}),
+    "qwen2-linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-value": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -114,6 +143,8 @@ _CONFIGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _YARN}),
     "deepseek_v3-mtp": ("deepseek_v3", {**_DEEPSEEK, "num_nextn_predict_layers": 1}),
     "glm4_moe": ("glm4_moe", _GLM4_MOE),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
     "glm4_moe-mtp": ("glm4_moe", {**_GLM4_MOE, "use_qk_norm": False, "num_nextn_predict_layers": 1}),
 }
 

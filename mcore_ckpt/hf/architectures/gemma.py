@@ -14,8 +14,8 @@ def _refuse(config: HfConfig) -> NoReturn:
     raise UnsupportedError(
         f"config.json: {config.get('model_type')} cannot be converted: megatron-core 0.16.1's TransformerLayer has no "
         "norms behind attention and MLP (post_attention_layernorm, post_feedforward_layernorm), and its GPTModel "
-        "neither scales embeddings by the square root of hidden_size nor has a rope base of its own for sliding-window layers "
-        "(rope_local_base_freq)"
+        "neither scales embeddings by the square root of hidden_size nor has a rope base of its own for "
+        "sliding-window layers (rope_local_base_freq)"
     )
 
 

@@ -1,0 +1,134 @@
+"""Logits of HuggingFace models and of the GPTModels they become. Started by test_parity.py in a process of its own: the
+stand-ins for CUDA must not reach other tests.
+
+    python parity.py <folder> <name> ...     writes {name: largest difference} to <folder>/differences.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from global_tensors import to_mcore
+from safetensors.torch import load_file
+from tiny_models import VOCAB, make_hf_folder, make_hf_model, read_config
+
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+from mcore_ckpt.hf.architecture import HfModel, read_model
+from mcore_ckpt.hf.mcore_config import check_model, to_mcore_config
+
+PADDED_VOCAB = 136
+TOKENS = 24
+
+
+def main(root: Path, names: list[str]) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    from megatron.core import parallel_state, tensor_parallel
+
+    references = {name: reference(root / name, name) for name in names}
+    enable_cpu()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    differences = {name: difference(root / name, wanted) for name, wanted in references.items()}
+    (root / "differences.json").write_text(json.dumps(differences))
+    torch.distributed.destroy_process_group()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def reference(folder: Path, name: str) -> torch.Tensor:
+    make_hf_folder(folder, name)
+    with torch.no_grad():
+        logits: torch.Tensor = make_hf_model(name)(input_ids=tokens()).logits
+    return logits
+
+
+def difference(folder: Path, wanted: torch.Tensor) -> float:
+    hf_model = read_model(read_config(folder))
+    model = build(hf_model)
+    check_model(model, hf_model)
+    load(model, to_mcore(hf_model, load_file(folder / "model.safetensors")))
+    # GPTModel.forward (0.16.1) wants labels where there is multi-token prediction, and then gives no logits.
+    model.mtp_process, model.config.mtp_num_layers = False, None
+    positions = torch.arange(TOKENS).expand(2, TOKENS)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).expand(2, 1, TOKENS, TOKENS)
+    with torch.no_grad():
+        logits = model(tokens(), positions, mask)
+    # NaN must not compare as small.
+    return float((logits[..., : wanted.shape[-1]] - wanted).abs().max().nan_to_num(nan=1e9))
+
+
+def build(hf_model: HfModel) -> Any:
+    """The GPTModel that a config describes, all its parameters NaN."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    known = to_mcore_config(hf_model)
+    config = known.transformer_config(
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        moe_token_dispatcher_type="allgather",
+        bias_dropout_fusion=False,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    if config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = latent_attention()
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    model = GPTModel(config, spec, mtp_block_spec=mtp, **{**known.gpt, "vocab_size": PADDED_VOCAB}).eval()
+    if hf_model.is_value:
+        model.output_layer = ValueHead(config.hidden_size)
+    for tensor in [*model.parameters(), *(buffer for name, buffer in model.named_buffers() if "expert_bias" in name)]:
+        tensor.data.fill_(float("nan"))
+    return model
+
+
+class ValueHead(torch.nn.Linear):
+    """As verl's critics have it in the place of `output_layer`."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden, 1, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, **more: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden_states), None
+
+
+def latent_attention() -> type:
+    """The local attention, which MLASelfAttention (0.16.1) hands arguments that only transformer-engine's takes."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    # It takes transformer-engine for installed because megatron's own module of wrappers can be imported without it.
+    multi_latent_attention.HAVE_TE = False
+
+    class Latent(DotProductAttention):
+        def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+
+    return Latent
+
+
+def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor into its place; rows that pad the vocabulary are zeros."""
+    own = {
+        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
+    assert own.keys() == tensors.keys(), sorted(own.keys() ^ tensors.keys())
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            assert (tensor.shape[0], own[name].shape[0]) == (VOCAB, PADDED_VOCAB), name
+            own[name].data.zero_()
+        own[name].data[: tensor.shape[0]] = tensor
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
