@@ -6,6 +6,7 @@ stand-ins for CUDA must not reach other tests.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -78,11 +79,14 @@ def build(hf_model: HfModel) -> Any:
         masked_softmax_fusion=False,
         moe_token_dispatcher_type="allgather",
         bias_dropout_fusion=False,
+        deterministic_mode=True,
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if config.multi_latent_attention:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = latent_attention()
+    if config.experimental_attention_variant:
+        make_linear(config, spec)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     model = GPTModel(config, spec, mtp_block_spec=mtp, **{**known.gpt, "vocab_size": PADDED_VOCAB}).eval()
     if hf_model.is_value:
@@ -115,6 +119,42 @@ def latent_attention() -> type:
             super().__init__(*args, **kwargs)
 
     return Latent
+
+
+def make_linear(config: Any, spec: Any) -> None:
+    """GatedDeltaNet and zero-centred norms with local layers: megatron has specs of them for transformer-engine only."""
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm
+    own = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, ZeroCentredNorm, RowParallelLinear)
+    spec.layer_norm = ZeroCentredNorm
+    spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+    for layer, is_linear in zip(spec.layer_specs, config.linear_attention_freq, strict=True):
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
+        if is_linear:
+            parts.self_attention = ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=own)
+        else:
+            attention = parts.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
+
+
+def l2norm(tensor: torch.Tensor) -> torch.Tensor:
+    """Flash-linear-attention's, which needs a GPU."""
+    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class ZeroCentredNorm(torch.nn.Module):
+    """Transformer-engine's RMSNorm with `layernorm_zero_centered_gamma`; the local one refuses that."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.empty(hidden_size)), eps
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * torch.rsqrt(tensor.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
 def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -201,6 +201,8 @@ def _fill(model: torch.nn.Module) -> None:
                 continue
             if name.endswith("norm.weight"):
                 tensor.uniform_(0.5, 1.5)
+                if model.config.model_type == "qwen3_next" and "linear_attn" not in name:
+                    tensor.sub_(1.0)  # these multiply by 1 + weight
             elif name == "score.bias":
                 tensor.zero_()  # mcore's value heads have none
             elif tensor.dim() == 1:
