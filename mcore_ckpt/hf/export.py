@@ -11,10 +11,9 @@ import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.hf.architecture import HfModel
-from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor, Slab, check_names, hf_tensors, hf_tensors_in
+from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor, hf_tensors
 from mcore_ckpt.hf.safetensors_files import file_name
 from mcore_ckpt.hf.source import TensorInfo
-from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
@@ -124,35 +123,53 @@ def plan_export(
         replace(tensor, slabs=tuple(replace(slab, mcore=resolved.get(slab.mcore, "")) for slab in tensor.slabs))
         for tensor in wanted
     ]
-    return _plan(renamed, tensors, dtype, max_shard_bytes, least_files, has_mtp)
+    return plan_tensors(
+        renamed,
+        tensors,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        least_files=least_files,
+        has_mtp=has_mtp,
+    )
 
 
-def plan_copy(
-    model: HfModel,
+def plan_tensors(
+    wanted: Sequence[HfTensor],
     tensors: Mapping[str, TensorInfo],
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     least_files: int = 1,
+    has_mtp: bool = False,
 ) -> ExportPlan:
-    """As `plan_export`, from a source that has HuggingFace's own tensors: an FSDP checkpoint.
+    """Plans files of tensors that are known already, such as those of a source that has HuggingFace's own.
 
-    Of a model whose embedding is tied the head is left out, which is the embedding once more.
+    Args:
+        wanted: their slabs' `mcore` names are those that the source has.
+        tensors, dtype, max_shard_bytes, least_files: as `plan_export`.
 
     Raises:
-        CheckpointMismatchError, ValueError: as `plan_export`.
+        CheckpointMismatchError: the parts of a tensor have several dtypes.
+        ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
     """
-    names = [name for name in tensors if not (model.is_tied and name == "lm_head.weight")]
-    wanted = hf_tensors_in(model, names)
-    check_names(model, wanted, names, "the checkpoint")
-    for tensor in wanted:
-        if tuple(tensors[tensor.name].shape) != tensor.shape:
-            _refuse_shape(tensor.name, tensor.shape, tensor.name, tensors[tensor.name])
-    same = [
-        replace(tensor, slabs=(Slab(0, tensor.name, Region.whole(tensor.shape)),))
-        for tensor in (*wanted, *(tensor for tensor in hf_tensors(model) if tensor.is_copy and tensor.name in names))
+    if not wanted or max_shard_bytes < 1 or least_files < 1:
+        raise ValueError(f"{len(wanted)} tensors, max_shard_bytes {max_shard_bytes}, least_files {least_files}")
+    dtypes = [_dtype(tensor, tensors, dtype) for tensor in wanted]
+    elements: Counter[torch.dtype] = Counter()
+    for tensor, its_dtype in zip(wanted, dtypes, strict=True):
+        if its_dtype is not None:
+            elements[its_dtype] += tensor.numel
+    main = elements.most_common(1)[0][0]
+    written = [
+        FileTensor(tensor, main if its_dtype is None else its_dtype)
+        for tensor, its_dtype in zip(wanted, dtypes, strict=True)
     ]
-    return _plan(same, tensors, dtype, max_shard_bytes, least_files, any(_is_mtp(model, tensor) for tensor in wanted))
+    parts = list(_in_files(written, max_shard_bytes, least_files))
+    files = tuple(
+        WeightFile(file_name(number, len(parts)), tuple(sorted(part, key=lambda tensor: -tensor.dtype.itemsize)))
+        for number, part in enumerate(parts)
+    )
+    return ExportPlan(files, main, has_mtp)
 
 
 def _is_mtp(model: HfModel, tensor: HfTensor) -> bool:
@@ -213,34 +230,6 @@ def _some(names: Collection[str]) -> str:
 
 
 # -- dtypes and files --------------------------------------------------------------------------------------
-
-
-def _plan(
-    wanted: Sequence[HfTensor],
-    tensors: Mapping[str, TensorInfo],
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    least_files: int,
-    has_mtp: bool,
-) -> ExportPlan:
-    if max_shard_bytes < 1 or least_files < 1:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes}, least_files {least_files}: both are at least 1")
-    elements: Counter[torch.dtype] = Counter()
-    dtypes = [_dtype(tensor, tensors, dtype) for tensor in wanted]
-    for tensor, its_dtype in zip(wanted, dtypes, strict=True):
-        if its_dtype is not None:
-            elements[its_dtype] += tensor.numel
-    main = elements.most_common(1)[0][0]
-    written = [
-        FileTensor(tensor, main if its_dtype is None else its_dtype)
-        for tensor, its_dtype in zip(wanted, dtypes, strict=True)
-    ]
-    parts = list(_in_files(written, max_shard_bytes, least_files))
-    files = tuple(
-        WeightFile(file_name(number, len(parts)), tuple(sorted(part, key=lambda tensor: -tensor.dtype.itemsize)))
-        for number, part in enumerate(parts)
-    )
-    return ExportPlan(files, main, has_mtp)
 
 
 def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dtype | None) -> torch.dtype | None:

@@ -21,14 +21,14 @@ from tiny_models import NAMES, make_hf_folder
 
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
-from mcore_ckpt.hf import export, writing
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
-from mcore_ckpt.hf.export import ExportPlan, plan_copy, plan_export
-from mcore_ckpt.hf.source import PartRead, TensorInfo
+from mcore_ckpt.hf.export import ExportPlan, plan_export, plan_tensors
+from mcore_ckpt.hf.mapping import HfTensor, Slab
+from mcore_ckpt.hf.safetensors_files import read_file
+from mcore_ckpt.hf.source import PartRead, TensorInfo, TensorSource
 from mcore_ckpt.hf.writing import write_files, write_index
+from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.storage.reader import read_manifest
-
-MOE = [name for name in NAMES if "moe" in name or "mixtral" in name or "deepseek" in name]
 
 
 class Memory:
@@ -78,7 +78,7 @@ def source_of(role_dir: Path) -> CheckpointSource:
     return CheckpointSource(role_dir, read_manifest(role_dir, layout.MANIFEST_FILE))
 
 
-def exported(plan: ExportPlan, source: writing.TensorSource, folder: Path) -> dict[str, torch.Tensor]:
+def exported(plan: ExportPlan, source: TensorSource, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
     written = write_files(plan, range(len(plan.files)), source, folder)
     for file in written:
@@ -177,10 +177,8 @@ def test_files_are_in_order_and_as_large_as_allowed(folder_of: Callable[[str], P
 def test_ranks_share_the_work(sizes: list[int], most: int, least: int) -> None:
     names = [f"model.{number}" for number in range(len(sizes))]
     infos = {name: TensorInfo(torch.uint8, (size,)) for name, size in zip(names, sizes, strict=True)}
-    tensors = [
-        export.HfTensor(n, i.shape, (export.Slab(0, n, export.Region.whole(i.shape)),)) for n, i in infos.items()
-    ]
-    plan = export._plan(tensors, infos, None, most, least, False)
+    tensors = [HfTensor(n, i.shape, (Slab(0, n, Region.whole(i.shape)),)) for n, i in infos.items()]
+    plan = plan_tensors(tensors, infos, max_shard_bytes=most, least_files=least)
     assert [tensor.name for file in plan.files for tensor in file.tensors] == names
     assert all(file.nbytes <= most or len(file.tensors) == 1 for file in plan.files)
     shares = [plan.share_of(rank, least) for rank in range(least)]
@@ -269,32 +267,30 @@ def test_a_damaged_block_is_never_written(folder_of: Callable[[str], Path], tmp_
         exported(plan, source, tmp_path / "hf")
 
 
-# -- sources with HuggingFace's names ----------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3-mtp", "llama-value"])
-def test_a_copy_under_the_same_names(name: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    source = Memory(weights(folder_of(name)))
-    plan = plan_copy(model_of(folder_of(name)), source.tensors(), max_shard_bytes=100_000)
-    assert plan.has_mtp == ("mtp" in name)
+def test_tensors_that_have_their_names_already(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    source = Memory(weights(folder_of("qwen3")))
+    wanted = [HfTensor(n, i.shape, (Slab(0, n, Region.whole(i.shape)),)) for n, i in source.tensors().items()]
+    plan = plan_tensors(wanted, source.tensors(), max_shard_bytes=100_000)
     assert_same(exported(plan, source, tmp_path / "hf"), source.held)
 
 
-def test_a_tied_head_is_left_out_of_a_copy(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    wanted = weights(folder_of("qwen2-tied"))
-    source = Memory(wanted | {"lm_head.weight": wanted["model.embed_tokens.weight"]})
-    plan = plan_copy(model_of(folder_of("qwen2-tied")), source.tensors())
-    assert_same(exported(plan, source, tmp_path / "hf"), wanted)
+def test_parts_of_several_dtypes(tmp_path: Path) -> None:
+    held = {"a": torch.rand(3), "b": torch.rand(3, dtype=torch.float64)}
+    slabs = tuple(Slab(3 * number, name, Region.whole((3,))) for number, name in enumerate(held))
+    wanted = [HfTensor("both", (6,), slabs), HfTensor("zeros", (2,), (Slab(0, "", Region.whole((2,))),))]
+    with pytest.raises(CheckpointMismatchError, match="both: its parts are stored as torch.float32 and torch.float64"):
+        plan_tensors(wanted, Memory(held).tensors())
+    plan = plan_tensors(wanted, Memory(held).tensors(), dtype=torch.float64)
+    both = torch.cat([tensor.double() for tensor in held.values()])
+    assert_same(exported(plan, Memory(held), tmp_path / "hf"), {"both": both, "zeros": torch.zeros(2).double()})
 
 
-def test_a_copy_of_another_model_is_refused(folder_of: Callable[[str], Path]) -> None:
-    tensors = weights(folder_of("qwen3"))
-    for change, words in (
-        ({"model.norm.weight": None}, "lacks model.norm.weight"),
-        ({"model.what": torch.zeros(1)}, "unknown tensors: model.what"),
-        ({"model.norm.weight": torch.zeros(65)}, "shape \\[65\\]"),
-    ):
-        held = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
-        with pytest.raises(CheckpointMismatchError, match=words):
-            plan_copy(model_of(folder_of("qwen3")), Memory(held).tensors())
+def test_wider_dtypes_come_first_in_a_file(tmp_path: Path) -> None:
+    # An odd number of halves would leave what is behind them unaligned.
+    held = {"a": torch.rand(3).half(), "b": torch.rand(3), "c": torch.rand(5).half(), "d": torch.rand(2).double()}
+    wanted = [HfTensor(n, tuple(t.shape), (Slab(0, n, Region.whole(tuple(t.shape))),)) for n, t in held.items()]
+    plan = plan_tensors(wanted, Memory(held).tensors())
+    assert_same(exported(plan, Memory(held), tmp_path / "hf"), held)
+    for stored in read_file(tmp_path / "hf" / "model.safetensors"):
+        assert stored.offset % stored.dtype.itemsize == 0
