@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError, reshard
+from mcore_ckpt.cli import UsageError, merge, reshard
 from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.errors import CheckpointError
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
-COMMANDS = (demo, reshard)
+COMMANDS = (demo, merge, reshard)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

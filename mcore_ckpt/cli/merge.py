@@ -1,0 +1,156 @@
+"""`mcore-ckpt merge`: a checkpoint as a HuggingFace model, without GPUs and without megatron."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from mcore_ckpt.cli import UsageError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.hf.merge import MergeReport, MergeRequest
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Makes a HuggingFace model's folder out of a committed checkpoint, on one machine, without GPUs and without the model in
+memory. The folder is there when all of it is. Under torchrun the ranks share the work."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the parser of `merge`."""
+    parser = subparsers.add_parser("merge", help="make a HuggingFace model of a checkpoint", description=DESCRIPTION)
+    # Each may come as verl's merger has it, too.
+    for name, flag, what in (
+        ("source", "--local_dir", "folder of a role, of a step, or of the steps"),
+        ("target", "--target_dir", "folder to make; it may be there if it is empty"),
+    ):
+        parser.add_argument(name, type=Path, nargs="?", help=what)
+        parser.add_argument(flag, type=Path, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")
+    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
+    parser.add_argument("--role", metavar="NAME", help="of a step with several roles")
+    parser.add_argument("--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model")
+    parser.add_argument(
+        "--hf_model_path",
+        "--hf-model-path",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer; else huggingface/ of the checkpoint",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; else as saved")
+    parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of a file: 5GB (the default), 500MiB")
+    parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN; else they are refused")
+    parser.add_argument(
+        "--tie-word-embedding",
+        action="store_true",
+        help="say that embeddings are tied; config.json knows, and is asked whether it is so",
+    )
+    parser.add_argument("--is-value-model", action="store_true", help="say that it is a critic; the weights know, too")
+    parser.add_argument("--hf_upload_path", "--hf-upload-path", metavar="REPO", help="upload to this repository, after")
+    parser.add_argument("--private", action="store_true", help="a repository that is made is private")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Merge; 0 when the folder is in place, and uploaded if that was asked for."""
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.hf.merge import UnusableRequestError, merge, ranks_of_torchrun
+    from mcore_ckpt.hf.upload import can_upload, upload
+
+    request = _request(args)
+    if args.private and args.hf_upload_path is None:
+        raise UsageError("--private is said of a repository to upload to: give --hf_upload_path")
+    if args.hf_upload_path is not None and not can_upload():
+        raise UsageError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
+    ranks = ranks_of_torchrun()
+    is_first = ranks is None or ranks.is_coordinator
+    try:
+        with _progress(args.json or not is_first) as bar:
+            task = bar.add_task("merge", total=None)
+            report = merge(request, lambda done, total: bar.update(task, completed=done, total=total), ranks)
+    except UnusableRequestError as error:
+        raise UsageError(str(error)) from None
+    if not is_first:
+        return 0
+    if args.hf_upload_path is not None:
+        upload(report.target, args.hf_upload_path, args.private)
+    if args.json:
+        print(json.dumps(as_json(report)))
+    else:
+        _show(report)
+    return 0
+
+
+def _request(args: argparse.Namespace) -> MergeRequest:
+    import torch
+
+    from mcore_ckpt.hf.export import MAX_SHARD_BYTES
+    from mcore_ckpt.hf.merge import MergeRequest
+
+    return MergeRequest(
+        source=_one_of(args, "source", "--local_dir"),
+        target=_one_of(args, "target", "--target_dir"),
+        step=args.step,
+        role=args.role,
+        backend=args.backend,
+        hf_model_path=args.hf_model_path,
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        max_shard_bytes=args.max_shard_size or MAX_SHARD_BYTES,
+        allow_nan=args.allow_nan,
+        tied=True if args.tie_word_embedding else None,
+        value=True if args.is_value_model else None,
+    )
+
+
+def _one_of(args: argparse.Namespace, name: str, flag: str) -> Path:
+    given: list[Path] = [path for path in (getattr(args, name), getattr(args, f"{name}_flag")) if path is not None]
+    if len(given) != 1:
+        raise UsageError(f"{name}: give it once, by its place or as {flag}")
+    return given[0]
+
+
+def _size(text: str) -> int:
+    """Bytes, as transformers reads them: powers of ten unless there is an i."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MiB or 100000")
+    return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+
+
+def _show(report: MergeReport) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}", markup=False)
+    speed = report.nbytes / report.seconds / 1e9
+    console.print(
+        f"{report.nbytes / 1e9:.2f} GB in {report.files} files, {report.seconds:.1f} s ({speed:.2f} GB/s)",
+        markup=False,
+    )
+
+
+def as_json(report: MergeReport) -> dict[str, Any]:
+    """What a program may want to know."""
+    return {
+        "source": str(report.source),
+        "target": str(report.target),
+        "model": report.model,
+        "dtype": str(report.dtype).removeprefix("torch."),
+        "files": report.files,
+        "bytes": report.nbytes,
+        "multi_token_prediction": report.has_mtp,
+        "seconds": report.seconds,
+    }

@@ -1,0 +1,376 @@
+"""From a committed checkpoint to the folder of a HuggingFace model, entirely there or not there.
+
+Several processes share the work, each writing some of the files. None of them runs code that a model brings along.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
+from mcore_ckpt.hf.checkpoint_source import CheckpointSource
+from mcore_ckpt.hf.export import MAX_SHARD_BYTES, ExportPlan, plan_export
+from mcore_ckpt.hf.source import TensorInfo, TensorSource
+from mcore_ckpt.hf.writing import write_files, write_index
+from mcore_ckpt.resharding.reshard import select
+from mcore_ckpt.resharding.target import UnusableLayoutError
+from mcore_ckpt.storage import commit
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.storage.files import sync_dir, write_file
+from mcore_ckpt.storage.owner import read_owner, write_owner
+from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.requests import WrittenFile
+
+Progress = Callable[[int, int], None]
+
+# A rank may have one file more to write than another, on a slow disk. One that dies is torchrun's to notice.
+_WAIT_S = 1800.0
+
+# What a tokenizer, a processor or a model's own code may consist of.
+_ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_WEIGHTS_INDEX = ".index.json"
+_TEMPLATES = "additional_chat_templates"
+
+
+class UnusableRequestError(ValueError):
+    """What was asked for cannot be done, whatever is in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """What to merge, and into what.
+
+    Attributes:
+        source: the folder of a role, of a step, or of the steps (the newest complete one).
+        target: the folder to make; it may be there if it is empty.
+        step: which one, below a folder of steps.
+        role: which one, where there are several.
+        backend: what wrote the checkpoint: "megatron" (any of ours), "fsdp".
+        hf_model_path: the folder that configuration and tokenizer come from; None: the checkpoint's `huggingface/`.
+        dtype: of floating tensors; None: as they were saved or, of a checkpoint without the model's own weights, what
+            `config.json` says.
+        max_shard_bytes: of a file's tensors.
+        allow_nan: whether weights may be NaN.
+        tied, value: what the user says of embeddings and head; None: what configuration and data say.
+    """
+
+    source: Path
+    target: Path
+    step: int | None = None
+    role: str | None = None
+    backend: str = "megatron"
+    hf_model_path: Path | None = None
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    allow_nan: bool = False
+    tied: bool | None = None
+    value: bool | None = None
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was made. `nbytes` is that of all weights, `dtype` that of most."""
+
+    source: Path
+    target: Path
+    model: str
+    dtype: torch.dtype
+    files: int
+    nbytes: int
+    has_mtp: bool
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """All that is known before a byte is written."""
+
+    source: TensorSource
+    where: Path
+    config_dir: Path
+    model: HfModel
+    plan: ExportPlan
+
+    def described(self) -> Record:
+        """What must be the same on all ranks: each writes some of the files."""
+        return {"source": str(self.where), "files": [[file.name, file.nbytes] for file in self.plan.files]}
+
+
+def merge(
+    request: MergeRequest, progress: Progress = lambda done, total: None, agreement: Agreement | None = None
+) -> MergeReport:
+    """Makes a HuggingFace model's folder out of a checkpoint.
+
+    All that can be known is checked before a byte is written; the folder is put in place when all of it is written and
+    durable. Takes bounded memory, whatever the size of the model.
+
+    Args:
+        request: what to do.
+        progress: told of bytes that this rank has written, and of how many it has to.
+        agreement: this rank's seat, if several ranks share the work.
+
+    Raises:
+        UnusableRequestError: the target is not empty, or the request contradicts itself.
+        CheckpointError: the checkpoint is damaged, is not what `config.json` describes, has NaN, or cannot be
+            written; on all ranks. Nothing has come.
+
+    Example:
+        >>> merge(MergeRequest(Path("ckpt/global_steps_100/actor"), Path("model")))  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    target = request.target.resolve()
+    # Empty or not there: a model that is there may be somebody's, or what is read.
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UnusableRequestError(f"{target} is there already, and not empty: name another folder, or remove it")
+    ranks = agreement.world_size if agreement is not None else 1
+    attempt, job = _open(agreement, request, target, ranks)
+    staging = layout.staging_dir(target, attempt)
+    numbers = job.plan.share_of(agreement.rank if agreement is not None else 0, ranks)
+    total = sum(job.plan.files[number].nbytes for number in numbers)
+    done = [0]
+
+    def wrote(nbytes: int) -> None:
+        done[0] = min(total, done[0] + nbytes)
+        progress(done[0], total)
+
+    def work() -> Record:
+        if not staging.is_dir():
+            raise CommitError(f"{staging}, made by rank 0, cannot be seen: all ranks must write to one file system")
+        files = write_files(job.plan, numbers, job.source, staging, wrote, allow_nan=request.allow_nan)
+        return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
+
+    def combine(records: Sequence[Record]) -> Record:
+        commit.check_files(
+            staging, ((rank, WrittenFile(*file)) for rank, record in enumerate(records) for file in record["files"])
+        )
+        write_index(job.plan, staging)
+        write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp)
+        copy_assets(job.config_dir, staging)
+        sync_dir(staging)
+        return {}
+
+    try:
+        _decide(agreement, f"merge into {target}", work, combine, lambda: _publish(staging, target))
+    except BaseException:
+        # After the rename there is no such folder any more.
+        if agreement is None or agreement.is_coordinator:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return MergeReport(
+        source=job.where,
+        target=target,
+        model=job.model.describe(),
+        dtype=job.plan.dtype,
+        files=len(job.plan.files),
+        nbytes=job.plan.nbytes,
+        has_mtp=job.plan.has_mtp,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _open(agreement: Agreement | None, request: MergeRequest, target: Path, ranks: int) -> tuple[str, _Job]:
+    """Plans, and makes the staging folder once all ranks have the same plan."""
+    jobs: list[_Job] = []
+    attempt = commit.new_attempt()
+
+    def work() -> Record:
+        jobs.append(_prepare(request, ranks))
+        return jobs[0].described()
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere(records, "the files to write", CommitError)
+        _check_space(target, jobs[0].plan.nbytes)
+        _sweep(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = layout.staging_dir(target, attempt)
+        staging.mkdir()
+        write_owner(staging)
+        return {"attempt": attempt}
+
+    try:
+        outcome = _decide(agreement, f"merge into {target}", work, combine)
+    except BaseException:
+        shutil.rmtree(layout.staging_dir(target, attempt), ignore_errors=True)
+        raise
+    return outcome["attempt"], jobs[0]
+
+
+def _decide(
+    agreement: Agreement | None,
+    topic: str,
+    work: Callable[[], Record],
+    combine: Callable[[Sequence[Record]], Record],
+    act: Callable[[], None] = lambda: None,
+) -> Record:
+    if agreement is not None:
+        return decide(agreement, topic, work, combine, CommitError, act)
+    try:
+        record = combine([work()])
+        act()
+    except OSError as error:
+        raise CommitError(f"{topic}: {error}") from error
+    return record
+
+
+def ranks_of_torchrun() -> Agreement | None:
+    """This process's seat among those that torchrun has started; None if it is alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from torch.distributed.rendezvous import rendezvous
+
+    # What is waited for is what this package's rounds wait for: no process group is needed.
+    store, rank, world_size = next(rendezvous("env://"))
+    return Agreement(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S)
+
+
+# -- what is there -----------------------------------------------------------------------------------------
+
+
+def _prepare(request: MergeRequest, ranks: int) -> _Job:
+    where = _find(request)
+    source, default_dtype = _open_source(request, where)
+    config_dir = request.hf_model_path or where / layout.HUGGINGFACE_DIR
+    if not (config_dir / "config.json").exists():
+        raise CheckpointNotFoundError(
+            f"{config_dir / 'config.json'}: missing: it says what model this is; name a folder that has it "
+            "(--hf_model_path)"
+        )
+    try:
+        tensors = source.tensors()
+        model = _model(read_config(config_dir), tensors, request)
+        _check_code(config_dir, model.config)
+        dtype = request.dtype
+        if dtype is None and default_dtype:
+            dtype = _said_dtype(model.config)
+        plan = plan_export(model, tensors, dtype=dtype, max_shard_bytes=request.max_shard_bytes, least_files=ranks)
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{where}: with {config_dir / 'config.json'}: {error}") from error
+    return _Job(source, where, config_dir, model, plan)
+
+
+def _find(request: MergeRequest) -> Path:
+    """The folder of one role. Raises UnusableRequestError, CheckpointNotFoundError, CheckpointCorruptError."""
+    try:
+        selection = select(request.source, request.step)
+    except UnusableLayoutError as error:
+        raise UnusableRequestError(str(error)) from None
+    roles = [role_dir for role_dir in selection.role_dirs if request.role in (None, role_dir.name)]
+    if len(roles) != 1:
+        there = ", ".join(role_dir.name for role_dir in selection.role_dirs)
+        raise UnusableRequestError(f"{request.source}: has the roles {there}: say which one (--role)")
+    return roles[0]
+
+
+def _open_source(request: MergeRequest, where: Path) -> tuple[TensorSource, bool]:
+    """What reads a checkpoint's tensors, by its kind; and whether its dtype is not that of the model's weights."""
+    if request.backend != "megatron":
+        raise UnsupportedError(f"{where}: checkpoints of {request.backend} cannot be merged")
+    source = CheckpointSource(where, read_manifest(where, layout.MANIFEST_FILE))
+    return source, not source.has_model
+
+
+def _model(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], request: MergeRequest) -> HfModel:
+    """What config and data say the model is; where the user says something else, one of them is wrong."""
+    model = read_model(config)
+    head = tensors.get("output_layer.weight")
+    # Trainers make critics of a model's own config.json, which speaks of a language model.
+    if head is not None and head.shape[0] == 1 < model.sizes["vocab"] and not model.is_value:
+        classes = [name for name in model.architecture.classes if name.endswith("ForTokenClassification")]
+        if not classes:
+            raise UnsupportedError(f"config.json: {model.describe()}: transformers has no class for its value models")
+        model = read_model({**config, "architectures": classes[:1]})
+    for what, said, found in (("tied", request.tied, model.is_tied), ("a value model", request.value, model.is_value)):
+        if said is not None and said != found:
+            raise CheckpointMismatchError(
+                f"it is {'' if found else 'not '}{what}, and the arguments say that it is{'' if said else ' not'}"
+            )
+    return model
+
+
+def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Code of a model's own is copied, never run. What names code that is not there could not be loaded."""
+    named = config.get("auto_map") or {}
+    for value in named.values() if isinstance(named, Mapping) else ():
+        for name in value if isinstance(value, list) else [value]:
+            # "repository--module.Class" is loaded from there.
+            if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
+                raise UnsupportedError(
+                    f"{folder / 'config.json'}: auto_map names code, {name}, that is not beside it, so that nobody "
+                    "could load the model (trust_remote_code): add the file, or remove auto_map if transformers knows "
+                    "the architecture itself"
+                )
+
+
+def _said_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+# -- files beside the weights ------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool) -> None:
+    """Writes `config.json` as it is of the weights beside it, durably. Raises OSError."""
+    config = {**model.config}
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if model.is_value:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    elif not config.get("architectures"):
+        config["architectures"] = list(model.architecture.classes[:1])
+    if not has_mtp and config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    write_file(folder / "config.json", [json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"])
+
+
+def copy_assets(source: Path, folder: Path) -> None:
+    """Copies tokenizer, processor, generation config and a model's own code, durably. Raises OSError."""
+    for path in sorted(source.iterdir()):
+        is_asset = path.suffix in _ASSETS and path.name != "config.json" and not path.name.endswith(_WEIGHTS_INDEX)
+        if is_asset and path.is_file():
+            write_file(folder / path.name, [path.read_bytes()])
+    if (source / _TEMPLATES).is_dir():
+        (folder / _TEMPLATES).mkdir()
+        for path in sorted((source / _TEMPLATES).glob("*.jinja")):
+            write_file(folder / _TEMPLATES / path.name, [path.read_bytes()])
+        sync_dir(folder / _TEMPLATES)
+
+
+# -- all or nothing ----------------------------------------------------------------------------------------
+
+
+def _check_space(target: Path, nbytes: int) -> None:
+    there = next(folder for folder in target.parents if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < nbytes:
+        raise CommitError(f"{target}: the model takes {nbytes} bytes, and {free} are free there")
+
+
+def _sweep(target: Path) -> None:
+    """Removes what killed runs into the same target have left."""
+    for entry in target.parent.glob(f".{glob.escape(target.name)}.staging-*"):
+        owner = read_owner(entry)
+        if owner is not None and owner.is_on_this_host and not owner.is_alive_here:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _publish(staging: Path, target: Path) -> None:
+    try:
+        # Over an empty folder, too; one that is no longer empty stays.
+        os.rename(staging, target)
+    except OSError as error:
+        raise CommitError(f"{target}: could not be put in place: {error}") from error
+    sync_dir(target.parent)
+    # Only now: until then another run must be able to see whether this one lives.
+    (target / layout.OWNER_FILE).unlink(missing_ok=True)

@@ -1,0 +1,12 @@
+#!/usr/bin/env python
+"""`mcore-ckpt merge` and `mcore-ckpt test` under the name, and with the flags, that verl's users type.
+
+python scripts/model_merger.py merge --backend megatron --local_dir ckpt/global_steps_100/actor --target_dir model
+"""
+
+import sys
+
+from mcore_ckpt.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
