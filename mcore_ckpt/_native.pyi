@@ -93,7 +93,7 @@ class ReadJob:
         destination_stride`. Only blocks that hold a byte of a row are read; no rows, or empty ones, are no error.
 
         Args:
-            crcs: of each block; blocks begin at `offset`. None: the file has none, and what it holds is taken for right.
+            crcs: of each block; blocks begin at `offset`. None: the file has none, and its bytes are taken for right.
             source_stride, destination_stride: at least `row_bytes`; not looked at for a single row.
 
         Returns:

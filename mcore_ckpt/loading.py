@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt import knobs
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from mcore_ckpt.filling import fill_tensors
 from mcore_ckpt.foreign import kinds
 from mcore_ckpt.planning import LoadPlan, TensorFill, check_all_used, plan_load
 from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
@@ -32,7 +33,6 @@ from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
-from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.storage.reader import read_ranges
 from mcore_ckpt.storage.transaction import failure_among, raise_failure
 
@@ -185,7 +185,8 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
     plans: list[LoadPlan] = []
 
     def work() -> Record:
-        refuse_broadcast(session)
+        if session.config.load_replicas == "broadcast":
+            refuse_broadcast(session.chunks, session.replicas, "load_replicas='broadcast'")
         plans.append(plan_load(session, role_dir))
         return {"attempt": plans[0].manifest.attempt, "used": plans[0].used}
 
@@ -214,7 +215,7 @@ def _apply_together(session: Session, plan: LoadPlan) -> int:
 
     decide(session.agreement, f"loading {plan.role_dir}", work, lambda _: {})
     try:
-        broadcast(session, shared)
+        broadcast(shared, session.replicas)
         _make_consistent(session)
     except Exception as error:
         raise CheckpointError(f"{plan.role_dir}: {type(error).__name__}: {error}") from error
@@ -226,53 +227,12 @@ def _apply(session: Session, plan: LoadPlan, fills: Sequence[TensorFill]) -> int
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what still uses the old state must not meet the new one
     with torch.no_grad():
-        nbytes = sum(_fill_together(plan.role_dir, files, batch) for batch in _in_batches(fills))
+        nbytes = fill_tensors(fills, partial(read_ranges, plan.role_dir, files))
     for part, state in plan.unstepped:
         optimizer_state.forget_state(part, state)
     if plan.common is not None:
         write_common(session.optimizer, session.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
     _apply_rng(session, plan)
-    return nbytes
-
-
-def _in_batches(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
-    """Those filled where they are, at once; those that take memory on the way, as many as fit into CONVERT_BYTES."""
-    direct = [fill for fill in fills if _is_direct(fill)]
-    yield direct
-    batch: list[TensorFill] = []
-    nbytes = 0
-    for fill in fills:
-        if _is_direct(fill):
-            continue
-        batch.append(fill)
-        nbytes += sum(read.rows.numel for read in fill.reads) * fill.dtype.itemsize
-        if nbytes >= knobs.CONVERT_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    yield batch
-
-
-def _is_direct(fill: TensorFill) -> bool:
-    target = fill.target()
-    return target.is_contiguous() and target.dtype == fill.dtype
-
-
-def _fill_together(role_dir: Path, files: Mapping[str, FileRecord], fills: Sequence[TensorFill]) -> int:
-    targets = [fill.target() for fill in fills]
-    memories = [
-        tensor if _is_direct(fill) else torch.empty(tensor.shape, dtype=fill.dtype, device=tensor.device)
-        for fill, tensor in zip(fills, targets, strict=True)
-    ]
-    for fill, memory in zip(fills, memories, strict=True):
-        if fill.padded:
-            memory.zero_()
-    reads = [(read, memory) for fill, memory in zip(fills, memories, strict=True) for read in fill.reads]
-    nbytes = read_ranges(role_dir, files, reads)
-    for fill, tensor, memory in zip(fills, targets, memories, strict=True):
-        if memory is not tensor:
-            tensor.copy_(memory)
-        if fill.finish is not None:
-            fill.finish(tensor)
     return nbytes
 
 

@@ -30,7 +30,7 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_optimizer,
 )
 from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere, take_seat
 from mcore_ckpt.storage.manifest import StageRecord
 from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
 from mcore_ckpt.topology import is_first_optimizer_instance, read_replicas, read_topology
@@ -85,11 +85,11 @@ class CheckpointManager:
         config = config or CheckpointConfig()
         # The number first: a manager that one rank fails to make must not leave the ranks' counts apart.
         number = next(_managers_made[str(role)])
-        agreement = _agreement(f"{role}/{number}/trainer", config.timeout_s)
+        agreement = take_seat(f"{role}/{number}/trainer", config.timeout_s)
         try:
             session = _session(
                 agreement,
-                _agreement(f"{role}/{number}/saves", config.timeout_s),
+                take_seat(f"{role}/{number}/saves", config.timeout_s),
                 Path(root).absolute(),
                 role,
                 as_chunks(model),
@@ -357,14 +357,3 @@ def _changers(session: Session) -> list[tuple[Any, str]]:
 def _stage(pp: int, vp: int, chunk: Any) -> StageRecord:
     layers = chunk_layers(chunk)
     return StageRecord(pp, vp, layers.decoder, layers.mtp)
-
-
-def _agreement(name: str, timeout_s: float) -> Agreement:
-    """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process."""
-    import torch.distributed as dist
-
-    namespace = f"mcore_ckpt/{name}"
-    if not (dist.is_available() and dist.is_initialized()):
-        return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
-    store: Any = dist.distributed_c10d._get_default_store()
-    return Agreement(store.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, host=store)

@@ -11,7 +11,7 @@ import torch
 from mcore_ckpt import knobs
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.planning import TensorFill
-from mcore_ckpt.session import Session
+from mcore_ckpt.topology import Replicas
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,13 @@ def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> 
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 
 
-def broadcast(session: Session, shared: Iterable[Batch]) -> None:
+def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
     """Brings every rank what others have read. Collective over each batch's replicas, in the same order on all."""
     import torch.distributed as dist
 
     for batch in shared:
         targets = [fill.target() for fill in batch.fills]
-        group = _group(session, batch.replicas)
+        group = _group(batch.replicas, replicas)
         with torch.no_grad():
             if len(targets) == 1 and targets[0].is_contiguous():
                 dist.broadcast(targets[0], batch.reader, group)
@@ -74,23 +74,25 @@ def broadcast(session: Session, shared: Iterable[Batch]) -> None:
                 target.copy_(part.view(target.shape))
 
 
-def refuse_broadcast(session: Session) -> None:
-    """Raises UnsupportedError if tensors are where their group's backend cannot send from: offloaded from the GPU."""
+def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what: str) -> None:
+    """Raises UnsupportedError if tensors are where their group's backend cannot send from: offloaded from the GPU.
+
+    `what` is the option that asks for it, for the message.
+    """
     import torch.distributed as dist
 
-    if session.config.load_replicas == "read" or not dist.is_initialized():
+    if not dist.is_initialized():
         return
-    on_cpu = any(not parameter.is_cuda for chunk in session.chunks for parameter in chunk.parameters())
-    if on_cpu and dist.get_backend(_group(session, session.replicas.dense)) == "nccl":
+    on_cpu = any(not parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+    if on_cpu and dist.get_backend(_group(replicas.dense, replicas)) == "nccl":
         raise UnsupportedError(
-            "load_replicas='broadcast' cannot send parameters that are in CPU memory: bring the model to the GPU "
-            "first, or use 'read'"
+            f"{what} cannot send parameters that are in CPU memory: bring the model to the GPU first"
         )
 
 
-def _group(session: Session, replicas: tuple[int, ...]) -> Any:
+def _group(ranks: tuple[int, ...], replicas: Replicas) -> Any:
     from megatron.core import parallel_state as ps
 
-    if replicas == session.replicas.dense:
+    if ranks == replicas.dense:
         return ps.get_data_parallel_group(with_context_parallel=True)
     return ps.get_expert_data_parallel_group()

@@ -34,12 +34,22 @@ def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size:
     if tp[0] == tp[1]:
         return False
     larger, its_tp = max(zip(rows, tp, strict=True))
-    if larger % its_tp:
+    return may_be_padded(min(rows), larger, its_tp)
+
+
+def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
+    """Whether a vocabulary of so many tokens may have so many rows under a tensor-parallel size.
+
+    Example:
+        >>> may_be_padded(131, 136, 2), may_be_padded(131, 264, 2), may_be_padded(131, 131, 1)
+        (True, False, True)
+    """
+    if rows < tokens or rows % tp:
         return False
     divisor = 1
-    while divisor < _LARGEST_DIVISOR and larger % (2 * divisor * its_tp) == 0:
+    while divisor < _LARGEST_DIVISOR and rows % (2 * divisor * tp) == 0:
         divisor *= 2
-    return larger - min(rows) < divisor * its_tp
+    return rows - tokens < divisor * tp
 
 
 def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:

@@ -119,6 +119,22 @@ class Agreement:
             self._store.delete_key(key)
 
 
+def take_seat(name: str, timeout_s: float) -> Agreement:
+    """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process.
+
+    Args:
+        name: the same on all ranks, used once in the life of the job.
+        timeout_s: how long any wait may take, in seconds.
+    """
+    import torch.distributed as dist
+
+    namespace = f"mcore_ckpt/{name}"
+    if not (dist.is_available() and dist.is_initialized()):
+        return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store()
+    return Agreement(store.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, host=store)
+
+
 def _submission_keys(prefix: str, world_size: int) -> list[str]:
     return [f"{prefix}/rank/{rank}" for rank in range(world_size)]
 
