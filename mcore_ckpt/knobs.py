@@ -27,6 +27,9 @@ CONVERT_BYTES = 128 << 20
 # Tensors that one replica reads for the others are sent in batches of about this size.
 BROADCAST_BYTES = 64 << 20
 
+# What the one rank that sees a HuggingFace folder sends another at a time; it reads the next meanwhile.
+SCATTER_BYTES = 64 << 20
+
 # Memory that resharding and exporting take for what they write, twice: one part of a file is read while another is
 # written.
 STREAM_BYTES = 128 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,10 @@ class HfModel:
     @property
     def is_value(self) -> bool:
         return "value" in self.facts
+
+    def ignores(self, name: str) -> bool:
+        """Whether a HuggingFace name is one to leave out."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def describe(self) -> str:
         """For error messages."""

@@ -1,0 +1,226 @@
+"""Live megatron models of the shape that a HuggingFace folder's config says, and what they must hold after a load."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import safe_open
+from training import Layout, RMSNorm
+
+from mcore_ckpt.hf.architecture import read_model as read_hf_model
+from mcore_ckpt.hf.mapping import hf_tensors_in
+from mcore_ckpt.hf.mcore_config import McoreConfig, to_mcore_config
+from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sharding.synonyms import synonyms
+from mcore_ckpt.state.model import read_model, unwrap
+
+Model = list[torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a folder's model is cut, beside what its config says."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    first_stage_layers: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def layout(self) -> Layout:
+        """What `training.parallel` asks for."""
+        return Layout(self.world, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep)
+
+
+def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
+    """New chunks with NaN in every parameter and floating buffer, so that nothing that is not filled can hide.
+
+    `changes` are made to the config that is built for, not to the folder's.
+    """
+    hf = {**json.loads((folder / "config.json").read_text()), **changes}
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    wanted = to_mcore_config(read_hf_model(hf))
+    config = _config(wanted, shape)
+    chunks: Model = [_chunk(wanted, config, shape, stage) for stage in range(shape.vpp or 1)]
+    poison(chunks)
+    return chunks
+
+
+def wrap(chunks: Model) -> Model:
+    """In DistributedDataParallel, which moves the parameters into its buffers."""
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    return [
+        DistributedDataParallel(unwrap(chunk).config, ddp, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def poison(chunks: Sequence[torch.nn.Module]) -> None:
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(math.nan)
+            for name, buffer in chunk.named_buffers():
+                if name.endswith("expert_bias"):
+                    buffer.fill_(math.nan)
+
+
+def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
+    mixture: dict[str, Any] = {}
+    if wanted.transformer.get("num_moe_experts"):
+        mixture = {"moe_token_dispatcher_type": "allgather"}
+    config: TransformerConfig = wanted.transformer_config(
+        tensor_model_parallel_size=shape.tp,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.vpp,
+        overlap_p2p_comm=shape.vpp is not None,
+        batch_p2p_comm=shape.vpp is None,
+        expert_model_parallel_size=shape.ep,
+        num_layers_in_first_pipeline_stage=shape.first_stage_layers,
+        params_dtype=shape.dtype,
+        pipeline_dtype=shape.dtype,
+        bf16=shape.dtype == torch.bfloat16,
+        fp16=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        # The fused kernels come with apex and transformer-engine.
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **mixture,
+    )
+    return config
+
+
+def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: int) -> GPTModel:
+    where = {"vp_stage": stage if shape.vpp else None}
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    multiple = 1 if shape.tp == 1 else 4 * shape.tp
+    rows = -(-wanted.gpt["vocab_size"] // multiple) * multiple
+    model = GPTModel(
+        config,
+        block,
+        **{**wanted.gpt, "vocab_size": rows},
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+        **where,
+    )
+    return model.to(shape.dtype).eval()
+
+
+# -- what must be there -----------------------------------------------------------------------------------
+
+
+def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """megatron's global tensors, put together from the folder's tensors element by element."""
+    stored = read_tensors(folder)
+    model = read_hf_model(json.loads((folder / "config.json").read_text()))
+    whole: dict[str, torch.Tensor] = {}
+    for tensor in hf_tensors_in(model, stored):
+        flat = stored[tensor.name].reshape(-1)
+        for slab in tensor.slabs:
+            target = whole.setdefault(slab.mcore, torch.full(slab.region.global_shape, math.nan, dtype=flat.dtype))
+            target.view(-1)[positions(slab.region, slab.region.global_shape)] = flat[slab.start :][: slab.numel]
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, by the safetensors library."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def assert_holds(chunks: Sequence[torch.nn.Module], wanted: dict[str, torch.Tensor]) -> None:
+    """Every tensor of this rank is its part of the global one, bit for bit; what pads the vocabulary is zero."""
+    for shard in read_model(chunks):
+        if shard.key.kind != MODEL:
+            continue
+        name = next(name for name in synonyms(shard.key.name) if name in wanted)
+        whole = wanted[name].to(shard.tensor.dtype)
+        padded = torch.zeros(shard.region.global_shape, dtype=whole.dtype)
+        padded[: whole.shape[0]] = whole
+        part = padded.view(-1)[positions(shard.region, shard.region.global_shape)].view(shard.tensor.shape)
+        assert torch.equal(part, shard.tensor.detach().cpu()), shard.key.name
+
+
+def positions(region: Region, shape: tuple[int, ...]) -> torch.Tensor:
+    """Where in a flattened tensor of `shape` each element of the region is."""
+    everywhere = torch.arange(math.prod(shape)).view(shape)
+    local = torch.full(region.local_shape, -1)
+    for piece in region.pieces:
+        here = tuple(slice(at, at + size) for at, size in zip(piece.local_offset, piece.shape, strict=True))
+        there = tuple(slice(at, at + size) for at, size in zip(piece.global_offset, piece.shape, strict=True))
+        local[here] = everywhere[there]
+    assert (local >= 0).all()
+    return local.view(-1)[slice(*region.flat)]
+
+
+# -- logits -----------------------------------------------------------------------------------------------
+
+
+def logits_of(chunks: Model, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Logits of a batch of tokens, [batch, sequence, vocabulary with padding]; None but on the last stage."""
+
+    def forward(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(batches)
+        places = torch.arange(batch.shape[1], device=batch.device).expand_as(batch)
+        output = chunk(batch, places, None, runtime_gather_output=True)
+        return output, lambda found, non_loss_data=False: found.detach().clone()
+
+    with torch.no_grad():
+        # The schedule with virtual stages wants a multiple of the pipeline's size.
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter([part[None] for part in tokens]) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(tokens),
+            seq_length=tokens.shape[1],
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    return torch.cat(found).cpu() if found else None
+
+
+def sample_tokens(vocab: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (4, 12), generator=torch.Generator().manual_seed(5))
+
+
+def transformers_logits(folder: Path) -> torch.Tensor:
+    """What transformers computes, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits: torch.Tensor = model(sample_tokens(model.config.vocab_size)).logits
+    return logits
+
+
+def is_last_stage() -> bool:
+    return dist.get_world_size() == 1 or parallel_state.is_pipeline_last_stage(ignore_virtual=True)
