@@ -53,6 +53,8 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
     """
     import torch
 
+    if not model.architecture.rules:
+        raise UnsupportedError(f"{model.architecture.model_type} was registered without rules for its config.json")
     values = _values(model.architecture, model.config)
     values["gpt.share_embeddings_and_output_weights"] = model.is_tied
     values["gpt.vocab_size"] = model.sizes["vocab"]
