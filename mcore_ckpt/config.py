@@ -24,7 +24,8 @@ class CheckpointConfig:
     Attributes:
         save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state),
             `hf_model` (the model as HuggingFace has it, in `huggingface/`; needs the manager's `hf_config`).
-        load_contents: the same words; what is asked for must be in the checkpoint.
+        load_contents: the same words; what is asked for must be in the checkpoint. With `model`, `hf_model` asks for
+            nothing more; without it, the weights are those in `huggingface/`.
         async_save: `save` returns as soon as the training state may change again; the rest goes on beside training.
         async_mode: with async_save, when that is. "snapshot": when the state has been copied. "lazy": at once; a state
             on a GPU is copied under the next forward and backward pass, and what changes it next (`optimizer.step()`,

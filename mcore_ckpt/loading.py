@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt import layout
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -24,6 +25,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.filling import fill_tensors
 from mcore_ckpt.foreign import kinds
+from mcore_ckpt.hf.loading import load_hf
 from mcore_ckpt.planning import LoadPlan, TensorFill, check_all_used, plan_load
 from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
 from mcore_ckpt.session import Session
@@ -113,10 +115,22 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
             logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
             skipped.append(str(error))
             continue
+        nbytes += _load_hf_model(session, plan.role_dir)
         _warn_of_new_layout(session, plan)
         report = LoadReport(role_dir, nbytes, time.monotonic() - started, tuple(skipped))
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
+
+
+def _load_hf_model(session: Session, role_dir: Path) -> int:
+    """The weights out of `huggingface/`, where they are all of the model that is asked for."""
+    contents = session.config.load_contents
+    if "hf_model" not in contents or "model" in contents:
+        return 0
+    # Loaded main parameters are the weights' own, and finer.
+    optimizer = None if "optimizer" in contents else session.optimizer
+    folder = role_dir / layout.HUGGINGFACE_DIR
+    return load_hf(session.chunks, folder, optimizer=optimizer, timeout_s=session.config.timeout_s).nbytes
 
 
 def _warn_of_new_layout(session: Session, plan: LoadPlan) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import manager_of, position
-from global_state import GlobalState, global_state, positions
+from global_state import GlobalState, assert_same_state, global_state, positions
 from layouts import LAYOUTS
 from refusals import assert_names, refused
 from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout, Training, build, parallel, train
@@ -28,6 +28,8 @@ from mcore_ckpt.hf import (
     read_model,
     register_architecture,
 )
+from mcore_ckpt.state.model import gather_parameters
+from mcore_ckpt.state.optimizer import copy_main_to_model
 from mcore_ckpt.storage.reader import read_manifest
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -168,6 +170,32 @@ def test_only_the_export_is_kept_if_only_it_is_asked_for(layout: Layout, shared_
             _assert_in_manifest(role_dir)
             assert not (role_dir / "model").exists()
             assert [path.name for path in role_dir.glob(".*")] == []
+
+
+@pytest.mark.parametrize("layout", cases("tp2", "pp2-tied-bf16", "tp2-ep2-etp1"))
+def test_the_export_alone_can_be_loaded(layout: Layout, shared_path: Path) -> None:
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 2)
+        wanted = model_alone(global_state(training))
+        config = {"save_contents": ("hf_model",), "load_contents": ("hf_model",)}
+        manager = manager_of(training, shared_path, hf_config=hf_config(layout), **config)
+        manager.save(2)
+        train(training, 2, 4)
+        with torch.no_grad():
+            for parameter in (parameter for chunk in training.model for parameter in chunk.parameters()):
+                parameter.fill_(torch.nan)
+        manager.load()
+        assert_same_state(model_alone(global_state(training)), wanted)
+        # The next step must not bring the old weights back.
+        copy_main_to_model(training.optimizer)
+        gather_parameters(training.model)
+        assert_same_state(model_alone(global_state(training)), wanted)
+        manager.close()
+
+
+def model_alone(state: GlobalState) -> GlobalState:
+    return {name: tensor for name, tensor in state.items() if name.endswith(" model")}
 
 
 @pytest.mark.world(2)
