@@ -45,7 +45,7 @@ def mcore_tensors(folder: Path) -> dict[str, torch.Tensor]:
                 continue
             part = values[slab.start : slab.start + slab.numel]
             if slab.change is not None:
-                found[slab.mcore] = slab.change.to_mcore(part.reshape(tensor.shape)).contiguous()
+                found[slab.mcore] = slab.change.to_mcore(part.reshape(tensor.shape[len(tensor.slabs) > 1 :])).contiguous()
                 continue
             if slab.mcore not in found:
                 dtype = torch.float32 if slab.mcore.endswith("expert_bias") else values.dtype
