@@ -1,4 +1,26 @@
-"""HuggingFace <-> mcore."""
+"""HuggingFace <-> mcore.
+
+An architecture of one's own is a table of names, what the table needs to know from `config.json`, and what the fields
+of `config.json` are in megatron:
+
+    from mcore_ckpt.hf import Architecture, ModelFacts, Row, Table, read_model, register_architecture
+    from mcore_ckpt.hf.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
+    from mcore_ckpt.hf.config_rules import DENSE, ROPE
+
+    MLP = (
+        Row("mlp.linear_fc1.weight", {"ff.w1.weight": "ffn hidden", "ff.w3.weight": "ffn hidden"}),
+        Row("mlp.linear_fc2.weight", {"ff.w2.weight": "hidden ffn"}),
+    )
+    register_architecture(
+        Architecture(
+            "my_model",
+            ("MyModelForCausalLM",),
+            Table(MODEL, (*NORMS, *ATTENTION, *MLP)),
+            lambda config: ModelFacts(sizes_of(config), frozenset(facts_of(config)), alike(config)),
+            (*DENSE, ROPE),
+        )
+    )
+"""
 
 from mcore_ckpt.hf.architecture import (
     Architecture,
@@ -9,21 +31,24 @@ from mcore_ckpt.hf.architecture import (
     read_model,
     register_architecture,
 )
-from mcore_ckpt.hf.mapping import HfTensor, Slab, hf_tensors
-from mcore_ckpt.hf.table import Block, Row, Table
+from mcore_ckpt.hf.mcore_config import McoreConfig, check_model, gpt_arguments, to_hf_config, to_mcore_config
+from mcore_ckpt.hf.settling import settle
+from mcore_ckpt.hf.table import Row, Table
 
 __all__ = [
     "Architecture",
-    "Block",
     "HfModel",
-    "HfTensor",
+    "McoreConfig",
     "ModelFacts",
     "Row",
-    "Slab",
     "Table",
-    "hf_tensors",
+    "check_model",
+    "gpt_arguments",
     "known_architectures",
     "read_config",
     "read_model",
     "register_architecture",
+    "settle",
+    "to_hf_config",
+    "to_mcore_config",
 ]

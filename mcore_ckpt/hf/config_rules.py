@@ -435,9 +435,10 @@ class Window:
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         window, freq, layers = mcore["window_size"], mcore["window_attn_skip_freq"], mcore["num_layers"]
         fields: HfFields = {"sliding_window": None if window is None else window[0] + 1}
-        if "use_sliding_window" in base:
+        is_switched = str(base.get("model_type")).startswith("qwen") and window is not None
+        if "use_sliding_window" in base or is_switched:
             fields["use_sliding_window"] = window is not None
-        if "layer_types" in base or freq is not None:
+        if "layer_types" in base or freq is not None or is_switched:
             slides = [window is not None] * layers if freq is None else freq
             fields["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
         return fields
@@ -592,12 +593,11 @@ class LatentHead:
         return {"q_lora_rank": mcore["q_lora_rank"]}
 
 
-DECODER: tuple[Rule, ...] = (
+_DECODER: tuple[Rule, ...] = (
     Same("num_layers", "num_hidden_layers"),
     Same("hidden_size", "hidden_size"),
     Same("num_attention_heads", "num_attention_heads"),
     Groups(),
-    HeadDim(),
     Same("ffn_hidden_size", "intermediate_size"),
     Same("layernorm_epsilon", "rms_norm_eps"),
     Same("attention_dropout", "attention_dropout", default=0.0),
@@ -608,9 +608,12 @@ DECODER: tuple[Rule, ...] = (
     Same("gpt.max_sequence_length", "max_position_embeddings"),
     Same("gpt.share_embeddings_and_output_weights", "tie_word_embeddings", default=False),
 )
-"""What all decoders have, but for the activation, biases and positions."""
+_SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
 
-DENSE: tuple[Rule, ...] = (*DECODER, Silu(), Constant("add_bias_linear", False))
+DECODER: tuple[Rule, ...] = (*_DECODER, HeadDim())
+"""What all decoders have whose attention is not latent, but for the activation, biases and positions."""
+
+DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
 ROPE = Rope()
 
 EXPERT_COUNT: tuple[Rule, ...] = (
@@ -629,6 +632,8 @@ SIGMOID_ROUTER: tuple[Rule, ...] = (
 )
 
 LATENT_ATTENTION: tuple[Rule, ...] = (
+    *_DECODER,
+    *_SILU,
     Constant("multi_latent_attention", True),
     # q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention) and
     # layernorm_epsilon in megatron: the same for DeepSeek, 1e-5 for Moonlight, a difference far below bf16's rounding.

@@ -68,15 +68,17 @@ def hf_tensors(model: HfModel) -> list[HfTensor]:
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     """As `hf_tensors`, in the form that a folder has them: `names` are the HuggingFace tensors there.
 
-    What is stacked there is taken stacked. Copies are left out, and so is a multi-token prediction that is not there.
+    What is stacked there is taken stacked. Copies are left out, and so is a multi-token prediction of which
+    nothing is there.
     """
     found: list[HfTensor] = []
     stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
     instead = {slab.mcore for tensor in stacked for slab in tensor.slabs}
-    for tensor, is_mtp in _spelled_out(model, model.architecture.table):
+    classic = list(_spelled_out(model, model.architecture.table))
+    has_mtp = any(is_mtp and not tensor.is_copy and tensor.name in names for tensor, is_mtp in classic)
+    for tensor, is_mtp in classic:
         replaced = any(slab.mcore in instead for slab in tensor.slabs)
-        absent = tensor.name not in names and (is_mtp or tensor.is_copy)
-        if not (replaced or absent or tensor.is_copy):
+        if not (replaced or tensor.is_copy or (is_mtp and not has_mtp)):
             found.append(tensor)
     return found + stacked
 

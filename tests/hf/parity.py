@@ -122,7 +122,7 @@ def latent_attention() -> type:
 
 
 def make_linear(config: Any, spec: Any) -> None:
-    """GatedDeltaNet and zero-centred norms with local layers: megatron has specs of them for transformer-engine only."""
+    """GatedDeltaNet and zero-centred norms with local layers: megatron has specs for transformer-engine's only."""
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec

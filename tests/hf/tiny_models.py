@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.hf.architecture import known_architectures
+
 VOCAB = 131
 LAYERS = 4
 EXPERTS = 4
@@ -177,21 +179,31 @@ def make_hf_folder(path: Path, name: str, **config_overrides: Any) -> Path:
 
 def make_hf_model(name: str, **config_overrides: Any) -> Any:
     """The transformers model that `make_hf_folder` saves, for eager attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    model_type, special = _CONFIGS[name]
-    fields = {**_DECODER, **special, **config_overrides}
-    dtype = fields.pop("dtype", "float32")
-    if name.endswith("-value"):
-        fields["num_labels"] = 1
+    dtype = config_overrides.pop("dtype", "float32")
     kind = AutoModelForTokenClassification if name.endswith("-value") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
-        model = kind.from_config(
-            AutoConfig.for_model(model_type, **fields), dtype=torch.float32, attn_implementation="eager"
-        )
+        config = _config(name, **config_overrides)
+        model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
         _fill(model)
     return model.to(getattr(torch, dtype)).eval()
+
+
+def make_config(name: str, **config_overrides: Any) -> dict[str, Any]:
+    """The `config.json` of a tiny model, without the model."""
+    config: dict[str, Any] = _config(name, **config_overrides).to_dict()
+    known = known_architectures()[architecture_of(name)]
+    return {**config, "architectures": [known.classes[1 if name.endswith("-value") else 0]]}
+
+
+def _config(name: str, **config_overrides: Any) -> Any:
+    from transformers import AutoConfig
+
+    model_type, special = _CONFIGS[name]
+    labels = {"num_labels": 1} if name.endswith("-value") else {}
+    return AutoConfig.for_model(model_type, **{**_DECODER, **special, **labels, **config_overrides})
 
 
 def _fill(model: torch.nn.Module) -> None:

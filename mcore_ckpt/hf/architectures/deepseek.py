@@ -17,7 +17,7 @@ from mcore_ckpt.hf.architectures.common import (
     shared_experts,
     sizes_of,
 )
-from mcore_ckpt.hf.config_rules import DENSE, LATENT_ATTENTION, SIGMOID_ROUTER, HfConfig, Refused
+from mcore_ckpt.hf.config_rules import LATENT_ATTENTION, SIGMOID_ROUTER, HfConfig, Refused
 from mcore_ckpt.hf.table import Row, Table
 
 
@@ -39,7 +39,7 @@ def read_deepseek_experts(config: HfConfig) -> ModelFacts:
 
 def _read(config: HfConfig) -> ModelFacts:
     known = read_deepseek_experts(config)
-    sizes = dict(known.sizes)
+    sizes = {name: size for name, size in known.sizes.items() if name not in ("head_dim", "groups")}
     sizes["nope"], sizes["rope"] = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     sizes |= {"kv_rank": integer(config, "kv_lora_rank"), "value_dim": integer(config, "v_head_dim")}
     sizes |= {"query_dim": sizes["nope"] + sizes["rope"], "kv_down": sizes["kv_rank"] + sizes["rope"]}
@@ -70,7 +70,7 @@ _TABLE = Table(
     stacked=STACKED_EXPERTS,
 )
 _CLASSES = ("DeepseekV3ForCausalLM", "DeepseekV3ForTokenClassification")
-_RULES = (*DENSE, *LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
+_RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
 
 # Kimi-K2 is DeepSeek-V3 under another model_type.
 for model_type in ("deepseek_v3", "kimi_k2"):
