@@ -12,6 +12,8 @@ _NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+    # Linear attention (get_gated_delta_net_module_spec).
+    ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
     # Heterogeneous models, of attention and of an MLP that are one linear layer (heterogeneous_layer_specs.py).
     ("input_layernorm.", "self_attention.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.layer_norm_"),

@@ -1,0 +1,87 @@
+"""Transformer-engine models of all HuggingFace architectures have the tensors that the tables name. Started by
+test_hf_names.py in a process of its own, as round_trip.py is.
+
+    python hf_names.py <folder of tiny_models.py>
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from te_on_cpu import cuda_seems_available, import_transformer_engine
+
+import_transformer_engine()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # noqa: E402
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.ssm import gated_delta_net  # noqa: E402
+
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu  # noqa: E402
+from mcore_ckpt.hf import HfModel, check_model, read_model, to_mcore_config  # noqa: E402
+from mcore_ckpt.hf.mapping import hf_tensors  # noqa: E402
+from mcore_ckpt.sharding.plan import MODEL  # noqa: E402
+from mcore_ckpt.sharding.synonyms import found_as  # noqa: E402
+from mcore_ckpt.state.model import read_model as read_shards  # noqa: E402
+
+
+def main(tiny_models: str) -> None:
+    sys.path.insert(0, tiny_models)
+    from tiny_models import NAMES, make_config
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    # Made before CUDA seems to be there: transformers asks, too.
+    models = {name: read_model(make_config(name)) for name in NAMES if not name.endswith("-value")}
+    enable_cpu()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    # It is asked for when the module is made, and used in forward only.
+    gated_delta_net.HAVE_FLA = True
+    for name, model in models.items():
+        check(name, model)
+    torch.distributed.destroy_process_group()
+
+
+def check(name: str, hf_model: HfModel) -> None:
+    model = build(hf_model)
+    check_model(model, hf_model)
+    there = {shard.key.name: shard.region for shard in read_shards([model]) if shard.key.kind == MODEL}
+    named = {slab.mcore: slab.region for tensor in hf_tensors(hf_model) for slab in tensor.slabs if slab.mcore}
+    found = {mcore: found_as(mcore, there) for mcore in named}
+    missing = [mcore for mcore, synonym in found.items() if synonym is None]
+    assert not missing, f"{name}: not in the model: {missing}"
+    assert len(set(found.values())) == len(found), f"{name}: two names for one tensor"
+    unnamed = sorted(there.keys() - set(found.values()))
+    assert not unnamed, f"{name}: no row of the table has {unnamed}"
+    for mcore, synonym in found.items():
+        shape = there[str(synonym)].global_shape
+        assert shape == named[mcore].global_shape, f"{name}: {mcore} is {named[mcore].global_shape}, {synonym} {shape}"
+
+
+def build(hf_model: HfModel) -> Any:
+    known = to_mcore_config(hf_model)
+    config = known.transformer_config(
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        transformer_impl="transformer_engine",
+        moe_grouped_gemm=bool(known.transformer.get("num_moe_experts")),
+    )
+    with cuda_seems_available():
+        if config.experimental_attention_variant:
+            spec = get_transformer_block_with_experimental_attention_variant_spec(config)
+        else:
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if config.mtp_num_layers else None
+        return GPTModel(config, spec, mtp_block_spec=mtp, **known.gpt)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
