@@ -98,7 +98,9 @@ def to_hf_config(
             wanted = {name: _read(transformer, gpt, name, value) for name, value in said.items()}
         except MissingFieldError:
             said, wanted = None, {}
-        if said != wanted:
+        # What a source leaves out, it leaves to transformers' defaults on purpose; without a source all is said: these
+        # defaults are those of one size of model (DeepSeek's num_key_value_heads is 128).
+        if said != wanted or not base:
             config.update(rule.to_hf(_Everything(transformer, gpt, wanted), config))
     _check_all_said(architecture, transformer, gpt, config)
     _spell_for_both_versions(architecture, config)

@@ -217,6 +217,10 @@ def _fill(model: torch.nn.Module) -> None:
                     tensor.sub_(1.0)  # these multiply by 1 + weight
             elif name == "score.bias":
                 tensor.zero_()  # mcore's value heads have none
+            elif name.endswith("e_score_correction_bias"):
+                tensor.uniform_(
+                    0.0, 0.3
+                )  # transformers 4 takes experts of groups not chosen for better than negative ones
             elif tensor.dim() == 1:
                 tensor.normal_(0.0, 0.3)
             else:

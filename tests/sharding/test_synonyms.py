@@ -14,6 +14,7 @@ PAIRS = [
     ("pre_mlp_layernorm.bias", "mlp.linear_fc1.layer_norm_bias"),
     ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
     ("self_attention.kv_layernorm.bias", "self_attention.linear_kv_up_proj.layer_norm_bias"),
+    ("input_layernorm.weight", "self_attention.in_proj.layer_norm_weight"),
     ("input_layernorm.weight", "self_attention.layer_norm_weight"),
     ("pre_mlp_layernorm.weight", "mlp.layer_norm_weight"),
     ("mlp.experts.local_experts.17.linear_fc1.weight", "mlp.experts.linear_fc1.weight17"),
