@@ -218,9 +218,7 @@ def _fill(model: torch.nn.Module) -> None:
             elif name == "score.bias":
                 tensor.zero_()  # mcore's value heads have none
             elif name.endswith("e_score_correction_bias"):
-                tensor.uniform_(
-                    0.0, 0.3
-                )  # transformers 4 takes experts of groups not chosen for better than negative ones
+                tensor.uniform_(0.0, 0.3)  # transformers 4 ranks experts with negative scores otherwise
             elif tensor.dim() == 1:
                 tensor.normal_(0.0, 0.3)
             else:
