@@ -9,21 +9,16 @@ writes the same bytes past it, piece by piece on several threads, and makes them
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import local
 
 from measuring import Contender, Findings, common_arguments, compare, peak_memory, reset_peak_memory, run
 from ours import Ours
-from references import PIECE_BYTES, HostBuffer, best_threads, drop_caches, padded, sync
+from references import best_threads, deleting, drop_caches, raw_copy
 from training_state import build, shape_of_size
 
 from mcore_ckpt.resharding.reshard import reshard, select
@@ -74,16 +69,8 @@ def resharding(source: Path, root: Path, name: str, wanted: WantedLayout) -> Con
         f"reshard to {name}",
         lambda: reshard(select(source), root, wanted),
         before=lambda: drop_caches(source),
-        after=_deleting(root),
+        after=deleting(root),
     )
-
-
-def _deleting(folder: Path) -> Callable[[], None]:
-    def delete() -> None:
-        shutil.rmtree(folder)
-        sync(folder.parent)
-
-    return delete
 
 
 def extra_memory(source: Path, root: Path, name: str) -> int:
@@ -93,7 +80,7 @@ def extra_memory(source: Path, root: Path, name: str) -> int:
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
     )
-    _deleting(root)()
+    deleting(root)()
     return int(json.loads(done.stdout))
 
 
@@ -101,51 +88,6 @@ def print_peak_memory(source: str, root: str, name: str) -> None:
     before = reset_peak_memory()
     reshard(select(Path(source)), Path(root), LAYOUTS[name])
     print(peak_memory() - before)
-
-
-# -- the raw disk ------------------------------------------------------------------------------------------
-
-
-def raw_copy(files: list[Path], folder: Path, threads: int, source: Path) -> Contender:
-    """Each thread reads a piece and writes it, so that reads and writes of several threads overlap."""
-    buffers = local()
-    numbers = itertools.count()
-
-    def copy() -> None:
-        folder.mkdir()
-        with ThreadPoolExecutor(threads) as pool:
-            for path in files:
-                _copy_file(path, folder / str(next(numbers)), pool, buffers)
-
-    return Contender("raw O_DIRECT copy", copy, before=lambda: drop_caches(source), after=_deleting(folder))
-
-
-def _copy_file(path: Path, target: Path, pool: ThreadPoolExecutor, buffers: local) -> None:
-    reading = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o666)
-    try:
-        nbytes = os.fstat(reading).st_size
-        os.posix_fallocate(writing, 0, max(1, padded(nbytes)))
-        pieces = range(0, nbytes, PIECE_BYTES)
-        for _ in pool.map(lambda at: _copy_piece(reading, writing, at, nbytes, buffers), pieces):
-            pass
-        os.ftruncate(writing, nbytes)
-        os.fdatasync(writing)
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
-def _copy_piece(reading: int, writing: int, at: int, nbytes: int, buffers: local) -> None:
-    if not hasattr(buffers, "view"):
-        buffers.view = HostBuffer(PIECE_BYTES).view
-    piece = buffers.view[: min(PIECE_BYTES, padded(nbytes - at))]
-    done = 0
-    while done < min(len(piece), nbytes - at):
-        done += os.preadv(reading, [piece[done:]], at + done)
-    done = 0
-    while done < len(piece):
-        done += os.pwrite(writing, piece[done:], at + done)
 
 
 if __name__ == "__main__":
