@@ -337,8 +337,8 @@ def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool
 def copy_assets(source: Path, folder: Path) -> None:
     """Copies tokenizer, processor, generation config and a model's own code, durably. Raises OSError."""
     for path in sorted(source.iterdir()):
-        is_asset = path.suffix in _ASSETS and path.name != "config.json" and not path.name.endswith(_WEIGHTS_INDEX)
-        if is_asset and path.is_file():
+        is_other = path.name == "config.json" or path.name.endswith(_WEIGHTS_INDEX) or path.name.startswith(".")
+        if path.suffix in _ASSETS and path.is_file() and not is_other:
             write_file(folder / path.name, [path.read_bytes()])
     if (source / _TEMPLATES).is_dir():
         (folder / _TEMPLATES).mkdir()
