@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt.hf.merge import MergeReport, MergeRequest
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     ranks = ranks_of_torchrun()
     is_first = ranks is None or ranks.is_coordinator
     try:
-        with _progress(args.json or not is_first) as bar:
+        with progress_of_bytes(args.json or not is_first) as bar:
             task = bar.add_task("merge", total=None)
             report = merge(request, lambda done, total: bar.update(task, completed=done, total=total), ranks)
     except UnusableRequestError as error:
@@ -125,11 +125,6 @@ def _size(text: str) -> int:
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MiB or 100000")
     return int(match[1]) * _UNITS[match[2] or ""]
-
-
-def _progress(quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
 
 
 def _show(report: MergeReport) -> None:

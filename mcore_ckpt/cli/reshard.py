@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt.resharding.reshard import ReshardReport
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         selection = select(args.source, args.step)
-        with _progress(args.json) as bar:
+        with progress_of_bytes(args.json) as bar:
             task = bar.add_task(f"step {selection.step}", total=None)
             report = reshard(
                 selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total)
@@ -91,11 +91,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0
-
-
-def _progress(quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
 
 
 def _show(report: ReshardReport) -> None:

@@ -134,8 +134,9 @@ def merge(
     # Empty or not there: a model that is there may be somebody's, or what is read.
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UnusableRequestError(f"{target} is there already, and not empty: name another folder, or remove it")
+    where = _find(request)
     ranks = agreement.world_size if agreement is not None else 1
-    attempt, job = _open(agreement, request, target, ranks)
+    attempt, job = _open(agreement, request, where, target, ranks)
     staging = layout.staging_dir(target, attempt)
     numbers = job.plan.share_of(agreement.rank if agreement is not None else 0, ranks)
     total = sum(job.plan.files[number].nbytes for number in numbers)
@@ -180,13 +181,15 @@ def merge(
     )
 
 
-def _open(agreement: Agreement | None, request: MergeRequest, target: Path, ranks: int) -> tuple[str, _Job]:
+def _open(
+    agreement: Agreement | None, request: MergeRequest, where: Path, target: Path, ranks: int
+) -> tuple[str, _Job]:
     """Plans, and makes the staging folder once all ranks have the same plan."""
     jobs: list[_Job] = []
     attempt = commit.new_attempt()
 
     def work() -> Record:
-        jobs.append(_prepare(request, ranks))
+        jobs.append(_prepare(request, where, ranks))
         return jobs[0].described()
 
     def combine(records: Sequence[Record]) -> Record:
@@ -238,8 +241,7 @@ def ranks_of_torchrun() -> Agreement | None:
 # -- what is there -----------------------------------------------------------------------------------------
 
 
-def _prepare(request: MergeRequest, ranks: int) -> _Job:
-    where = _find(request)
+def _prepare(request: MergeRequest, where: Path, ranks: int) -> _Job:
     source, default_dtype = _open_source(request, where)
     config_dir = request.hf_model_path or where / layout.HUGGINGFACE_DIR
     if not (config_dir / "config.json").exists():

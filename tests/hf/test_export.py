@@ -21,6 +21,7 @@ from tiny_models import NAMES, make_hf_folder
 
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.hf import writing
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
 from mcore_ckpt.hf.export import ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.hf.mapping import HfTensor, Slab
@@ -43,6 +44,7 @@ class Memory:
     def read(self, parts: Iterable[PartRead]) -> int:
         nbytes = 0
         for part in parts:
+            assert part.memory.dtype == self.held[part.name].dtype, "a source does not cast"
             local = torch.empty(part.region.local_shape, dtype=part.memory.dtype)
             for inner, outer in replace(part.region, flat=(0, local.numel())).boxes():
                 of, to = (tuple(map(_slice, box.offset, box.shape)) for box in (outer, inner))
@@ -239,7 +241,10 @@ def test_multi_token_prediction_that_is_not_there_is_left_out(folder_of: Callabl
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_is_not_a_number(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_is_not_a_number(
+    folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_LOOK_CLOSER_ELEMENTS", 100)
     tensors = mcore_tensors(folder_of("qwen3"))
     projection = tensors["decoder.layers.2.mlp.linear_fc2.weight"]
     # Of both signs, they sum up to NaN.
@@ -284,6 +289,13 @@ def test_parts_of_several_dtypes(tmp_path: Path) -> None:
     plan = plan_tensors(wanted, Memory(held).tensors(), dtype=torch.float64)
     both = torch.cat([tensor.double() for tensor in held.values()])
     assert_same(exported(plan, Memory(held), tmp_path / "hf"), {"both": both, "zeros": torch.zeros(2).double()})
+
+
+def test_a_slab_that_is_the_middle_of_a_tensor(tmp_path: Path) -> None:
+    held = {"a": torch.rand(2, 5)}
+    wanted = [HfTensor("middle", (4,), (Slab(0, "a", Region.whole((2, 5)).with_flat(3, 7)),))]
+    plan = plan_tensors(wanted, Memory(held).tensors())
+    assert_same(exported(plan, Memory(held), tmp_path / "hf"), {"middle": held["a"].reshape(-1)[3:7]})
 
 
 def test_wider_dtypes_come_first_in_a_file(tmp_path: Path) -> None:
