@@ -31,20 +31,27 @@ from mcore_ckpt.hf.architecture import (
     read_model,
     register_architecture,
 )
+from mcore_ckpt.hf.loading import HfLoadReport, load_hf
+from mcore_ckpt.hf.mapping import HfTensor, Slab, hf_tensors
 from mcore_ckpt.hf.mcore_config import McoreConfig, check_model, gpt_arguments, to_hf_config, to_mcore_config
 from mcore_ckpt.hf.settling import settle
 from mcore_ckpt.hf.table import Row, Table
 
 __all__ = [
     "Architecture",
+    "HfLoadReport",
     "HfModel",
+    "HfTensor",
     "McoreConfig",
     "ModelFacts",
     "Row",
+    "Slab",
     "Table",
     "check_model",
     "gpt_arguments",
+    "hf_tensors",
     "known_architectures",
+    "load_hf",
     "read_config",
     "read_model",
     "register_architecture",

@@ -1,4 +1,4 @@
-"""What is exported loads with transformers 4 and 5: nothing missing, nothing left over, the same logits, and it writes."""
+"""What is exported loads with transformers 4 and 5: nothing missing, nothing left over, the same logits."""
 
 import functools
 import json
