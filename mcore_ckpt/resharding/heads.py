@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from mcore_ckpt.resharding.survey import SavedTensor
 from mcore_ckpt.topology import Topology
 
 
-def check_heads(role_dir: Path, tensors: Iterable[SavedTensor], saved: Topology, new: Topology) -> None:
-    """Rows may divide where heads do not.
+def check_heads(config: Mapping[str, Any], tensors: Iterable[SavedTensor], saved: Topology, new: Topology) -> None:
+    """Rows may divide where heads do not. `config` is HuggingFace's of the model; what it does not say is not checked.
 
     megatron wants heads that the tensor-parallel size divides, and groups that it divides or that divide it
     (TransformerConfig, 0.16.1).
@@ -25,7 +25,8 @@ def check_heads(role_dir: Path, tensors: Iterable[SavedTensor], saved: Topology,
     qkv = next((tensor for tensor in tensors if tensor.name.endswith("linear_qkv.weight") and tensor.seen), None)
     if new.tp == saved.tp or qkv is None:
         return
-    config = _config(role_dir)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     for what, count in (("attention heads", heads), ("key-value heads", groups)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -37,12 +38,10 @@ def check_heads(role_dir: Path, tensors: Iterable[SavedTensor], saved: Topology,
             )
 
 
-def _config(role_dir: Path) -> dict[str, Any]:
+def config_beside(role_dir: Path) -> dict[str, Any]:
+    """The configuration beside a checkpoint; empty where there is none."""
     try:
         config = json.loads((role_dir / layout.HUGGINGFACE_DIR / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}  # it is beside the weights as a service: nothing here depends on it
-    if not isinstance(config, dict):
-        return {}
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    return config if isinstance(config, dict) else {}

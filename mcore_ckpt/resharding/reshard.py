@@ -7,11 +7,12 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError
-from mcore_ckpt.resharding.heads import check_heads
+from mcore_ckpt.resharding.heads import check_heads, config_beside
 from mcore_ckpt.resharding.planning import PlannedFile, Planner
 from mcore_ckpt.resharding.small_files import SmallFiles, plan_small_files, write_small_files
 from mcore_ckpt.resharding.streaming import FileNames, Origin, write_files
@@ -24,7 +25,7 @@ from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
-from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.topology import Topology, coordinates_of
 
@@ -181,7 +182,7 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     try:
         tensors = list(survey(catalog))
         target = resolve(wanted, manifest, any(tensor.expert for tensor in tensors))
-        check_heads(source, tensors, manifest.topology, target.topology)
+        check_heads(config_beside(source), tensors, manifest.topology, target.topology)
         planner = Planner(catalog, tensors, target, wanted)
         files = planner.files()
         small = plan_small_files(catalog, target.topology)
@@ -233,39 +234,48 @@ def _check_space(jobs: Sequence[_Job], root: Path) -> None:
 def _write_role(
     job: _Job, staging: Path, roles: tuple[str, ...], attempt: str, progress: Callable[[int], None]
 ) -> Manifest:
-    origin = Origin(job.source, {file.path: file for file in job.manifest.files}, job.planner.sources)
+    files = {file.path: file for file in job.manifest.files}
+    origin = Origin(partial(read_ranges, job.source, files), job.planner.sources)
     indexed = list(write_files(origin, job.files, staging, progress))
     small = list(write_small_files(job.source, job.small, staging))
     for folder in {(staging / path).parent for path in (*(f.file.path for f in indexed), *(f.path for _, f in small))}:
         sync_dir(folder)
-    return _manifest(job, indexed, small, roles, attempt)
+    return describe(job.manifest, job.target, indexed, small, roles, attempt)
 
 
-def _manifest(
-    job: _Job,
+def describe(
+    source: Manifest,
+    target: Target,
     indexed: Sequence[FileNames],
     small: Sequence[tuple[int, WrittenFile]],
     roles: tuple[str, ...],
     attempt: str,
 ) -> Manifest:
-    topology = job.target.topology
+    """The manifest of what was written.
+
+    Args:
+        source: of what was read.
+        target: the layout.
+        indexed: the files of tensors; `small` the others, each with its rank.
+        roles: those of the step.
+        attempt: of this run.
+    """
+    topology = target.topology
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
     position = {name: number for number, name in enumerate(names)}
     records = [
         _record(entry.file, entry.rank, tuple(runs(position[name] for name in entry.names))) for entry in indexed
     ]
     return replace(
-        job.manifest,
+        source,
         roles=roles,
         attempt=attempt,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # megatron's stays: it is that of the training, and need not be installed here.
-        versions={**package_versions(), **_of_training(job.manifest)},
+        versions={**package_versions(), **_of_training(source)},
         topology=topology,
         ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
-        stages=tuple(
-            StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(job.target.stages.items())
-        ),
+        stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
         tensors=names,
         files=(*records, *(_record(file, rank, ()) for rank, file in small)),
     )

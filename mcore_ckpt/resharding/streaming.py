@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mcore_ckpt.filling import Read
 from mcore_ckpt.resharding.planning import PlannedFile
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.overlap import Rows
@@ -17,8 +18,6 @@ from mcore_ckpt.sources import Sources, Wanted
 from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.dtypes import torch_dtype
 from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, Share, plan_file
-from mcore_ckpt.storage.manifest import FileRecord
-from mcore_ckpt.storage.reader import read_ranges
 from mcore_ckpt.storage.requests import ImageWrite, TensorWrite, WrittenFile
 from mcore_ckpt.storage.writer import ImageWriter
 from mcore_ckpt.streaming import Placed, cuts_of, memory_at, stream
@@ -28,16 +27,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that is read.
+    """What is read.
 
     Attributes:
-        role_dir: its folder.
-        files: the manifest's records, by path.
+        read: fills tensors with ranges of it.
         sources: finds what a rank of the new layout has.
     """
 
-    role_dir: Path
-    files: dict[str, FileRecord]
+    read: Read
     sources: Callable[[int], Sources]
 
 
@@ -116,7 +113,7 @@ def _read(origin: Origin, batch: Sequence[Placed[_Part]]) -> None:
     reads: list[tuple[ReadRange, torch.Tensor]] = []
     for placed in batch:
         reads += _reads(placed.part, placed.address, origin.sources(placed.part.file.rank))
-    read_ranges(origin.role_dir, origin.files, reads)
+    origin.read(reads)
 
 
 def _reads(part: _Part, address: int, sources: Sources) -> Iterator[tuple[ReadRange, torch.Tensor]]:

@@ -155,6 +155,12 @@ def sweep(root: Path, role: str, alone: bool) -> None:
             _sweep_step(step_path, role, alone)
 
 
+def sweep_beside(folder: Path) -> None:
+    """Removes what crashes have left of a folder that is put in place as a role's is."""
+    if folder.parent.is_dir():
+        _sweep_step(folder.parent, folder.name, alone=False)
+
+
 def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
     if (step_path / role / layout.OWNER_FILE).exists() and _is_remains(step_path / role, alone):
         (step_path / role / layout.OWNER_FILE).unlink(missing_ok=True)
