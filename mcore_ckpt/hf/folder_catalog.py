@@ -165,7 +165,7 @@ class FolderCatalog(Catalog):
         """Reads what mcore has no counterpart for. Raises CheckpointMismatchError if it holds anything but zeros."""
         for shard in self._zeros:
             memory = torch.empty(shard.region.numel, dtype=torch_dtype(shard.dtype))
-            read_stored(self.role_dir, [(_all_of(shard), memory)])
+            read_stored(self.role_dir, [(all_of(shard), memory)])
             if memory.count_nonzero():
                 raise CheckpointMismatchError(
                     f"{self.role_dir / shard.file}: the tensor of shape {list(shard.region.local_shape)} at byte "
@@ -192,10 +192,26 @@ class FolderCatalog(Catalog):
         nbytes = read_stored(self.role_dir, as_stored) if as_stored else 0
         return nbytes + sum(self._read_changed(self._changed[place], same) for place, same in changed.items())
 
+    def read_numbers(self, reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> int:
+        """As `read`. Raises CheckpointCorruptError for what is not a number, too: nothing that learns survives it."""
+        wanted = list(reads)
+        nbytes = self.read(wanted)
+        for read, memory in {id(memory): (read, memory) for read, memory in wanted}.values():
+            # The largest of numbers is a number; isnan() would take a mask as long as the memory.
+            if memory.numel() and memory.max().isnan():
+                raise CheckpointCorruptError(
+                    f"{self.role_dir / read.stored.file}: tensor {read.stored.key}: is not all numbers (NaN)"
+                )
+        return nbytes
+
+    def parts_of(self, name: str) -> list[StoredShard]:
+        """Where a tensor is stored, by the name that this catalog has for it."""
+        return list(self._shards[name])
+
     def _read_changed(self, changed: _Changed, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
         stored = reads[0][0].stored
         there = torch.empty(changed.shape, dtype=torch_dtype(stored.dtype))
-        nbytes = read_stored(self.role_dir, [(_all_of(stored), there)])
+        nbytes = read_stored(self.role_dir, [(all_of(stored), there)])
         values = changed.change.to_mcore(there).contiguous()
         for read, memory in reads:
             rows = read.rows
@@ -205,7 +221,8 @@ class FolderCatalog(Catalog):
         return nbytes
 
 
-def _all_of(shard: StoredShard) -> ReadRange:
+def all_of(shard: StoredShard) -> ReadRange:
+    """The read of a whole stored part."""
     return ReadRange(shard, Rows(0, 0, shard.region.numel))
 
 

@@ -321,5 +321,5 @@ def _refuse_nan(plan: _Plan) -> None:
         # The largest of numbers is a number; isnan() of a tensor would take a mask of its size.
         if tensor.numel() and tensor.max().isnan():
             raise CheckpointCorruptError(
-                f"{plan.catalog.contents.folder}: tensor {request.name}: has values that are not numbers (NaN)"
+                f"{plan.catalog.contents.folder}: tensor {request.name}: is not all numbers (NaN)"
             )

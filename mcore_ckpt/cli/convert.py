@@ -1,0 +1,137 @@
+"""`mcore-ckpt convert`: a HuggingFace model as a checkpoint to train from, without a model in memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from mcore_ckpt.cli import UsageError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.hf.convert import ConversionReport
+    from mcore_ckpt.storage.agreement import Agreement
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Writes the weights of a HuggingFace folder as a checkpoint, streaming, without GPUs and without the model. "native" is
+this package's format, cut for the layout asked for (any other loads it too); "torch_dist" is megatron's, which needs no
+layout. Under torchrun the work is divided among the processes. The result is there when all of it is."""
+
+_SIZES = (
+    ("tp", "tensor-parallel size"),
+    ("pp", "pipeline-parallel size"),
+    ("vpp", "virtual stages per pipeline rank"),
+    ("ep", "expert-parallel size"),
+    ("etp", "tensor-parallel size of experts"),
+)
+_TIMEOUT_S = 6 * 3600.0
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the parser of `convert`."""
+    parser = subparsers.add_parser("convert", help="make a checkpoint of a HuggingFace model", description=DESCRIPTION)
+    add_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options; those with underscores are what users of verl's converter type."""
+    parser.add_argument(
+        "--hf_model_path", "--hf-model-path", type=Path, required=True, metavar="DIR", help="the HuggingFace folder"
+    )
+    parser.add_argument(
+        "--output_path",
+        "--output-path",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="native: the folder of steps, which gets global_steps_0; torch_dist: the folder itself",
+    )
+    parser.add_argument("--format", choices=("native", "torch_dist"), default="native", help="native if not given")
+    for name, what in _SIZES:
+        parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
+    parser.add_argument("--role", default="actor", help="native: the folder below the step (actor if not given)")
+    parser.add_argument("--test", action="store_true", help="read everything back and compare, before it is in place")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.add_argument(
+        "--use_cpu_initialization", action="store_true", help="accepted: no model is made, so none is initialized"
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="accepted: no code of the model is run, nor needed"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; 0 when the checkpoint is in place."""
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.resharding.target import UnusableLayoutError
+
+    if not args.hf_model_path.is_dir():
+        raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
+    try:
+        with _seat() as agreement, _progress(args.json or not agreement.is_coordinator) as bar:
+            task = bar.add_task(args.hf_model_path.name, total=None)
+            report = _convert(args, agreement, lambda done, total: bar.update(task, completed=done, total=total))
+            if agreement.is_coordinator:
+                _show(report, args.json)
+    except UnusableLayoutError as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
+def _convert(args: argparse.Namespace, agreement: Agreement, told: Any) -> ConversionReport:
+    if args.format == "torch_dist":
+        from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
+
+        return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, told)
+    from mcore_ckpt.hf.convert_native import convert_to_native
+    from mcore_ckpt.resharding.target import WantedLayout
+
+    try:
+        wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
+        return convert_to_native(args.hf_model_path, args.output_path, wanted, agreement, args.role, args.test, told)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+@contextmanager
+def _seat() -> Iterator[Agreement]:
+    """Among the processes that torchrun started; alone where it did not."""
+    import torch.distributed as dist
+
+    from mcore_ckpt.storage.agreement import take_seat
+
+    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if under_torchrun:
+        dist.init_process_group("gloo")
+    try:
+        yield take_seat("convert", _TIMEOUT_S)
+    finally:
+        if under_torchrun:
+            dist.destroy_process_group()
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+
+
+def _show(report: ConversionReport, as_json: bool) -> None:
+    if as_json:
+        plain = asdict(report)
+        print(json.dumps({**plain, "source": str(report.source), "path": str(report.path)}))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    speed = report.nbytes / report.seconds / 1e9
+    console.print(f"{report.path}: {report.model}", markup=False)
+    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)

@@ -1,0 +1,354 @@
+"""A HuggingFace folder as a checkpoint for megatron's `dist_checkpointing.load`, without megatron and without a model.
+
+The bytes are written here, in the form of torch's `FileSystemWriter` (one `torch.save` after the other, found through
+`.metadata`): that itself keeps the last tensor of every name until its file is done (`_write_files_from_queue`, torch
+2.13), which is the whole model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.foreign.kinds import TORCH_DIST_CONFIG
+from mcore_ckpt.hf.assets import copy_assets
+from mcore_ckpt.hf.convert import ConversionReport, Progress, check_written, open_folder, share_of
+from mcore_ckpt.hf.folder_catalog import FolderCatalog
+from mcore_ckpt.hf.torch_dist_keys import Keys, Place
+from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.sharding.plan import plan_reads
+from mcore_ckpt.sharding.regions import Piece, Region, Shape
+from mcore_ckpt.storage import commit
+from mcore_ckpt.storage.agreement import Agreement, Record, decide
+from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
+from mcore_ckpt.storage.files import sync_file, write_file
+
+_COMMON_FILE = "common.pt"
+_METADATA_FILE = ".metadata"
+# One file is read while another is written.
+_THREADS = 2
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows `[start, stop)` of a tensor (all of a tensor without axes), in one place."""
+
+    name: str
+    place: Place
+    shape: Shape
+    start: int
+    stop: int
+    dtype: str
+
+    @property
+    def sizes(self) -> Shape:
+        return (*(1 for _ in self.place.index), self.stop - self.start, *self.shape[1:])
+
+    @property
+    def offsets(self) -> Shape:
+        return (*self.place.index, self.start, *(0 for _ in self.shape[1:]))
+
+    @property
+    def global_shape(self) -> Shape:
+        return (*self.place.lengths, *self.shape)
+
+    @property
+    def region(self) -> Region:
+        local = (self.stop - self.start, *self.shape[1:])
+        zeros = (0,) * (len(self.shape) - 1)
+        return Region(self.shape, local, (Piece((0, *zeros), local, (self.start, *zeros)),), (0, prod(local)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.region.numel * torch_dtype(self.dtype).itemsize
+
+    @property
+    def index(self) -> MetadataIndex:
+        return MetadataIndex(self.place.key, self.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Everything to write, by file."""
+
+    files: tuple[tuple[_Chunk, ...], ...]
+    states: tuple[str, ...]
+    alike: bool
+
+
+def convert_to_torch_dist(
+    source: Path,
+    path: Path,
+    agreement: Agreement,
+    test: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> ConversionReport:
+    """Writes the folder `path`, which is there when all of it is. Every process calls it.
+
+    Any layout loads it, of local and of transformer-engine's layer specs; the vocabulary is HuggingFace's, without
+    padding. Configuration and tokenizer are in `huggingface/` below it. Takes a few times SCATTER_BYTES of memory.
+
+    Args:
+        source: the folder of the HuggingFace model; every process sees it.
+        path: the folder to write: not there yet, or empty.
+        agreement: this process's seat.
+        test: read all back and compare, before it is put in place.
+        progress: told of bytes written.
+
+    Raises:
+        CheckpointError: the folder is damaged, or cannot be written; nothing has come.
+    """
+    started = time.monotonic()
+    source, path = source.absolute(), path.absolute()
+    catalog = open_folder(agreement, source)
+    plan = _plan(catalog)
+    attempt = _open(agreement, path)
+    staging = layout.staging_dir(path, attempt)
+    try:
+        nbytes = _write(agreement, catalog, plan, staging, progress)
+        if test:
+            _test(agreement, catalog, plan, staging)
+        decide(
+            agreement,
+            f"putting {path} in place",
+            dict,
+            lambda _: {},
+            act=lambda: commit.publish(staging, path, attempt),
+        )
+    except BaseException:
+        if agreement.is_coordinator:
+            commit.discard(staging)
+        raise
+    return ConversionReport(source, path, catalog.model.describe(), nbytes, time.monotonic() - started)
+
+
+# -- plan -------------------------------------------------------------------------------------------------
+
+
+def are_alike(catalog: FolderCatalog) -> bool:
+    """Whether megatron gives all decoder layers one key (`TransformerBlock.sharded_state_dict`, 0.16.1).
+
+    It does unless a config lists which layers are of experts or of linear attention.
+    """
+    lists = ("moe_layer_freq", "linear_attention_freq")
+    values: dict[str, Any] = {}
+    if catalog.model.architecture.rules:
+        from mcore_ckpt.hf.mcore_config import to_mcore_config
+
+        values = to_mcore_config(catalog.model).transformer
+    return len(set(catalog.model.layers)) <= 1 and not any(
+        isinstance(values.get(name), list) or (values.get(name) or 1) != 1 for name in lists
+    )
+
+
+def _plan(catalog: FolderCatalog) -> _Plan:
+    names = catalog.manifest.tensors
+    experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
+    alike = are_alike(catalog)
+    keys = Keys(catalog.positions, len(catalog.model.layers), experts, alike)
+    chunks = [chunk for name in names for place in keys.places(name) for chunk in _chunks(catalog, name, place)]
+    states = dict.fromkeys(place.object_key for name in names for place in keys.states(name))
+    return _Plan(tuple(_in_files(chunks)), tuple(states), alike)
+
+
+def _chunks(catalog: FolderCatalog, name: str, place: Place) -> Iterator[_Chunk]:
+    first = catalog.parts_of(name)[0]
+    shape = first.region.global_shape
+    row = max(1, prod(shape[1:]) * torch_dtype(first.dtype).itemsize)
+    step = max(1, knobs.SCATTER_BYTES // row)
+    for start in range(0, shape[0], step):
+        yield _Chunk(name, place, shape, start, min(shape[0], start + step), first.dtype)
+
+
+def _in_files(chunks: Iterable[_Chunk]) -> Iterator[tuple[_Chunk, ...]]:
+    file: list[_Chunk] = []
+    nbytes = 0
+    for chunk in chunks:
+        if file and nbytes + chunk.nbytes > knobs.HF_LEAST_FILE_BYTES:
+            yield tuple(file)
+            file, nbytes = [], 0
+        file.append(chunk)
+        nbytes += chunk.nbytes
+    if file:
+        yield tuple(file)
+
+
+def _open(agreement: Agreement, path: Path) -> str:
+    def combine(_: Sequence[Record]) -> Record:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointMismatchError(f"{path}: is there already, and not empty: remove it, or name another folder")
+        commit.sweep_beside(path)
+        attempt = commit.new_attempt()
+        commit.open_staging(path, attempt)
+        return {"attempt": attempt}
+
+    return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
+
+
+# -- write ------------------------------------------------------------------------------------------------
+
+
+def _write(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: Path, progress: Progress) -> int:
+    sizes = [sum(chunk.nbytes for chunk in file) for file in plan.files]
+    mine = share_of(sizes, agreement.rank, agreement.world_size)
+    total = sum(sizes[number] for number in mine)
+
+    def work() -> Record:
+        done = 0
+        places: dict[str, list[list[int]]] = {}
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-dist") as pool:
+            written = pool.map(lambda number: _write_file(catalog, plan.files[number], staging / _file(number)), mine)
+            for number, of_file in zip(mine, written, strict=True):
+                places[str(number)] = of_file
+                done += sizes[number]
+                progress(done, total)
+        return {"places": places}
+
+    def combine(records: Sequence[Record]) -> Record:
+        places = {int(number): found for record in records for number, found in record["places"].items()}
+        _write_rest(catalog, plan, places, staging)
+        return {}
+
+    decide(agreement, f"writing {staging}", work, combine)
+    return sum(sizes)
+
+
+def _file(number: int) -> str:
+    return f"__{number}_0.distcp"
+
+
+def _write_file(catalog: FolderCatalog, chunks: Sequence[_Chunk], path: Path) -> list[list[int]]:
+    """Writes the chunks one behind the other; where each is: offset and length."""
+    places = []
+    with path.open("xb") as stream:
+        for chunk in chunks:
+            start = stream.tell()
+            torch.save(_read(catalog, chunk), stream)
+            places.append([start, stream.tell() - start])
+        stream.flush()
+        os.fsync(stream.fileno())
+    return places
+
+
+def _read(catalog: FolderCatalog, chunk: _Chunk) -> torch.Tensor:
+    memory = torch.empty(chunk.sizes, dtype=torch_dtype(chunk.dtype))
+    parts = plan_reads(chunk.region, catalog.parts_of(chunk.name))
+    dtypes = {part.stored.dtype for part in parts.reads}
+    if parts.missing or parts.outside or dtypes != {chunk.dtype}:
+        raise CheckpointCorruptError(
+            f"{catalog.contents.folder}: tensor {chunk.name}: not all of it is there, or in several dtypes: "
+            f"{', '.join(sorted(dtypes))}"
+        )
+    catalog.read_numbers((part, memory.view(-1)) for part in parts.reads)
+    return memory
+
+
+def _write_rest(catalog: FolderCatalog, plan: _Plan, places: dict[int, list[list[int]]], staging: Path) -> None:
+    """Rank 0: the states of modules, what says where all is, and what lies beside."""
+    stored = {
+        chunk.index: _StorageInfo(_file(number), offset, length)
+        for number, file in enumerate(plan.files)
+        for chunk, (offset, length) in zip(file, places[number], strict=True)
+    }
+    stored |= _write_states(plan.states, staging / _file(len(plan.files)))
+    # Not by `FileSystemWriter.finish`, which writes down where it is: that is about to change.
+    metadata = Metadata(_describe(plan), storage_data=stored, version=CURRENT_DCP_VERSION)
+    write_file(staging / _METADATA_FILE, [pickle.dumps(metadata)])
+    # What megatron's trainer asks for at load: whether to give each layer a key of its own.
+    content = {"singleton_local_shards": False, "non_homogeneous_layers": not plan.alike}
+    common = io.BytesIO()
+    torch.save({"content_metadata": content}, common)
+    write_file(staging / _COMMON_FILE, [common.getvalue()])
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config |= {"common_backend": "torch", "common_backend_version": 1}
+    write_file(staging / TORCH_DIST_CONFIG, [json.dumps(config).encode()])
+    folder = staging / layout.HUGGINGFACE_DIR
+    folder.mkdir()
+    for path in (*copy_assets(catalog.contents.folder, folder), folder, staging):
+        sync_file(path)
+
+
+def _write_states(keys: Sequence[str], path: Path) -> dict[MetadataIndex, _StorageInfo]:
+    """transformer-engine takes an empty tensor for a state without FP8, and megatron's own layers take anything."""
+    saved = io.BytesIO()
+    torch.save([torch.empty(0, dtype=torch.uint8)], saved)
+    data = saved.getvalue()
+    write_file(path, (data for _ in keys))
+    return {
+        MetadataIndex(key): _StorageInfo(path.name, number * len(data), len(data)) for number, key in enumerate(keys)
+    }
+
+
+def _describe(plan: _Plan) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: BytesStorageMetadata() for key in plan.states
+    }
+    for file in plan.files:
+        for chunk in file:
+            entry = found.get(chunk.place.key)
+            if entry is None:
+                properties = TensorProperties(torch_dtype(chunk.dtype))
+                entry = TensorStorageMetadata(properties, torch.Size(chunk.global_shape), [])
+                found[chunk.place.key] = entry
+            assert isinstance(entry, TensorStorageMetadata)
+            if entry.properties.dtype != torch_dtype(chunk.dtype):
+                raise CheckpointMismatchError(
+                    f"tensor {chunk.name}: is {chunk.dtype}, those of other layers are "
+                    f"{dtype_name(entry.properties.dtype)}: megatron has them as one tensor"
+                )
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+    return found
+
+
+def _test(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: Path) -> None:
+    from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
+
+    places: dict[str, list[_Chunk]] = {}
+    for file in plan.files:
+        for chunk in file:
+            places.setdefault(chunk.name, []).append(chunk)
+
+    def work() -> Record:
+        written = TorchDistFiles(staging, [staging])
+        names = catalog.manifest.tensors
+
+        for number in range(max(len({c.place.key for c in chunks}) for chunks in places.values())):
+
+            def read(name: str, region: Region, number: int = number) -> torch.Tensor:
+                keys = dict.fromkeys(chunk.place for chunk in places[name])
+                place = list(keys)[min(number, len(keys) - 1)]
+                axes = len(place.index)
+                memory = torch.empty(region.local_shape, dtype=torch_dtype(places[name][0].dtype))
+                for piece in region.pieces:
+                    part = memory[tuple(slice(a, a + n) for a, n in zip(piece.local_offset, piece.shape, strict=True))]
+                    offset = (*place.index, *piece.global_offset)
+                    shape = (*place.lengths, *region.global_shape)
+                    written.read(WantedPart(place.key, shape, offset, part[(None,) * axes] if axes else part))
+                return memory.reshape(-1)
+
+            check_written(catalog, names[agreement.rank :: agreement.world_size], read)
+        return {}
+
+    decide(agreement, f"testing {staging}", work, lambda _: {})
