@@ -95,7 +95,6 @@ class _Plan:
 
     files: tuple[tuple[_Chunk, ...], ...]
     states: tuple[str, ...]
-    alike: bool
 
 
 def convert_to_torch_dist(
@@ -166,11 +165,10 @@ def are_alike(catalog: FolderCatalog) -> bool:
 def _plan(catalog: FolderCatalog) -> _Plan:
     names = catalog.manifest.tensors
     experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
-    alike = are_alike(catalog)
-    keys = Keys(catalog.positions, len(catalog.model.layers), experts, alike)
+    keys = Keys(catalog.positions, len(catalog.model.layers), experts, are_alike(catalog))
     chunks = [chunk for name in names for place in keys.places(name) for chunk in _chunks(catalog, name, place)]
     states = dict.fromkeys(place.object_key for name in names for place in keys.states(name))
-    return _Plan(tuple(_in_files(chunks)), tuple(states), alike)
+    return _Plan(tuple(_in_files(chunks)), tuple(states))
 
 
 def _chunks(catalog: FolderCatalog, name: str, place: Place) -> Iterator[_Chunk]:
@@ -276,10 +274,10 @@ def _write_rest(catalog: FolderCatalog, plan: _Plan, places: dict[int, list[list
     # Not by `FileSystemWriter.finish`, which writes down where it is: that is about to change.
     metadata = Metadata(_describe(plan), storage_data=stored, version=CURRENT_DCP_VERSION)
     write_file(staging / _METADATA_FILE, [pickle.dumps(metadata)])
-    # What megatron's trainer asks for at load: whether to give each layer a key of its own.
-    content = {"singleton_local_shards": False, "non_homogeneous_layers": not plan.alike}
+    # Empty: whatever is in it comes out of `dist_checkpointing.load` among the tensors, and a strict `load_state_dict`
+    # of these, as verl calls it, refuses it.
     common = io.BytesIO()
-    torch.save({"content_metadata": content}, common)
+    torch.save({}, common)
     write_file(staging / _COMMON_FILE, [common.getvalue()])
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}

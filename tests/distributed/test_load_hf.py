@@ -1,5 +1,6 @@
 """HuggingFace folders into live models: bit for bit under every layout, or refused by all ranks and nothing changed."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,20 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere
+from agreement import everywhere, raised_everywhere
 from hf_models import (
+    Model,
     Shape,
     assert_holds,
     build_model,
     global_tensors,
     logits_of,
+    read_tensors,
     sample_tokens,
     transformers_logits,
+    wrap,
 )
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from refusals import assert_names
+from safetensors.torch import save_file
 from training import parallel
 
-from mcore_ckpt import knobs
+from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from mcore_ckpt.hf.convert_native import convert_to_native
+from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
 from mcore_ckpt.hf.loading import load_hf
+from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.state.model import read_model, unwrap
+from mcore_ckpt.storage.agreement import take_seat
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 from tiny_models import make_hf_folder
@@ -44,6 +58,7 @@ CASES: dict[str, tuple[str, Shape]] = {
     "tp2-ep2": ("qwen3_moe", Shape(4, tp=2, ep=2)),
     "pp2-ep2": ("qwen3_moe", Shape(4, ep=2, **UNEVEN)),
     "ep2-dp4": ("qwen3_moe-sparse", Shape(4, ep=2)),
+    "glm-tp2-ep2": ("glm4_moe", Shape(4, tp=2, ep=2)),
 }
 
 
@@ -73,9 +88,259 @@ def test_every_rank_gets_its_part(
         load_hf(chunks, seen, source=source)  # type: ignore[arg-type]
         with everywhere():
             assert_holds(chunks, global_tensors(folder))
-        if shape.dtype == torch.float32:
-            wanted = transformers_logits(folder)
-            found = logits_of(chunks, sample_tokens(wanted.shape[-1]))
-            with everywhere():
-                if found is not None:
-                    torch.testing.assert_close(found[..., : wanted.shape[-1]], wanted, atol=2e-5, rtol=0)
+        if shape.dtype == torch.float32 and source == "shared":
+            assert_same_logits(chunks, folder)
+
+
+def assert_same_logits(chunks: Model, folder: Path) -> None:
+    wanted = transformers_logits(folder)
+    found = logits_of(chunks, sample_tokens(wanted.shape[-1]))
+    with everywhere():
+        if found is not None:
+            torch.testing.assert_close(found[..., : wanted.shape[-1]], wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["several-files", "stacked"])
+@pytest.mark.world(2)
+def test_other_forms_of_folders(form: str, shared_path: Path) -> None:
+    folder = shared_path / "hf"
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3_moe"))
+    expected = global_tensors(folder)
+    dist.barrier()
+    on_rank_0(lambda: _in_several_files(folder) if form == "several-files" else _stacked(folder))
+    with parallel(Shape(2, ep=2).layout):
+        chunks = build_model(folder, Shape(2, ep=2))
+        load_hf(chunks, folder)
+        with everywhere():
+            assert_holds(chunks, expected)
+
+
+def _in_several_files(folder: Path) -> None:
+    tensors = sorted(read_tensors(folder).items())
+    (folder / "model.safetensors").unlink()
+    where = {}
+    for number in range(3):
+        part = dict(tensors[number::3])
+        save_file(part, folder / f"model-{number}.safetensors", {"format": "pt"})
+        where |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def _stacked(folder: Path) -> None:
+    """Experts in one tensor, as transformers 5 has them in memory."""
+    tensors = read_tensors(folder)
+    for layer in range(4):
+        name = f"model.layers.{layer}.mlp.experts"
+        of = [[tensors.pop(f"{name}.{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")] for e in range(4)]
+        tensors[f"{name}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in of])
+        tensors[f"{name}.down_proj"] = torch.stack([down for _, _, down in of])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.world(2)
+def test_the_optimizer_steps_from_what_was_loaded(shared_path: Path) -> None:
+    folder = shared_path / "hf"
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    shape = Shape(2, dtype=torch.bfloat16)
+    with parallel(shape.layout):
+        chunks = wrap(build_model(folder, shape))
+        config = OptimizerConfig(optimizer="adam", lr=0.0, bf16=True, use_distributed_optimizer=True, weight_decay=0.0)
+        optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        load_hf(chunks, folder, optimizer=optimizer)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.step()
+        with everywhere():
+            # With a rate of 0 the step writes its main parameters, rounded, over the weights.
+            assert_holds(chunks, global_tensors(folder))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------
+
+
+def _drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: _change(folder, lambda tensors: tensors.pop(name))
+
+
+def _add(name: str) -> Callable[[Path], None]:
+    return lambda folder: _change(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
+
+
+def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = read_tensors(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _say(**fields: object) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+    return write
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] = {
+    "missing": (_drop("model.layers.2.mlp.up_proj.weight"), CheckpointMismatchError, r"layers\.2\.mlp\.up_proj"),
+    "unknown": (_add("model.layers.0.extra.weight"), CheckpointMismatchError, r"layers\.0\.extra"),
+    "cut": (_cut, CheckpointCorruptError, "cut or damaged"),
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), CheckpointNotFoundError, "model.safetensors"),
+    "shape": (_say(intermediate_size=128), CheckpointMismatchError, "should have|ffn_hidden_size"),
+    "other-architecture": (lambda f: make_hf_folder(f, "qwen2"), CheckpointMismatchError, "qwen2"),
+    "deeper": (lambda f: make_hf_folder(f, "qwen3", num_hidden_layers=6), CheckpointMismatchError, "num_layers"),
+    "other-groups": (
+        lambda f: make_hf_folder(f, "qwen3", num_attention_heads=12, num_key_value_heads=2),
+        CheckpointMismatchError,
+        "num_attention_heads|num_query_groups",
+    ),
+    "other-vocabulary": (lambda f: make_hf_folder(f, "qwen3", vocab_size=99), CheckpointMismatchError, "99 tokens"),
+    "tied": (lambda f: make_hf_folder(f, "qwen3-tied"), CheckpointMismatchError, "tie"),
+}
+
+
+@pytest.mark.parametrize("source", ["shared", "rank0"])
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.world(2)
+def test_what_does_not_fit_is_refused_by_all_and_nothing_changes(case: str, source: str, shared_path: Path) -> None:
+    folder, other = shared_path / "hf", shared_path / "other"
+    change, expected, words = REFUSED[case]
+    on_rank_0(lambda: (make_hf_folder(folder, "qwen3"), make_hf_folder(other, "qwen3"), change(other)))
+    shape = Shape(2, pp=2)
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        error = None
+        try:
+            load_hf(chunks, other, source=source)  # type: ignore[arg-type]
+        except CheckpointError as raised:
+            error = raised
+        assert_names(raised_everywhere(expected, error), words)
+        with everywhere():
+            assert all(s.tensor.isnan().all() for s in read_model(chunks) if s.key.kind == "model")
+
+
+@pytest.mark.world(2)
+def test_what_is_said_to_have_no_counterpart_is_left_alone(shared_path: Path) -> None:
+    folder, other = shared_path / "hf", shared_path / "other"
+    on_rank_0(lambda: (make_hf_folder(folder, "qwen3"), make_hf_folder(other, "qwen3")))
+    on_rank_0(lambda: (_add("model.extra")(other), _drop("lm_head.weight")(other)))
+    shape = Shape(2, pp=2)
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        load_hf(chunks, other, ignore=(r"model\.extra", r"lm_head\.weight", r"output_layer\.weight"))
+        with everywhere():
+            for shard in read_model(chunks):
+                if shard.key.kind == "model":
+                    assert bool(shard.tensor.isnan().all()) == (shard.key.name == "output_layer.weight")
+
+
+@pytest.mark.parametrize("source", ["shared", "rank0"])
+@pytest.mark.world(2)
+def test_what_is_not_a_number_is_refused_by_all(source: str, shared_path: Path) -> None:
+    folder = shared_path / "hf"
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    on_rank_0(lambda: _change(folder, lambda t: t["model.layers.3.mlp.up_proj.weight"][5, 7].fill_(torch.nan)))
+    shape = Shape(2, pp=2)
+    with parallel(shape.layout):
+        error = None
+        try:
+            load_hf(build_model(folder, shape), folder, source=source)  # type: ignore[arg-type]
+        except CheckpointError as raised:
+            error = raised
+        assert_names(raised_everywhere(CheckpointCorruptError, error), "NaN", "undefined", r"layers\.3\.mlp")
+
+
+@pytest.mark.world(2)
+def test_a_file_that_goes_while_it_is_sent_fails_on_all(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shared_path / "hf"
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    monkeypatch.setattr(knobs, "SCATTER_BYTES", 20_000)
+    shape = Shape(2, pp=2)
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        sent = [0]
+        send = dist.send
+
+        def cut_after_three(tensor: torch.Tensor, rank: int) -> None:
+            sent[0] += 1
+            if sent[0] == 4:
+                (folder / "model.safetensors").write_bytes(b"")
+            send(tensor, rank)
+
+        monkeypatch.setattr(dist, "send", cut_after_three)
+        error = None
+        try:
+            load_hf(chunks, folder, source="rank0")
+        except CheckpointError as raised:
+            error = raised
+        assert_names(raised_everywhere(CheckpointCorruptError, error), r"model\.safetensors", "undefined")
+
+
+# -- converted --------------------------------------------------------------------------------------------
+
+CONVERTED: dict[str, tuple[str, Shape]] = {
+    "moe": ("qwen3_moe", Shape(1)),
+    "dense-tp2": ("qwen3", Shape(2, tp=2)),
+    "moe-ep2": ("qwen3_moe", Shape(2, ep=2)),
+    "tp2-pp2": ("qwen3", Shape(4, tp=2, pp=2)),
+    "tp2-pp2-tied": ("qwen2-tied", Shape(4, tp=2, pp=2)),
+    "sparse-pp2-ep2": ("qwen3_moe-sparse", Shape(4, pp=2, ep=2)),
+}
+_conversions = [0]
+
+
+def _seat() -> object:
+    _conversions[0] += 1
+    return take_seat(f"test-convert/{_conversions[0]}", 60.0)
+
+
+@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED))
+def test_megatron_loads_the_dist_checkpoint(
+    name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small enough that tensors are in several chunks, and the model in several files.
+    monkeypatch.setattr(knobs, "SCATTER_BYTES", 8_000)
+    monkeypatch.setattr(knobs, "HF_LEAST_FILE_BYTES", 100_000)
+    folder, path = shared_path / "hf", shared_path / "dist"
+    on_rank_0(lambda: make_hf_folder(folder, name))
+    convert_to_torch_dist(folder, path, _seat(), test=True)  # type: ignore[arg-type]
+    with everywhere():
+        assert len(list(path.glob("*.distcp"))) > 3
+        assert (path / "huggingface" / "config.json").is_file()
+    with parallel(shape.layout):
+        (chunk,) = chunks = build_model(folder, shape)
+        model = unwrap(chunk)
+        for tensor in model.parameters():
+            # Rows that pad the vocabulary are not in the checkpoint: megatron leaves them as they are.
+            tensor.data.nan_to_num_(0.0)
+        state = dist_checkpointing.load(model.sharded_state_dict(), str(path))  # type: ignore[operator]
+        model.load_state_dict(state)
+        with everywhere():
+            assert_holds(chunks, global_tensors(folder))
+        assert_same_logits(chunks, folder)
+
+
+@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED))
+def test_a_manager_loads_the_converted_checkpoint(
+    name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knobs, "STREAM_BYTES", 40_000)
+    folder, root = shared_path / "hf", shared_path / "root"
+    on_rank_0(lambda: make_hf_folder(folder, name))
+    # For another layout than the one that loads it.
+    experts = {"ep": 2} if "moe" in name else {}
+    convert_to_native(folder, root, WantedLayout(tp=2, pp=2, **experts), _seat(), test=True)  # type: ignore[arg-type]
+    with everywhere():
+        assert (root / "global_steps_0/actor/huggingface/config.json").is_file()
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        contents = CheckpointConfig(load_contents=("model",), save_contents=("model",), vocab_size=131)
+        manager = CheckpointManager(root, chunks, config=contents)
+        assert manager.load().step == 0
+        manager.close()
+        with everywhere():
+            assert_holds(chunks, global_tensors(folder))
