@@ -1,0 +1,199 @@
+"""`mcore-ckpt convert`, as it is typed: what comes, and what does not come where it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_hf_folder
+
+from mcore_ckpt.cli.main import main
+from mcore_ckpt.hf import convert_native, convert_torch_dist
+from mcore_ckpt.storage import commit, steps
+
+REPOSITORY = Path(__file__).parent.parent.parent
+FORMATS = ("native", "torch_dist")
+
+
+def convert(source: Path, output: Path, *more: str) -> int:
+    return main(["convert", "--hf_model_path", str(source), "--output_path", str(output), *more])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen2-tied", "qwen3-value", "qwen2_moe", "qwen3_moe-sparse", "mixtral"),
+        *("deepseek_v3-no-q-lora", "deepseek_v3-mtp", "glm4_moe-mtp"),
+    ],
+)
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_architecture_is_what_its_folder_holds(name: str, form: str, tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", name)
+    assert convert(folder, tmp_path / "out", "--format", form, "--test", "--tp", "2", "--json") == 0
+
+
+def test_a_checkpoint_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3_moe")
+    (folder / "tokenizer.json").write_text("{}")
+    sizes = ("--tp", "2", "--pp_size", "2", "--ep", "2", "--role", "critic", "--use_cpu_initialization")
+    assert convert(folder, tmp_path / "out", *sizes, "--trust_remote_code", "--json") == 0
+    role = Path(json.loads(capsys.readouterr().out)["path"])
+    assert role == tmp_path / "out" / "global_steps_0" / "critic"
+    assert steps.read_tracker(tmp_path / "out") == 0
+    assert sorted(path.name for path in (role / "huggingface").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+    ]
+    # Of each pipeline stage the dense parts by tensor rank, and the experts by expert rank.
+    assert len(list((role / "model").glob("mp_rank_??_???"))) == 4
+    assert len(list((role / "model").glob("mp_rank_??_???_???"))) == 8
+    for file in role.rglob("*.pt"):
+        torch.load(file, weights_only=True, mmap=True)
+
+
+def test_a_checkpoint_of_megatrons(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3_moe")
+    assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 0
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    assert (tmp_path / "out" / "huggingface" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_torchrun_divides_the_work(form: str, tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(REPOSITORY / "scripts" / "converter_hf_to_mcore.py"), "--format", form, "--test", "--tp", "2"]
+    done = subprocess.run(
+        [*command, "--hf_model_path", str(folder), "--output_path", str(tmp_path / "out")],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert convert(folder, tmp_path / "alone", "--format", form, "--tp", "2") == 0
+    one, two = (
+        {
+            str(path.relative_to(root)): path.read_bytes()
+            for path in root.rglob("*")
+            if path.suffix in (".pt", ".distcp", ".json") and path.name != "manifest.json"
+        }
+        for root in (tmp_path / "alone", tmp_path / "out")
+    )
+    assert one == two
+
+
+def _nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.3.mlp.up_proj.weight"][5, 7] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _unknown(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "extra": torch.ones(1)}, folder / "model.safetensors", {"format": "pt"})
+
+
+def _other_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_code"}))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_nan, "NaN"),
+        (_unknown, "extra"),
+        (_other_type, "own_code"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "neither"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    ],
+)
+def test_what_cannot_be_converted_leaves_nothing(
+    damage: object, words: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    assert callable(damage)
+    damage(folder)
+    assert convert(folder, tmp_path / "out", "--format", form) == 1
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.distcp")) + list(tmp_path.rglob("*.pt")) + list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--tp", "3"], 1, "attention heads cannot be divided"),
+        (["--pp", "3"], 1, "4 layers on pp = 3"),
+        (["--tp", "0"], 2, "tp is 0"),
+        (["--ep", "2"], 2, "no experts"),
+        (["--role", "a/b"], 2, "a/b"),
+    ],
+)
+def test_layouts_that_do_not_fit(
+    arguments: list[str], status: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    assert convert(folder, tmp_path / "out", *arguments) == status
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert convert(tmp_path / "nowhere", tmp_path / "out") == 2
+
+
+def test_nothing_of_somebody_elses_is_replaced(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 1
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_test_finds_what_was_written_wrong(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    module = convert_native if form == "native" else convert_torch_dist
+    check = module.check_written
+
+    def with_another_folder(catalog: object, *more: object) -> None:
+        # What stands in the folder now is not what was written.
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.2.mlp.up_proj.weight"][1, 1] += 1
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        check(catalog, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "check_written", with_another_folder)
+    assert convert(folder, tmp_path / "out", "--format", form, "--test") == 1
+    assert "layers.2.mlp.linear_fc1.weight" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.distcp")) + list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_killed_conversion_left_is_not_in_place(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    folder, output = make_hf_folder(tmp_path / "hf", "qwen3"), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "publish", die)
+        patched.setattr(commit, "discard", lambda _: None)  # a killed process tidies nothing up
+        with pytest.raises(Killed):
+            convert(folder, output, "--format", form)
+    assert steps.complete_steps(output) == []
+    assert not (output / "metadata.json").exists()
+    assert convert(folder, output, "--format", form) == 0

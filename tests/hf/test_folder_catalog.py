@@ -1,0 +1,152 @@
+"""A HuggingFace folder, read as parts of megatron's tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import make_hf_folder
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.hf.architecture import read_model
+from mcore_ckpt.hf.folder_catalog import FolderCatalog, FolderContents, all_of, read_contents
+from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.sharding.cuts import Cut
+from mcore_ckpt.sharding.plan import MODEL, ShardKey
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sources import Sources, Wanted
+from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.topology import RankCoordinates, Topology
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+def random_folder(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {t.name: torch.randn(t.shape, generator=generator) for t in hf_tensors(read_model(config))}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def change(folder: Path, **tensors: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **{name.replace("__", "."): t for name, t in tensors.items()}}, file)
+
+
+def read(catalog: FolderCatalog, name: str, region: Region) -> torch.Tensor:
+    sources = Sources(catalog, Topology(), RankCoordinates(), catalog.model.sizes["vocab"])
+    source = sources.find(Wanted(ShardKey(name, MODEL), region, False, "here"))
+    assert source is not None
+    memory = torch.full((region.numel,), torch.nan, dtype=torch_dtype(source.dtype))
+    if source.outside:
+        memory.zero_()
+    catalog.read((part, memory) for part in source.reads)
+    return memory
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("folders")
+    made = {name: make_hf_folder(root / name, name) for name in ("qwen3", "qwen3_moe", "deepseek_v3")}
+    return {**made, "gpt_oss": random_folder(root / "gpt_oss", GPT_OSS)}
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_part_of_any_tensor_is_a_part_of_the_whole(data: st.DataObject, folders: dict[str, Path]) -> None:
+    catalog = FolderCatalog(read_contents(folders[data.draw(st.sampled_from(sorted(folders)))]))
+    name = data.draw(st.sampled_from(catalog.manifest.tensors))
+    shape = catalog.parts_of(name)[0].region.global_shape
+    whole = read(catalog, name, Region.whole(shape)).view(shape)
+    assert not whole.isnan().any()
+    axis = data.draw(st.sampled_from(range(len(shape))))
+    sections = 2 if axis == 0 and shape[0] % 4 == 0 else 1
+    size = data.draw(st.sampled_from([n for n in (1, 2, 4) if shape[axis] % (n * sections) == 0]))
+    rank = data.draw(st.integers(0, size - 1))
+    region = Cut(axis, sections).region(shape, rank, size)
+    part = torch.cat([section.chunk(size, axis)[rank] for section in whole.chunk(sections, axis)], axis).reshape(-1)
+    start = data.draw(st.integers(0, part.numel()))
+    stop = data.draw(st.integers(start, part.numel()))
+    assert torch.equal(read(catalog, name, region.with_flat(start, stop)), part[start:stop])
+
+
+def test_values_that_change_are_changed_back(folders: dict[str, Path]) -> None:
+    catalog = FolderCatalog(read_contents(folders["gpt_oss"]))
+    stored = load_file(folders["gpt_oss"] / "model.safetensors")
+    both = stored["model.layers.1.mlp.experts.gate_up_proj"][2]
+    name = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+    found = read(catalog, name, Region.whole((48, 32))).view(48, 32)
+    assert torch.equal(found, torch.cat([both[:, 0::2].T, both[:, 1::2].T]))
+
+
+def test_a_vocabulary_is_padded_with_zeros(folders: dict[str, Path]) -> None:
+    catalog = FolderCatalog(read_contents(folders["qwen3"]))
+    found = read(catalog, "output_layer.weight", Region.whole((136, 64))).view(136, 64)
+    assert torch.equal(found[:131], load_file(folders["qwen3"] / "model.safetensors")["lm_head.weight"])
+    assert not found[131:].any()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_what_travels_is_what_was_read(name: str, folders: dict[str, Path]) -> None:
+    contents = read_contents(folders[name])
+    record = json.loads(json.dumps(contents.to_record()))
+    assert FolderContents.from_record(folders[name], record) == contents
+
+
+def test_what_is_not_a_number_is_named(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    broken = load_file(folder / "model.safetensors")["model.norm.weight"]
+    broken[3] = torch.nan
+    change(folder, model__norm__weight=broken)
+    catalog = FolderCatalog(read_contents(folder))
+    (part,) = catalog.parts_of("decoder.final_layernorm.weight")
+    with pytest.raises(CheckpointCorruptError, match=r"final_layernorm.*NaN"):
+        catalog.read_numbers([(all_of(part), torch.empty(64))])
+
+
+def test_what_megatron_does_not_have_must_be_zero(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3-value")
+    FolderCatalog(read_contents(folder)).check_zeros()
+    change(folder, score__bias=torch.ones(1))
+    with pytest.raises(CheckpointMismatchError, match="not zero"):
+        FolderCatalog(read_contents(folder)).check_zeros()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    change(folder, model__norm__weight=torch.ones(64).to(dtype))
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight.*quantized"):
+        FolderCatalog(read_contents(folder))
+
+
+def test_files_that_this_process_does_not_see_are_named(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    catalog = FolderCatalog(read_contents(folder))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"1")
+    with pytest.raises(CheckpointCorruptError, match="bytes here"):
+        catalog.check_visible(["model.safetensors"])
+    file.unlink()
+    with pytest.raises(CheckpointCorruptError, match="rank0"):
+        catalog.check_visible(["model.safetensors"])
