@@ -38,6 +38,7 @@ from mcore_ckpt.foreign.kinds import step_of, torch_dist_folders
 from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
 from mcore_ckpt.storage.agreement import Record, same_everywhere
@@ -102,11 +103,21 @@ def _read(session: Session, files: TorchDistFiles) -> ForeignState:
 def _check_leftovers(session: Session, files: TorchDistFiles, positions: Sequence[str]) -> None:
     """What is in the checkpoint and on no rank would be lost without a word."""
     contents = session.config.load_contents
-    for name in files.names_not_in(positions):
+    left = files.names_not_in(positions)
+    read = {_numbered(name) for name in set(files.names) - set(left)}
+    for name in left:
+        if any(synonym in read for synonym in synonyms(_numbered(name))):
+            # A converter has written a norm under the names of all layer specs.
+            continue
         kind = "optimizer" if _OPTIMIZER_TENSOR.match(name) else "model"
         if kind in contents:
             why = " (of a parameter that is frozen now?)" if kind == "optimizer" else ""
             raise CheckpointMismatchError(f"{files.path}: tensor {name}: wanted no such tensor{why}, found one")
+
+
+def _numbered(name: str) -> str:
+    """A key that layers share, as if it were the first one's: what has a number has other names."""
+    return re.sub(r"\blayers\.(?!\d)", "layers.0.", name)
 
 
 # -- model -------------------------------------------------------------------------------------------------
