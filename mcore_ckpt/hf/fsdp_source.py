@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.foreign.dtensors import Placement, placement_of
 from mcore_ckpt.foreign.pt_files import PtDTensor, PtTensor, read_pt
-from mcore_ckpt.hf.mapping import HfTensor, Slab
-from mcore_ckpt.hf.shard_source import ShardSource, stored_shard
-from mcore_ckpt.hf.source import PartRead, TensorInfo, TensorSource
-from mcore_ckpt.knobs import CONVERT_BYTES
+from mcore_ckpt.hf.shard_source import ShardSource, same_bytes, stored_shard
+from mcore_ckpt.hf.source import TensorInfo, TensorSource
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
@@ -79,27 +77,19 @@ def open_fsdp(folder: Path) -> ShardSource:
     return ShardSource(folder, infos, held.__getitem__)
 
 
-def fsdp_tensors(source: TensorSource, is_tied: bool, ignored: Sequence[str] = ()) -> list[HfTensor]:
-    """The tensors to export: all as they are, but no head that is the embedding.
-
-    Args:
-        source: from `open_fsdp`.
-        is_tied: what `config.json` says of the head. A tied model's state dict has it under both names.
-        ignored: regular expressions of tensors that hold nothing to keep.
+def check_tied_head(source: TensorSource) -> None:
+    """A tied model's state dict has the embedding under two names: what is left out must be the same.
 
     Raises:
-        CheckpointMismatchError: the head should be tied and is another tensor.
+        CheckpointMismatchError: the head is another tensor than the embedding.
     """
-    infos = dict(source.tensors())
-    if is_tied and _HEAD in infos and _EMBEDDING in infos:
-        _check_tied(source)
-        del infos[_HEAD]
-    patterns = [re.compile(pattern) for pattern in ignored]
-    return [
-        HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),))
-        for name, info in infos.items()
-        if not any(pattern.fullmatch(name) for pattern in patterns)
-    ]
+    infos = source.tensors()
+    if _HEAD in infos and _EMBEDDING in infos and not same_bytes(source, _HEAD, _EMBEDDING):
+        raise CheckpointMismatchError(
+            f"config.json says that the embeddings are tied (tie_word_embeddings), but {_HEAD} "
+            f"{list(infos[_HEAD].shape)} is not {_EMBEDDING} {list(infos[_EMBEDDING].shape)}: set tie_word_embeddings "
+            "to false in config.json"
+        )
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -209,28 +199,3 @@ def _region(path: Path, name: str, tensor: _Found, rank: int) -> Region:
             f"{list(region.local_shape)} of {list(tensor.shape)}"
         )
     return region
-
-
-# -- a tied head -------------------------------------------------------------------------------------------
-
-
-def _check_tied(source: TensorSource) -> None:
-    embedding, head = source.tensors()[_EMBEDDING], source.tensors()[_HEAD]
-    if embedding != head or not _are_equal(source, embedding):
-        raise CheckpointMismatchError(
-            f"config.json says that the embeddings are tied (tie_word_embeddings), but {_HEAD} {list(head.shape)} is "
-            f"not {_EMBEDDING} {list(embedding.shape)}: set tie_word_embeddings to false in config.json"
-        )
-
-
-def _are_equal(source: TensorSource, info: TensorInfo) -> bool:
-    region = Region.whole(info.shape)
-    step = CONVERT_BYTES // 2 // info.dtype.itemsize
-    memory = torch.empty(2, min(step, region.numel), dtype=info.dtype)
-    for start in range(0, region.numel, step):
-        part = region.with_flat(start, min(start + step, region.numel))
-        left, right = memory[:, : part.numel]
-        source.read([PartRead(_EMBEDDING, part, left), PartRead(_HEAD, part, right)])
-        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
-            return False
-    return True

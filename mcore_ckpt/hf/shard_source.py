@@ -9,7 +9,8 @@ import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.foreign.pt_files import PtTensor
-from mcore_ckpt.hf.source import PartRead, TensorInfo
+from mcore_ckpt.hf.source import PartRead, TensorInfo, TensorSource
+from mcore_ckpt.knobs import CONVERT_BYTES
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.storage.dtypes import dtype_name
@@ -76,3 +77,21 @@ def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:
     return StoredShard(
         ShardKey(name, MODEL), region, dtype_name(tensor.dtype), path, tensor.offset, tensor.nbytes, None
     )
+
+
+def same_bytes(source: TensorSource, first: str, second: str) -> bool:
+    """Whether two tensors of a source are the same, bit for bit. Takes CONVERT_BYTES, whatever their sizes."""
+    infos = source.tensors()
+    info = infos[first]
+    if info != infos[second]:
+        return False
+    region = Region.whole(info.shape)
+    step = CONVERT_BYTES // 2 // info.dtype.itemsize
+    memory = torch.empty(2, min(step, region.numel), dtype=info.dtype)
+    for start in range(0, region.numel, step):
+        part = region.with_flat(start, min(start + step, region.numel))
+        left, right = memory[:, : part.numel]
+        source.read([PartRead(first, part, left), PartRead(second, part, right)])
+        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+            return False
+    return True

@@ -24,7 +24,7 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from mcore_ckpt.hf.fsdp_source import fsdp_tensors, is_fsdp, open_fsdp
+from mcore_ckpt.hf.fsdp_source import check_tied_head, is_fsdp, open_fsdp
 from mcore_ckpt.hf.source import PartRead, TensorSource
 from mcore_ckpt.sharding.regions import Region
 
@@ -121,27 +121,16 @@ assert "torch.distributed.tensor" not in sys.modules and "megatron" not in sys.m
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# -- what is exported --------------------------------------------------------------------------------------
+# -- names --------------------------------------------------------------------------------------
 
 
-def test_tensors_are_exported_as_they_are(saved: Path) -> None:
-    source = open_fsdp(saved / "fsdp")
-    tensors = fsdp_tensors(source, is_tied=False, ignored=("steps",))
-    assert [tensor.name for tensor in tensors] == [name for name in source.tensors() if name != "steps"]
-    for tensor in tensors:
-        (slab,) = tensor.slabs
-        assert (slab.start, slab.mcore, slab.region) == (0, tensor.name, Region.whole(tensor.shape))
-
-
-def test_a_tied_head_is_left_out(tmp_path: Path) -> None:
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     embedding = torch.randn(5, 3)
     state = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
-    source = open_fsdp(save(tmp_path / "a", state))
-    assert [tensor.name for tensor in fsdp_tensors(source, is_tied=True)] == ["model.embed_tokens.weight"]
-    assert len(fsdp_tensors(source, is_tied=False)) == 2
+    check_tied_head(open_fsdp(save(tmp_path / "a", state)))
     state["lm_head.weight"][4, 2] += 1
     with pytest.raises(CheckpointMismatchError, match="tie_word_embeddings"):
-        fsdp_tensors(open_fsdp(save(tmp_path / "b", state)), is_tied=True)
+        check_tied_head(open_fsdp(save(tmp_path / "b", state)))
 
 
 @pytest.mark.parametrize("wrapped", ["_fsdp_wrapped_module.a.{}b", "a._fsdp_wrapped_module.{}b", "_orig_mod.a.{}b"])
