@@ -54,6 +54,30 @@ class WantedPart:
     may_differ: bool = False
 
 
+def read_metadata(folder: Path) -> Metadata:
+    """What is in one folder that `dist_checkpointing.save` wrote, and where.
+
+    Raises:
+        CheckpointCorruptError: it is missing, damaged, or holds anything but data.
+        UnsupportedError: written by another backend than torch_dist.
+    """
+    _check_backend(folder / TORCH_DIST_CONFIG)
+    metadata = load_metadata(folder / _METADATA_FILE)
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is not what megatron writes")
+    return metadata
+
+
+def stored_file(folder: Path, key: str, stored: Any) -> Path:
+    """The file of an entry of the metadata's `storage_data`. Raises CheckpointCorruptError for one elsewhere."""
+    name = getattr(stored, "relative_path", None)
+    if not isinstance(name, str) or Path(name).name != name:
+        raise CheckpointCorruptError(
+            f"{folder}: {key}: {_METADATA_FILE} names {name!r}, which is not a file of this folder"
+        )
+    return folder / name
+
+
 class TorchDistFiles:
     """One folder, or several that hold one checkpoint together (verl keeps model, optimizer and extra apart).
 
@@ -78,11 +102,10 @@ class TorchDistFiles:
         self.names = tuple(sorted(self._tensors))
 
     def _open(self, path: Path) -> None:
-        _check_backend(path / TORCH_DIST_CONFIG)
+        metadata = read_metadata(path)
         common = load_safely(path / _COMMON_FILE, str(path / _COMMON_FILE))
-        metadata = load_metadata(path / _METADATA_FILE)
-        if not isinstance(common, dict) or not isinstance(metadata, Metadata) or metadata.storage_data is None:
-            raise CheckpointCorruptError(f"{path}: {_COMMON_FILE} or {_METADATA_FILE} is not what megatron writes")
+        if not isinstance(common, dict):
+            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: is not what megatron writes")
         self.common |= common
         folder = _Folder(path, metadata)
         for key, stored in metadata.state_dict_metadata.items():
@@ -166,12 +189,7 @@ class TorchDistFiles:
     def _run(self, folder: _Folder, key: str, items: Sequence[ReadItem], target: Any) -> None:
         storage = folder.metadata.storage_data
         for item in items:
-            stored = storage.get(item.storage_index)
-            name = getattr(stored, "relative_path", None)
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointCorruptError(
-                    f"{folder.path}: {key}: {_METADATA_FILE} names {name!r}, which is not a file of this folder"
-                )
+            stored_file(folder.path, key, storage.get(item.storage_index))
         reader = FileSystemReader(folder.path)
         reader.storage_data = storage
         try:

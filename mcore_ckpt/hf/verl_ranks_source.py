@@ -169,8 +169,8 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
         missing = [f"a rank of pp={p} ep={e}" for (p, e), n in sorted(counts.items()) if n < max(counts.values())]
     if missing:
         raise CheckpointCorruptError(
-            f"{folder / 'model'}: missing is the folder of {'; '.join(missing[:4])}, of tp={tp}, pp={pp}, ep={ep}. Were "
-            "they saved to another node's disk?"
+            f"{folder / 'model'}: missing is the folder of {'; '.join(missing[:4])}, of tp={tp}, pp={pp}, ep={ep}: was "
+            "it saved to another node's disk?"
         )
     return tp
 
