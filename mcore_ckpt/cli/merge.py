@@ -44,7 +44,7 @@ def add_to(subparsers: Subparsers) -> None:
         "--hf-model-path",
         type=Path,
         metavar="DIR",
-        help="folder with config.json and tokenizer; else huggingface/ of the checkpoint",
+        help="folder with config.json and tokenizer; else the checkpoint's own",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; else as saved")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of a file: 5GB (the default), 500MiB")
@@ -64,7 +64,8 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge; 0 when the folder is in place, and uploaded if that was asked for."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.hf.merge import UnusableRequestError, merge, ranks_of_torchrun
+    from mcore_ckpt.hf.merge import merge, ranks_of_torchrun
+    from mcore_ckpt.hf.sources import UnusableRequestError
     from mcore_ckpt.hf.upload import can_upload, upload
 
     request = _request(args)

@@ -19,8 +19,13 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.foreign.dtensors import Placement, placement_of
 from mcore_ckpt.foreign.pt_files import PtDTensor, PtTensor, read_pt
+from mcore_ckpt.hf.architecture import Architecture, HfModel, ModelFacts, read_model
+from mcore_ckpt.hf.architectures.common import facts_of
+from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.mapping import HfTensor, Slab, check_names, hf_tensors_in
 from mcore_ckpt.hf.shard_source import ShardSource, same_bytes, stored_shard
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
+from mcore_ckpt.hf.table import Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
@@ -77,18 +82,65 @@ def open_fsdp(folder: Path) -> ShardSource:
     return ShardSource(folder, infos, held.__getitem__)
 
 
-def check_tied_head(source: TensorSource) -> None:
-    """A tied model's state dict has the embedding under two names: what is left out must be the same.
+def read_copied_model(config: HfConfig) -> HfModel:
+    """As `read_model`, of an architecture without a table too: what is not converted need not be known.
+
+    Its embedding is tied, and it is a value model, as the config says; all else about it is empty.
+    """
+    try:
+        return read_model(config)
+    except UnsupportedError:
+        classes = tuple(str(name) for name in config.get("architectures") or ())
+        vocabulary = config.get("vocab_size")
+        sizes = {"vocab": vocabulary} if isinstance(vocabulary, int) else {}
+        known = ModelFacts(sizes, frozenset(facts_of(config)), ())
+        architecture = Architecture(str(config.get("model_type")), classes, Table((), ()), lambda _: known)
+        return HfModel(architecture, config, known, architecture.table.ignored)
+
+
+def fsdp_tensors(source: TensorSource, model: HfModel) -> list[HfTensor]:
+    """The tensors to export: all as they are, in their order, without a head that is the embedding.
+
+    Args:
+        source: from `open_fsdp`.
+        model: what `config.json` describes, from `read_copied_model`. If there is a table of its architecture, names
+            and shapes must be those of the table.
 
     Raises:
-        CheckpointMismatchError: the head is another tensor than the embedding.
+        CheckpointMismatchError: tensors are missing, unknown or of another shape; the head should be tied and is not.
     """
-    infos = source.tensors()
-    if _HEAD in infos and _EMBEDDING in infos and not same_bytes(source, _HEAD, _EMBEDDING):
+    infos = dict(source.tensors())
+    if model.is_tied and _HEAD in infos and _EMBEDDING in infos:
+        _check_tied(source)
+        del infos[_HEAD]
+    table = model.architecture.table
+    if table.model or table.layer:
+        _check_table(model, infos)
+    ignored = [re.compile(pattern) for pattern in model.ignored]
+    return [
+        HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),))
+        for name, info in infos.items()
+        if not any(pattern.fullmatch(name) for pattern in ignored)
+    ]
+
+
+def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
+    wanted = hf_tensors_in(model, infos)
+    check_names(model, wanted, infos, "the checkpoint")
+    for tensor in wanted:
+        if infos[tensor.name].shape != tensor.shape:
+            raise CheckpointMismatchError(
+                f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, and config.json asks for "
+                f"{list(tensor.shape)}: is it config.json of this model?"
+            )
+
+
+def _check_tied(source: TensorSource) -> None:
+    # A tied model's state dict has the embedding under both names: what is left out must be the same.
+    if not same_bytes(source, _HEAD, _EMBEDDING):
         raise CheckpointMismatchError(
-            f"config.json says that the embeddings are tied (tie_word_embeddings), but {_HEAD} "
-            f"{list(infos[_HEAD].shape)} is not {_EMBEDDING} {list(infos[_EMBEDDING].shape)}: set tie_word_embeddings "
-            "to false in config.json"
+            f"config.json says that the embeddings are tied (tie_word_embeddings), but {_HEAD} is another tensor than "
+            f"{_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
 
 

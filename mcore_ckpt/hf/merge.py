@@ -18,19 +18,20 @@ from typing import Any
 import torch
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
-from mcore_ckpt.hf.export import MAX_SHARD_BYTES, ExportPlan, plan_export
+from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.export import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
+from mcore_ckpt.hf.fsdp_source import fsdp_tensors, read_copied_model
+from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
+from mcore_ckpt.hf.sources import Backend, FoundCheckpoint, UnusableRequestError, find_checkpoint, open_source
 from mcore_ckpt.hf.writing import write_files, write_index
-from mcore_ckpt.resharding.reshard import select
-from mcore_ckpt.resharding.target import UnusableLayoutError
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.files import sync_dir, write_file
 from mcore_ckpt.storage.owner import read_owner, write_owner
-from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.requests import WrittenFile
 
 Progress = Callable[[int, int], None]
@@ -44,10 +45,6 @@ _WEIGHTS_INDEX = ".index.json"
 _TEMPLATES = "additional_chat_templates"
 
 
-class UnusableRequestError(ValueError):
-    """What was asked for cannot be done, whatever is in the checkpoint."""
-
-
 @dataclass(frozen=True)
 class MergeRequest:
     """What to merge, and into what.
@@ -57,8 +54,8 @@ class MergeRequest:
         target: the folder to make; it may be there if it is empty.
         step: which one, below a folder of steps.
         role: which one, where there are several.
-        backend: what wrote the checkpoint: "megatron" (any of ours), "fsdp".
-        hf_model_path: the folder that configuration and tokenizer come from; None: the checkpoint's `huggingface/`.
+        backend: what wrote the checkpoint: "fsdp" are FSDP shards, "megatron" everything else.
+        hf_model_path: the folder that configuration and tokenizer come from; None: the checkpoint's own.
         dtype: of floating tensors; None: as they were saved or, of a checkpoint without the model's own weights, what
             `config.json` says.
         max_shard_bytes: of a file's tensors.
@@ -70,7 +67,7 @@ class MergeRequest:
     target: Path
     step: int | None = None
     role: str | None = None
-    backend: str = "megatron"
+    backend: Backend = "megatron"
     hf_model_path: Path | None = None
     dtype: torch.dtype | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
@@ -134,9 +131,9 @@ def merge(
     # Empty or not there: a model that is there may be somebody's, or what is read.
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UnusableRequestError(f"{target} is there already, and not empty: name another folder, or remove it")
-    where = _find(request)
+    found = find_checkpoint(request.source, request.backend, request.step, request.role)
     ranks = agreement.world_size if agreement is not None else 1
-    attempt, job = _open(agreement, request, where, target, ranks)
+    attempt, job = _open(agreement, request, found, target, ranks)
     staging = layout.staging_dir(target, attempt)
     numbers = job.plan.share_of(agreement.rank if agreement is not None else 0, ranks)
     total = sum(job.plan.files[number].nbytes for number in numbers)
@@ -182,14 +179,14 @@ def merge(
 
 
 def _open(
-    agreement: Agreement | None, request: MergeRequest, where: Path, target: Path, ranks: int
+    agreement: Agreement | None, request: MergeRequest, found: FoundCheckpoint, target: Path, ranks: int
 ) -> tuple[str, _Job]:
     """Plans, and makes the staging folder once all ranks have the same plan."""
     jobs: list[_Job] = []
     attempt = commit.new_attempt()
 
     def work() -> Record:
-        jobs.append(_prepare(request, where, ranks))
+        jobs.append(_prepare(request, found, ranks))
         return jobs[0].described()
 
     def combine(records: Sequence[Record]) -> Record:
@@ -241,58 +238,53 @@ def ranks_of_torchrun() -> Agreement | None:
 # -- what is there -----------------------------------------------------------------------------------------
 
 
-def _prepare(request: MergeRequest, where: Path, ranks: int) -> _Job:
-    source, default_dtype = _open_source(request, where)
-    config_dir = request.hf_model_path or where / layout.HUGGINGFACE_DIR
-    if not (config_dir / "config.json").exists():
-        raise CheckpointNotFoundError(
-            f"{config_dir / 'config.json'}: missing: it says what model this is; name a folder that has it "
-            "(--hf_model_path)"
-        )
+def _prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int) -> _Job:
+    config_dir = request.hf_model_path or found.config_dir()
+    config = read_config(config_dir)
     try:
+        source = open_source(found, config)
         tensors = source.tensors()
-        model = _model(read_config(config_dir), tensors, request)
+        read = read_copied_model if found.has_hf_names else read_model
+        model = _model(read, config, tensors, request)
         _check_code(config_dir, model.config)
         dtype = request.dtype
-        if dtype is None and default_dtype:
+        # Main parameters are finer than the model's weights.
+        if dtype is None and isinstance(source, CheckpointSource) and not source.has_model:
             dtype = _said_dtype(model.config)
-        plan = plan_export(model, tensors, dtype=dtype, max_shard_bytes=request.max_shard_bytes, least_files=ranks)
+        plan = _plan(found, model, source, dtype, request.max_shard_bytes, ranks)
     except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{where}: with {config_dir / 'config.json'}: {error}") from error
-    return _Job(source, where, config_dir, model, plan)
+        raise CheckpointMismatchError(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
+    return _Job(source, found.path, config_dir, model, plan)
 
 
-def _find(request: MergeRequest) -> Path:
-    """The folder of one role. Raises UnusableRequestError, CheckpointNotFoundError, CheckpointCorruptError."""
-    try:
-        selection = select(request.source, request.step)
-    except UnusableLayoutError as error:
-        raise UnusableRequestError(str(error)) from None
-    roles = [role_dir for role_dir in selection.role_dirs if request.role in (None, role_dir.name)]
-    if len(roles) != 1:
-        there = ", ".join(role_dir.name for role_dir in selection.role_dirs)
-        raise UnusableRequestError(f"{request.source}: has the roles {there}: say which one (--role)")
-    return roles[0]
+def _plan(
+    found: FoundCheckpoint, model: HfModel, source: TensorSource, dtype: torch.dtype | None, most: int, ranks: int
+) -> ExportPlan:
+    if not found.has_hf_names:
+        return plan_export(model, source.tensors(), dtype=dtype, max_shard_bytes=most, least_files=ranks)
+    copied = fsdp_tensors(source, model)
+    return plan_tensors(
+        copied, source.tensors(), dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=_has_mtp(model, copied)
+    )
 
 
-def _open_source(request: MergeRequest, where: Path) -> tuple[TensorSource, bool]:
-    """What reads a checkpoint's tensors, by its kind; and whether its dtype is not that of the model's weights."""
-    if request.backend != "megatron":
-        raise UnsupportedError(f"{where}: checkpoints of {request.backend} cannot be merged")
-    source = CheckpointSource(where, read_manifest(where, layout.MANIFEST_FILE))
-    return source, not source.has_model
+def _has_mtp(model: HfModel, tensors: Sequence[HfTensor]) -> bool:
+    first = HF_LAYER.format(layer=len(model.layers))
+    return any(tensor.name.startswith(first) for tensor in tensors)
 
 
-def _model(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], request: MergeRequest) -> HfModel:
+def _model(
+    read: Callable[[HfConfig], HfModel], config: HfConfig, tensors: Mapping[str, TensorInfo], request: MergeRequest
+) -> HfModel:
     """What config and data say the model is; where the user says something else, one of them is wrong."""
-    model = read_model(config)
-    head = tensors.get("output_layer.weight")
+    model = read(config)
+    head = tensors.get("output_layer.weight", tensors.get("score.weight"))
     # Trainers make critics of a model's own config.json, which speaks of a language model.
     if head is not None and head.shape[0] == 1 < model.sizes["vocab"] and not model.is_value:
         classes = [name for name in model.architecture.classes if name.endswith("ForTokenClassification")]
         if not classes:
             raise UnsupportedError(f"config.json: {model.describe()}: transformers has no class for its value models")
-        model = read_model({**config, "architectures": classes[:1]})
+        model = read({**config, "architectures": classes[:1]})
     for what, said, found in (("tied", request.tied, model.is_tied), ("a value model", request.value, model.is_value)):
         if said is not None and said != found:
             raise CheckpointMismatchError(

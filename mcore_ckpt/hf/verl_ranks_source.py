@@ -85,7 +85,7 @@ def _without_copied_head(
     expected: Mapping[str, Shape],
 ) -> ShardSource:
     """The last of several pipeline ranks keeps a copy of a tied embedding, as its output layer."""
-    if _HEAD not in infos or _HEAD in expected or _EMBEDDING not in infos:
+    if _HEAD not in infos or _HEAD in expected or _EMBEDDING not in infos or _is_value_head(_HEAD, infos[_HEAD].shape):
         return source
     if not same_bytes(source, _HEAD, _EMBEDDING):
         raise CheckpointMismatchError(
@@ -268,6 +268,8 @@ def _put_together(
 
 def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, Shape]:
     local = held.tensor.shape
+    if _is_value_head(name, local):
+        return Cut(None), local
     axes = [axis for axis in dict.fromkeys((*axes_of(name), None)) if axis is None or axis < len(local)]
     possible = [(Cut(axis, held.sections if axis is not None else 1), _whole(local, axis, size)) for axis in axes]
     if wanted is None:
@@ -276,14 +278,20 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
         if shape == wanted:
             return cut, shape
     for cut, shape in possible:
-        # A value head has the output layer's name and one row for each number it gives: that is no padding.
-        padded = has_vocabulary_rows(name) and wanted[0] > 1 and shape[0] > wanted[0] and shape[1:] == wanted[1:]
-        if padded:
+        if has_vocabulary_rows(name) and shape[0] > wanted[0] and shape[1:] == wanted[1:]:
             return cut, shape
+    # A rank's file has its tensor-parallel rank in its name: of experts that are cut further, one part wrote over the
+    # others.
+    lost = ", or were experts cut into more parts than the rest, of which verl kept one" if expert_of(name) else ""
     raise CheckpointMismatchError(
         f"{held.tensor.path}: tensor {name}: has {list(local)} on one of {size} ranks, which is no part of "
-        f"{list(wanted)}: is it config.json of this model?"
+        f"{list(wanted)}: is it config.json of this model{lost}?"
     )
+
+
+def _is_value_head(name: str, shape: Shape) -> bool:
+    """Every tensor-parallel rank has all of it, and the output layer's name, of which config.json need not know."""
+    return name == _HEAD and shape[:1] == (1,)
 
 
 def _whole(local: Shape, axis: int | None, size: int) -> Shape:

@@ -13,6 +13,7 @@ from layouts import LAYOUTS
 from megatron.core import dist_checkpointing
 from training import Layout, Training, build, parallel, train
 
+from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.hf.source import PartRead, TensorSource
 from mcore_ckpt.hf.torch_dist_source import open_torch_dist
 from mcore_ckpt.hf.verl_ranks_source import open_verl_ranks
@@ -32,7 +33,6 @@ NAMES = (
     "ep2",
     "tp2-pp2",
     "tp2-ep2-etp1",
-    "etp2-ep2",
     "pp2-dp2-uneven",
     "pp2-vpp2-dp2-stages",
 )
@@ -76,6 +76,21 @@ def test_verl_ranks(name: str, _: str, shared_path: Path) -> None:
                 assert_has(open_verl_ranks(shared_path, shapes(LAYOUTS[name], wanted)), wanted)
 
 
+@pytest.mark.world(4)
+def test_experts_that_verl_lost(shared_path: Path) -> None:
+    """Files are named by tensor-parallel rank: of experts that are cut further, one part wrote over the others."""
+    layout = LAYOUTS["etp2-ep2"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 1)
+        save_verl_ranks(training, shared_path)
+        wanted = shapes(layout, model_of(global_state(training)))
+        with everywhere():
+            if dist.get_rank() == 0:
+                with pytest.raises(CheckpointMismatchError, match="experts cut into more parts"):
+                    open_verl_ranks(shared_path, wanted)
+
+
 def shapes(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     """As `config.json` promises them: without padding."""
     return {
@@ -84,7 +99,7 @@ def shapes(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, tup
     }
 
 
-@pytest.mark.parametrize(("name", "flag"), params(NAMES, KEYS))
+@pytest.mark.parametrize(("name", "flag"), params((*NAMES, "etp2-ep2"), KEYS))
 def test_torch_dist(name: str, flag: str, shared_path: Path) -> None:
     with parallel(LAYOUTS[name]):
         training = build(LAYOUTS[name], seed=1)

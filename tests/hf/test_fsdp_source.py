@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp_training import KINDS, model_of
+from safetensors.torch import load_file
+from tiny_models import make_hf_folder, read_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -24,7 +26,8 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from mcore_ckpt.hf.fsdp_source import check_tied_head, is_fsdp, open_fsdp
+from mcore_ckpt.hf.architecture import HfModel
+from mcore_ckpt.hf.fsdp_source import fsdp_tensors, is_fsdp, open_fsdp, read_copied_model
 from mcore_ckpt.hf.source import PartRead, TensorSource
 from mcore_ckpt.sharding.regions import Region
 
@@ -114,6 +117,7 @@ def test_nothing_of_torch_distributed_is_needed(saved: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
+from mcore_ckpt.hf.architecture import HfModel
 from mcore_ckpt.hf.fsdp_source import open_fsdp
 open_fsdp(Path({str(saved / "hsdp")!r}))
 assert "torch.distributed.tensor" not in sys.modules and "megatron" not in sys.modules
@@ -124,13 +128,53 @@ assert "torch.distributed.tensor" not in sys.modules and "megatron" not in sys.m
 # -- names --------------------------------------------------------------------------------------
 
 
+def unknown_model(**fields: Any) -> HfModel:
+    return read_copied_model({"model_type": "nobody_knows", "architectures": ["NobodyKnowsForCausalLM"], **fields})
+
+
+def test_an_architecture_without_a_table_is_copied(saved: Path) -> None:
+    source = open_fsdp(saved / "fsdp")
+    tensors = fsdp_tensors(source, unknown_model())
+    assert [tensor.name for tensor in tensors] == list(source.tensors())
+    for tensor in tensors:
+        (slab,) = tensor.slabs
+        assert (slab.start, slab.mcore, slab.region) == (0, tensor.name, Region.whole(tensor.shape))
+
+
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     embedding = torch.randn(5, 3)
-    state = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
-    check_tied_head(open_fsdp(save(tmp_path / "a", state)))
+    state = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding.clone(),
+        "a.rotary_emb.inv_freq": embedding,
+    }
+    source = open_fsdp(save(tmp_path / "a", state))
+    tied = unknown_model(tie_word_embeddings=True)
+    assert [tensor.name for tensor in fsdp_tensors(source, tied)] == ["model.embed_tokens.weight"]
+    assert len(fsdp_tensors(source, unknown_model())) == 2
     state["lm_head.weight"][4, 2] += 1
     with pytest.raises(CheckpointMismatchError, match="tie_word_embeddings"):
-        check_tied_head(open_fsdp(save(tmp_path / "b", state)))
+        fsdp_tensors(open_fsdp(save(tmp_path / "b", state)), tied)
+
+
+@pytest.mark.parametrize("name", ["llama-3", "qwen2-tied", "qwen3_moe", "deepseek_v3-mtp"])
+def test_a_known_architecture_has_what_its_table_names(name: str, tmp_path: Path) -> None:
+    model = read_copied_model(read_config(make_hf_folder(tmp_path / "hf", name)))
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    found = fsdp_tensors(open_fsdp(save(tmp_path / "a", tensors)), model)
+    assert {tensor.name: tensor.shape for tensor in found} == {n: tuple(t.shape) for n, t in tensors.items()}
+
+    gone = next(name for name in tensors if "o_proj" in name)
+    without = {name: tensor for name, tensor in tensors.items() if name != gone}
+    for number, (state, words) in enumerate(
+        (
+            (without, f"lacks {gone}"),
+            (tensors | {"v_head.weight": torch.ones(1)}, "unknown tensors: v_head.weight"),
+            (tensors | {gone: torch.ones(4, 4)}, f"{gone}: has shape"),
+        )
+    ):
+        with pytest.raises(CheckpointMismatchError, match=words):
+            fsdp_tensors(open_fsdp(save(tmp_path / f"b{number}", state)), model)
 
 
 @pytest.mark.parametrize("wrapped", ["_fsdp_wrapped_module.a.{}b", "a._fsdp_wrapped_module.{}b", "_orig_mod.a.{}b"])

@@ -1,0 +1,129 @@
+"""Which checkpoint a path stands for, whatever program wrote it, and what reads its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.foreign.kinds import ForeignKind, kind_of
+from mcore_ckpt.hf.architecture import read_model
+from mcore_ckpt.hf.checkpoint_source import CheckpointSource
+from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.fsdp_source import is_fsdp, open_fsdp
+from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.hf.source import TensorSource
+from mcore_ckpt.hf.torch_dist_source import open_torch_dist
+from mcore_ckpt.hf.verl_ranks_source import open_verl_ranks
+from mcore_ckpt.resharding.reshard import select
+from mcore_ckpt.resharding.target import UnusableLayoutError
+from mcore_ckpt.storage.reader import read_manifest
+
+Backend = Literal["megatron", "fsdp"]
+Kind = Literal["native", "fsdp"] | ForeignKind
+
+# Where a checkpoint may have config.json and tokenizer: ours and verl's today, verl up to 0.4, and beside the weights.
+_CONFIG_DIRS = (layout.HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{layout.HUGGINGFACE_DIR}")
+
+
+class UnusableRequestError(ValueError):
+    """What was asked for cannot be done, whatever is in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint of one role. `kind`: "native" is one of this package."""
+
+    path: Path
+    kind: Kind
+
+    @property
+    def has_hf_names(self) -> bool:
+        """Whether its tensors are HuggingFace's, and need no conversion."""
+        return self.kind == "fsdp"
+
+    def config_dir(self) -> Path:
+        """The folder with its `config.json`. Raises CheckpointNotFoundError if it brought none."""
+        folders = [self.path / name for name in _CONFIG_DIRS]
+        found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"{folders[0] / 'config.json'}: missing: it says what model this is; name a folder that has it "
+                "(--hf_model_path)"
+            )
+        return found
+
+
+def find_checkpoint(
+    path: Path, backend: Backend = "megatron", step: int | None = None, role: str | None = None
+) -> FoundCheckpoint:
+    """The checkpoint that a path stands for.
+
+    Args:
+        path: the folder of a role, of a step, or of the steps (the newest complete one of ours); of megatron's trainer
+            an `iter_...` folder.
+        backend: what wrote it: "fsdp" are FSDP shards, "megatron" everything else.
+        step: which one, below a folder of steps.
+        role: which one, of a step with several.
+
+    Raises:
+        UnusableRequestError: there are several roles, and none was chosen; or another step.
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptError: a manifest is damaged.
+    """
+    kind: Callable[[Path], Kind | None] = kind_of if backend == "megatron" else _fsdp_kind
+    found = [FoundCheckpoint(folder, known) for folder in _folders(path, step) if (known := kind(folder)) is not None]
+    if found:
+        return _one(path, found, role)
+    if backend == "fsdp":
+        raise CheckpointNotFoundError(f"{path}: has no model_world_size_*_rank_*.pt, nor has a folder of a role in it")
+    try:
+        selection = select(path, step)
+    except UnusableLayoutError as error:
+        raise UnusableRequestError(str(error)) from None
+    return _one(path, [FoundCheckpoint(role_dir, "native") for role_dir in selection.role_dirs], role)
+
+
+def open_source(found: FoundCheckpoint, config: HfConfig) -> TensorSource:
+    """What reads a checkpoint's tensors.
+
+    Args:
+        found: the checkpoint.
+        config: the `config.json` of its model. Old folders of verl do not say themselves what shapes their tensors
+            have.
+
+    Raises:
+        CheckpointError: it is damaged, or is not of this model.
+    """
+    if found.kind == "native":
+        return CheckpointSource(found.path, read_manifest(found.path, layout.MANIFEST_FILE))
+    if found.kind == "fsdp":
+        return open_fsdp(found.path)
+    if found.kind == "torch_dist":
+        return open_torch_dist(found.path)
+    slabs = (slab for tensor in hf_tensors(read_model(config)) for slab in tensor.slabs if slab.mcore)
+    return open_verl_ranks(found.path, {slab.mcore: slab.region.global_shape for slab in slabs})
+
+
+def _fsdp_kind(folder: Path) -> Kind | None:
+    return "fsdp" if is_fsdp(folder) else None
+
+
+def _folders(path: Path, step: int | None) -> Iterator[Path]:
+    """Where another program's checkpoint may be: there, below it by role, or below it by step and role."""
+    folders = [path] if step is None else [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
+    for folder in folders:
+        yield folder
+        if folder.is_dir():
+            yield from sorted(entry for entry in folder.iterdir() if entry.is_dir())
+
+
+def _one(path: Path, found: list[FoundCheckpoint], role: str | None) -> FoundCheckpoint:
+    chosen = [checkpoint for checkpoint in found if role in (None, checkpoint.path.name)]
+    if len(chosen) != 1:
+        there = ", ".join(checkpoint.path.name for checkpoint in found)
+        raise UnusableRequestError(f"{path}: has the roles {there}: say which one (--role)")
+    return chosen[0]
