@@ -35,6 +35,8 @@ _METADATA_CLASSES = {
     "torch": ("Size", "device"),
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
+    # The folder that torch's own writer was told (`StorageMeta.checkpoint_id`).
+    "pathlib": ("PosixPath",),
 }
 
 
