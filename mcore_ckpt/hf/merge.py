@@ -91,7 +91,7 @@ class MergeReport:
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class MergeJob:
     """All that is known before a byte is written."""
 
     source: TensorSource
@@ -131,7 +131,7 @@ def merge(
     # Empty or not there: a model that is there may be somebody's, or what is read.
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UnusableRequestError(f"{target} is there already, and not empty: name another folder, or remove it")
-    found = find_checkpoint(request.source, request.backend, request.step, request.role)
+    found = find(request)
     ranks = agreement.world_size if agreement is not None else 1
     attempt, job = _open(agreement, request, found, target, ranks)
     staging = layout.staging_dir(target, attempt)
@@ -180,13 +180,13 @@ def merge(
 
 def _open(
     agreement: Agreement | None, request: MergeRequest, found: FoundCheckpoint, target: Path, ranks: int
-) -> tuple[str, _Job]:
+) -> tuple[str, MergeJob]:
     """Plans, and makes the staging folder once all ranks have the same plan."""
-    jobs: list[_Job] = []
+    jobs: list[MergeJob] = []
     attempt = commit.new_attempt()
 
     def work() -> Record:
-        jobs.append(_prepare(request, found, ranks))
+        jobs.append(prepare(request, found, ranks))
         return jobs[0].described()
 
     def combine(records: Sequence[Record]) -> Record:
@@ -238,7 +238,17 @@ def ranks_of_torchrun() -> Agreement | None:
 # -- what is there -----------------------------------------------------------------------------------------
 
 
-def _prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int) -> _Job:
+def find(request: MergeRequest) -> FoundCheckpoint:
+    """The checkpoint to merge. Raises as `find_checkpoint`."""
+    return find_checkpoint(request.source, request.backend, request.step, request.role)
+
+
+def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> MergeJob:
+    """Opens a checkpoint and plans its files; the target is not looked at.
+
+    Raises:
+        CheckpointError: it is damaged, or not what `config.json` describes.
+    """
     config_dir = request.hf_model_path or found.config_dir()
     config = read_config(config_dir)
     try:
@@ -254,7 +264,7 @@ def _prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int) -> _Job:
         plan = _plan(found, model, source, dtype, request.max_shard_bytes, ranks)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
-    return _Job(source, found.path, config_dir, model, plan)
+    return MergeJob(source, found.path, config_dir, model, plan)
 
 
 def _plan(

@@ -68,7 +68,7 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
         if not single.exists():
             raise CheckpointNotFoundError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
         return {tensor.name: tensor for tensor in read_file(single)}
-    where = _read_index(index)
+    where = read_weight_map(index)
     found: dict[str, HfStored] = {}
     for file in sorted(set(where.values())):
         for tensor in read_file(folder / file):
@@ -122,7 +122,8 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> HfSt
     return HfStored(name, _DTYPES[dtype], lengths, path, start + begin, nbytes)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Which file has a tensor, from the index of several. Raises CheckpointCorruptError."""
     try:
         where = json.loads(path.read_bytes())["weight_map"]
         pairs = {str(name): str(file) for name, file in where.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,10 @@ import torch
 
 from mcore_ckpt import _native, knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CommitError
-from mcore_ckpt.hf.export import ExportPlan, FileTensor, WeightFile
-from mcore_ckpt.hf.mapping import Slab
+from mcore_ckpt.hf.export import ExportPlan, WeightFile
+from mcore_ckpt.hf.filling import Elements, Scratch, fill
 from mcore_ckpt.hf.safetensors_files import INDEX_FILE, encode_header, encode_index
-from mcore_ckpt.hf.source import PartRead, TensorSource
-from mcore_ckpt.staging.arena import Arena
+from mcore_ckpt.hf.source import TensorSource
 from mcore_ckpt.storage.files import write_file
 from mcore_ckpt.storage.index import BLOCK_BYTES
 from mcore_ckpt.storage.requests import WrittenFile
@@ -61,7 +60,7 @@ def write_files(
         CheckpointCorruptError: the source is damaged, or has NaN; names the tensor.
         CommitError, OSError: writing failed.
     """
-    scratch = _Scratch()
+    scratch = Scratch()
     written = []
     targets = [_Target.of(plan.files[number]) for number in numbers]
     for batch in stream((target.parts() for target in targets), lambda batch: _read(source, batch, scratch)):
@@ -131,98 +130,17 @@ class _Part:
     def is_last(self) -> bool:
         return self.stop == self.target.cuts[-1]
 
-    def tensors(self, address: int) -> Iterator[tuple[FileTensor, int, torch.Tensor]]:
+    def tensors(self, address: int) -> Iterator[Elements]:
         """Each tensor that has elements here: number of the first, and the memory of all of them."""
         for tensor, offset in zip(self.target.file.tensors, self.target.offsets, strict=True):
             low, high = max(offset, self.start), min(offset + tensor.nbytes, self.stop)
             if low < high:
                 memory = memory_at(address + low - self.start, high - low, tensor.dtype)
-                yield tensor, (low - offset) // tensor.dtype.itemsize, memory
+                yield Elements(tensor, (low - offset) // tensor.dtype.itemsize, memory)
 
 
-# -- reading -----------------------------------------------------------------------------------------------
-
-
-class _Scratch:
-    """Memory for what is not read to where it is written from; it serves again for the next batch."""
-
-    def __init__(self) -> None:
-        self._arena = Arena()
-
-    def reserve(self, changes: Iterable[_Change]) -> list[torch.Tensor]:
-        sizes = [change.nbytes for change in changes]
-        # Each on a multiple of what any dtype's elements take.
-        *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
-        if not end:
-            return []
-        address = self._arena.take(end)
-        return [memory_at(address + at, size, torch.uint8) for at, size in zip(offsets, sizes, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Change:
-    """Elements that are read to other memory first: `[start, stop)` of a slab, which go to `memory`.
-
-    `stored`: their dtype there. Where the values change, the slab is read whole.
-    """
-
-    slab: Slab
-    start: int
-    stop: int
-    stored: torch.dtype
-    memory: torch.Tensor
-
-    @property
-    def read(self) -> tuple[int, int]:
-        return (self.start, self.stop) if self.slab.change is None else (0, self.slab.numel)
-
-    @property
-    def nbytes(self) -> int:
-        start, stop = self.read
-        return (stop - start) * self.stored.itemsize
-
-    def apply(self, values: torch.Tensor) -> None:
-        if self.slab.change is not None:
-            changed = self.slab.change.to_hf(values.view(self.slab.region.local_shape))
-            values = changed.reshape(-1)[self.start : self.stop]
-        self.memory.copy_(values)
-
-
-def _read(source: TensorSource, batch: Sequence[Placed[_Part]], scratch: _Scratch) -> None:
-    reads: list[PartRead] = []
-    changes: list[_Change] = []
-    dtypes = source.tensors()
-    for placed in batch:
-        for tensor, first, memory in placed.part.tensors(placed.address):
-            for slab, start, stop, its_memory in _slabs(tensor, first, memory):
-                if not slab.mcore:
-                    its_memory.zero_()
-                    continue
-                stored = dtypes[slab.mcore].dtype
-                if slab.change is None and stored == tensor.dtype:
-                    reads.append(_part(slab, start, stop, its_memory))
-                else:
-                    changes.append(_Change(slab, start, stop, stored, its_memory))
-    read_first = [memory.view(change.stored) for change, memory in zip(changes, scratch.reserve(changes), strict=False)]
-    for change, memory in zip(changes, read_first, strict=True):
-        reads.append(_part(change.slab, *change.read, memory))
-    source.read(reads)
-    for change, memory in zip(changes, read_first, strict=True):
-        change.apply(memory)
-
-
-def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tuple[Slab, int, int, torch.Tensor]]:
-    """What slabs have of the elements from `first` on: which of theirs, and the memory."""
-    stop = first + memory.numel()
-    for slab in tensor.tensor.slabs:
-        low, high = max(slab.start, first), min(slab.start + slab.numel, stop)
-        if low < high:
-            yield slab, low - slab.start, high - slab.start, memory[low - first : high - first]
-
-
-def _part(slab: Slab, start: int, stop: int, memory: torch.Tensor) -> PartRead:
-    first = slab.region.flat[0]
-    return PartRead(slab.mcore, slab.region.with_flat(first + start, first + stop), memory)
+def _read(source: TensorSource, batch: Sequence[Placed[_Part]], scratch: Scratch) -> None:
+    fill(source, (wanted for placed in batch for wanted in placed.part.tensors(placed.address)), scratch)
 
 
 # -- writing -----------------------------------------------------------------------------------------------
