@@ -1,0 +1,205 @@
+"""`mcore-ckpt test`: a merged model, or a checkpoint as it would be merged, against a reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column, Table
+
+from mcore_ckpt.cli import UsageError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.hf.compare import ComparedTensor, Comparison, Weights
+    from mcore_ckpt.hf.source import TensorInfo
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Compares a HuggingFace model's folder with a reference, tensor by tensor and in both directions: missing, extra, shape,
+dtype, values. With --local_dir it is a checkpoint that is compared, as merging would write it. Exit status 0: the same;
+1: not the same."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the parser of `test`."""
+    parser = subparsers.add_parser("test", help="compare a merged model with a reference", description=DESCRIPTION)
+    parser.add_argument("merged", type=Path, nargs="?", help="folder of the model to look at")
+    parser.add_argument(
+        "--reference",
+        "--test_hf_dir",
+        "--test-hf-dir",
+        type=Path,
+        metavar="DIR",
+        required=True,
+        help="folder of the model that it should be: safetensors or pytorch_model.bin, in one file or several",
+    )
+    parser.add_argument(
+        "--atol", type=float, default=0.0, metavar="X", help="values may differ by so much; else no bit"
+    )
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="and by so much of the reference's value")
+    parser.add_argument("--any-dtype", action="store_true", help="tensors may have other dtypes; values are compared")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="REGEX", help="leave out tensors of this name; may be repeated"
+    )
+    parser.add_argument("--most", type=int, default=10, metavar="N", help="rows of the table of the worst (10)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    checkpoint = parser.add_argument_group("instead of a merged model, a checkpoint")
+    checkpoint.add_argument(
+        "--local_dir", type=Path, metavar="DIR", help="folder of a role, of a step, or of the steps"
+    )
+    checkpoint.add_argument(
+        "--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model"
+    )
+    checkpoint.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
+    checkpoint.add_argument("--role", metavar="NAME", help="of a step with several roles")
+    checkpoint.add_argument(
+        "--hf_model_path", "--hf-model-path", type=Path, metavar="DIR", help="folder with config.json; else its own"
+    )
+    checkpoint.add_argument("--dtype", choices=_DTYPES, help="to convert the weights to; else as saved")
+    checkpoint.add_argument("--tie-word-embedding", action="store_true", help="say that embeddings are tied")
+    checkpoint.add_argument("--is-value-model", action="store_true", help="say that it is a critic")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; 0 if the two are the same."""
+    _check(args)
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.hf.compare import Tolerance, compare, open_folder
+
+    tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
+    ours, reference = _ours(args), open_folder(args.reference)
+    with _progress(args.json) as bar:
+        task = bar.add_task("compare", total=None)
+        comparison = compare(
+            ours, reference, tolerance, args.ignore, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if args.json:
+        print(json.dumps(as_json(comparison)))
+    else:
+        _show(comparison, args.most)
+    return 0 if comparison.is_same else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    if (args.merged is None) == (args.local_dir is None):
+        raise UsageError("give either the folder of a merged model or, with --local_dir, a checkpoint")
+    if not (args.atol >= 0 and args.rtol >= 0):
+        raise UsageError(f"--atol {args.atol} --rtol {args.rtol}: tolerances are numbers from 0 on")
+    for pattern in args.ignore:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise UsageError(f"--ignore {pattern!r} is no regular expression: {error}") from None
+
+
+def _ours(args: argparse.Namespace) -> Weights:
+    import torch
+
+    from mcore_ckpt.hf.compare import open_folder, open_job
+    from mcore_ckpt.hf.merge import MergeRequest, find, prepare
+    from mcore_ckpt.hf.sources import UnusableRequestError
+
+    if args.merged is not None:
+        return open_folder(args.merged)
+    request = MergeRequest(
+        source=args.local_dir,
+        target=args.local_dir,
+        step=args.step,
+        role=args.role,
+        backend=args.backend,
+        hf_model_path=args.hf_model_path,
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        tied=True if args.tie_word_embedding else None,
+        value=True if args.is_value_model else None,
+    )
+    try:
+        return open_job(prepare(request, find(request)))
+    except UnusableRequestError as error:
+        raise UsageError(str(error)) from None
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
+
+
+def _show(comparison: Comparison, most: int) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    told = comparison.worst()
+    if told:
+        console.print(_table(told[:most]))
+    if len(told) > most:
+        console.print(f"and {len(told) - most} more (--most)", markup=False)
+    wrong = sum(not tensor.is_same for tensor in comparison.tensors)
+    verdict = "the same" if comparison.is_same else f"not the same: {wrong} differ"
+    ignored = f", {len(comparison.ignored)} ignored" if comparison.ignored else ""
+    console.print(
+        f"{comparison.ours} and {comparison.reference}: {verdict}; {len(comparison.tensors)} tensors{ignored}, "
+        f"{comparison.nbytes / 1e9:.2f} GB in {comparison.seconds:.1f} s",
+        markup=False,
+    )
+
+
+def _table(tensors: list[ComparedTensor]) -> Table:
+    table = Table(
+        Column("tensor", overflow="fold"), "problem", "here", "reference", "differing", "max abs", "max rel", "remark"
+    )
+    for tensor in tensors:
+        table.add_row(
+            tensor.name,
+            tensor.problem,
+            _words(tensor.ours),
+            _words(tensor.reference),
+            str(tensor.differing or ""),
+            f"{tensor.max_abs:.3g}" if tensor.max_abs else "",
+            f"{tensor.max_rel:.3g}" if tensor.max_rel else "",
+            tensor.remark,
+        )
+    return table
+
+
+def _words(info: TensorInfo | None) -> str:
+    return "" if info is None else f"{'x'.join(map(str, info.shape))} {str(info.dtype).removeprefix('torch.')}"
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """What a program may want to know. Numbers that JSON has not (infinity) are null."""
+    return {
+        "same": comparison.is_same,
+        "ours": str(comparison.ours),
+        "reference": str(comparison.reference),
+        "tensors": len(comparison.tensors),
+        "ignored": list(comparison.ignored),
+        "bytes": comparison.nbytes,
+        "seconds": comparison.seconds,
+        "worst": [
+            {
+                "name": tensor.name,
+                "problem": tensor.problem,
+                "ours": _as_json(tensor.ours),
+                "reference": _as_json(tensor.reference),
+                "differing": tensor.differing,
+                "max_abs": _finite(tensor.max_abs),
+                "max_rel": _finite(tensor.max_rel),
+                "remark": tensor.remark,
+            }
+            for tensor in comparison.worst()
+        ],
+    }
+
+
+def _as_json(info: TensorInfo | None) -> dict[str, Any] | None:
+    return None if info is None else {"shape": list(info.shape), "dtype": str(info.dtype).removeprefix("torch.")}
+
+
+def _finite(number: float) -> float | None:
+    return number if number < float("inf") else None
