@@ -17,11 +17,12 @@ from pathlib import Path
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel, read_model
-from mcore_ckpt.hf.assets import as_value_model, config_of, save_assets, write_config, written_assets
+from mcore_ckpt.hf.assets import config_of, save_assets, write_config, written_assets
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
 from mcore_ckpt.hf.export import plan_export
 from mcore_ckpt.hf.mapping import hf_tensors
 from mcore_ckpt.hf.mcore_config import check_model
+from mcore_ckpt.hf.settling import settle
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import OPAQUE
@@ -48,8 +49,9 @@ def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
         UnsupportedError: there is no table for it.
         CheckpointMismatchError: a tensor is not in it, or of another shape, or its rows are in another order.
     """
-    heads = [shard.region.global_shape[0] for shard in model if shard.key.name == _HEAD]
-    described = described_model(session, heads[0] if heads else None)
+    described = described_model(session)
+    if any(shard.key.name == _HEAD and shard.region.global_shape[0] == 1 for shard in model):
+        described = _as_value_model(described)
     _check_config(session, described)
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
     for shard in model:
@@ -94,17 +96,20 @@ def _check_config(session: Session, described: HfModel) -> None:
             )
 
 
-def described_model(session: Session, head_rows: int | None) -> HfModel:
-    """What `hf_config` describes. A head of one row is a critic's, though frameworks hand over the actor's config.
+def described_model(session: Session) -> HfModel:
+    """What `hf_config` describes. Raises UnsupportedError if there is no table for it."""
+    return read_model(config_of(session.hf_config))
 
-    Raises:
-        UnsupportedError: no table for this architecture, or no transformers class for its critic.
-    """
-    config = config_of(session.hf_config)
-    model = read_model(config)
-    if head_rows == 1 and not model.is_value:
-        model = read_model(as_value_model(config, model.architecture.classes))
-    return model
+
+def _as_value_model(model: HfModel) -> HfModel:
+    """The same with a head of one value: frameworks hand over the language model's config for a critic, too."""
+    wanted = next((name for name in model.architecture.classes if name.endswith("ForTokenClassification")), None)
+    if wanted is None:
+        raise UnsupportedError(
+            f"hf_config: transformers has no value model of {model.architecture.model_type}: leave 'hf_model' out of "
+            "save_contents"
+        )
+    return read_model({**model.config, "architectures": [wanted]})
 
 
 def export_together(
@@ -163,8 +168,9 @@ def completed(session: Session, staging: Path, records: Sequence[Record]) -> Man
 
 def _export(session: Session, source: CheckpointSource, folder: Path) -> list[WrittenFile]:
     tensors = source.tensors()
-    head = tensors.get(_HEAD)
-    model = described_model(session, None if head is None else head.shape[0])
+    shapes = {name: info.shape for name, info in tensors.items()}
+    # What is trained is known; frameworks hand over the language model's config for a critic, too.
+    model = settle(described_model(session), shapes, is_value_model=_HEAD in shapes and shapes[_HEAD][0] == 1)
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
     useful = max(1, min(session.topology.world_size, nbytes // knobs.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=knobs.HF_FILE_BYTES, least_files=useful)

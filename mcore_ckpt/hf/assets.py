@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.storage.files import sync_file
+from mcore_ckpt.hf.mcore_config import config_of_weights
+from mcore_ckpt.storage.files import sync_file, write_file
 from mcore_ckpt.storage.requests import WrittenFile
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mcore_ckpt.hf.architecture import HfModel
 
 CONFIG_FILE = "config.json"
+
+# What a tokenizer, a processor or a model's own code may consist of.
+_ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_TEMPLATES = "additional_chat_templates"
 
 
 def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Path]:
@@ -55,44 +59,41 @@ def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
 
 
 def copy_assets(source: Path, folder: Path) -> list[Path]:
-    """Copies what lies beside the weights of a HuggingFace model: everything but weights and their indexes.
+    """Copies configuration, tokenizer, processor and a model's own code, durably; never weights. Code is not run.
 
-    Links are followed, as the hub's cache is made of them. Returns the files written.
+    Returns:
+        The files written.
+
+    Raises:
+        OSError: a file cannot be read or written.
     """
     written = []
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not _is_weights(path.name):
-            target = folder / path.name
-            shutil.copyfile(path, target)
+    for path in sorted((*source.iterdir(), *(source / _TEMPLATES).glob("*.jinja"))):
+        # The hub's cache is made of links.
+        if path.suffix in _ASSETS and path.is_file() and not path.name.startswith(".") and not _is_index(path.name):
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            write_file(target, [path.read_bytes()])
             written.append(target)
     return written
 
 
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"))
+def _is_index(name: str) -> bool:
+    """Whether a file says which file has which weights."""
+    return name.endswith(".index.json")
 
 
 def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool) -> Path:
-    """Writes `config.json` as it must be beside the weights of `model`; whatever else it says stays as it was.
+    """Writes `config.json` as it must be beside weights, durably, in place of what is there. See `config_of_weights`.
 
-    Args:
-        folder: of the weights.
-        model: what they are; its `config` is what was known before.
-        dtype: of the weights.
-        has_mtp: whether multi-token prediction was written.
+    Raises:
+        UnsupportedError: it is a value model, and transformers has no class for that.
+        OSError: it cannot be written.
     """
-    config = dict(model.config)
-    # transformers took up "dtype" in 4.56; it reads the older name still.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    config["architectures"] = [_class_of(model)]
-    config["tie_word_embeddings"] = model.is_tied
-    if model.is_value:
-        # How many values a head gives is not in the file but as the number of labels.
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    if not has_mtp and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
     path = folder / CONFIG_FILE
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    config = config_of_weights(model, dtype, has_mtp)
+    path.unlink(missing_ok=True)
+    write_file(path, [json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"])
     return path
 
 
@@ -104,32 +105,6 @@ def config_of(hf_config: Any) -> dict[str, Any]:
     config = json.loads(to_json(use_diff=False))
     assert isinstance(config, dict)
     return config
-
-
-def as_value_model(config: dict[str, Any], classes: Iterable[str]) -> dict[str, Any]:
-    """The config of a language model, as that of a model with a head of one value per token.
-
-    Args:
-        config: the object in its `config.json`.
-        classes: of the architecture.
-
-    Raises:
-        UnsupportedError: transformers has no such class.
-    """
-    of_tokens = next((name for name in classes if name.endswith("ForTokenClassification")), None)
-    if of_tokens is None:
-        raise UnsupportedError(
-            f"config.json: transformers has no class of {config.get('model_type')} with a value head; leave 'hf_model' "
-            "out of save_contents"
-        )
-    return {**config, "architectures": [of_tokens]}
-
-
-def _class_of(model: HfModel) -> str:
-    """The transformers class to load the weights with: the config's if it fits, else the architecture's."""
-    kinds = ("ForTokenClassification", "ForSequenceClassification") if model.is_value else ("ForCausalLM",)
-    named = [*(model.config.get("architectures") or ()), *model.architecture.classes]
-    return next(name for name in named if name.endswith(kinds))
 
 
 def _generation_config(hf_config: Any) -> Any:

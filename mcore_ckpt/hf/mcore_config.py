@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.hf.architecture import Architecture, HfModel
 from mcore_ckpt.hf.config_rules import HfConfig, MissingFieldError, Same
+
+if TYPE_CHECKING:
+    import torch
 
 _GPT = "gpt."
 _ATTRIBUTES = "attributes."
@@ -106,6 +109,33 @@ def to_hf_config(
     _spell_for_both_versions(architecture, config)
     _set_class(architecture, config, is_value)
     return config
+
+
+def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
+    """The `config.json` beside weights, for transformers 4 and 5; what else it said before, it says still.
+
+    Args:
+        model: what the weights are; its `config` is what was known before.
+        dtype: of the weights.
+        has_mtp: whether multi-token prediction is among them.
+
+    Raises:
+        UnsupportedError: it is a value model, and transformers has no class for that.
+    """
+    config = dict(model.config)
+    _spell_for_both_versions(model.architecture, config)
+    # transformers took up "dtype" in 4.56; it reads the older name still.
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    _set_class(model.architecture, config, model.is_value)
+    if model.is_value:
+        config.update(ONE_LABEL)
+    if not has_mtp and config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0
+    return config
+
+
+# transformers counts labels by these.
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def gpt_arguments(model: Any) -> dict[str, Any]:
@@ -262,14 +292,16 @@ def _check_all_said(architecture: Architecture, transformer: Any, gpt: Mapping[s
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
     """Adds the fields of the other version of transformers: 4 takes a config without `rope_theta` for one with the
     default, or one of `num_local_experts` for one of 128 experts."""
-    values = _Everything(_values(architecture, config), {}, {})
     for rule in architecture.rules:
-        if isinstance(rule, Same):
-            if rule.also:
-                config.update(rule.to_hf(values, config))
-        elif hasattr(rule, "spelling"):
-            for name, value in rule.spelling(config).items():
-                config.setdefault(name, value)
+        try:
+            if isinstance(rule, Same) and rule.also:
+                config.update(rule.to_hf(rule.to_mcore(config), config))
+            elif hasattr(rule, "spelling"):
+                for name, value in rule.spelling(config).items():
+                    config.setdefault(name, value)
+        except UnsupportedError:
+            # What megatron has no word for stays as its author has spelled it.
+            continue
 
 
 def _set_class(architecture: Architecture, config: dict[str, Any], is_value: bool | None) -> None:
@@ -283,5 +315,4 @@ def _set_class(architecture: Architecture, config: dict[str, Any], is_value: boo
         raise UnsupportedError(f"{architecture.model_type} has no class ...{ending} in transformers")
     config["architectures"] = wanted[:1]
     if is_value:
-        # transformers counts labels by these: one.
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        config.update(ONE_LABEL)

@@ -6,7 +6,6 @@ Several processes share the work, each writing some of the files. None of them r
 from __future__ import annotations
 
 import glob
-import json
 import os
 import shutil
 import time
@@ -20,17 +19,19 @@ import torch
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
+from mcore_ckpt.hf.assets import copy_assets, write_config
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
 from mcore_ckpt.hf.config_rules import HfConfig
 from mcore_ckpt.hf.export import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.hf.fsdp_source import fsdp_tensors, read_copied_model
 from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor
+from mcore_ckpt.hf.settling import settle
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
 from mcore_ckpt.hf.sources import Backend, FoundCheckpoint, UnusableRequestError, find_checkpoint, open_source
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.storage.files import sync_dir, write_file
+from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.owner import read_owner, write_owner
 from mcore_ckpt.storage.requests import WrittenFile
 
@@ -38,11 +39,6 @@ Progress = Callable[[int, int], None]
 
 # A rank may have one file more to write than another, on a slow disk. One that dies is torchrun's to notice.
 _WAIT_S = 1800.0
-
-# What a tokenizer, a processor or a model's own code may consist of.
-_ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-_WEIGHTS_INDEX = ".index.json"
-_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -154,8 +150,8 @@ def merge(
             staging, ((rank, WrittenFile(*file)) for rank, record in enumerate(records) for file in record["files"])
         )
         write_index(job.plan, staging)
-        write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp)
         copy_assets(job.config_dir, staging)
+        write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp)
         sync_dir(staging)
         return {}
 
@@ -255,7 +251,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         source = open_source(found, config)
         tensors = source.tensors()
         read = read_copied_model if found.has_hf_names else read_model
-        model = _model(read, config, tensors, request)
+        model = _settled(read, config, tensors, request)
         _check_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are finer than the model's weights.
@@ -283,24 +279,19 @@ def _has_mtp(model: HfModel, tensors: Sequence[HfTensor]) -> bool:
     return any(tensor.name.startswith(first) for tensor in tensors)
 
 
-def _model(
+def _settled(
     read: Callable[[HfConfig], HfModel], config: HfConfig, tensors: Mapping[str, TensorInfo], request: MergeRequest
 ) -> HfModel:
-    """What config and data say the model is; where the user says something else, one of them is wrong."""
+    """What config, data and the user agree on."""
     model = read(config)
-    head = tensors.get("output_layer.weight", tensors.get("score.weight"))
-    # Trainers make critics of a model's own config.json, which speaks of a language model.
-    if head is not None and head.shape[0] == 1 < model.sizes["vocab"] and not model.is_value:
-        classes = [name for name in model.architecture.classes if name.endswith("ForTokenClassification")]
-        if not classes:
-            raise UnsupportedError(f"config.json: {model.describe()}: transformers has no class for its value models")
-        model = read({**config, "architectures": classes[:1]})
-    for what, said, found in (("tied", request.tied, model.is_tied), ("a value model", request.value, model.is_value)):
-        if said is not None and said != found:
-            raise CheckpointMismatchError(
-                f"it is {'' if found else 'not '}{what}, and the arguments say that it is{'' if said else ' not'}"
-            )
-    return model
+    if not model.architecture.table.layer:
+        # No table: names that may mean anything. What is copied as it is needs none.
+        return model
+    shapes = {name: info.shape for name, info in tensors.items()}
+    if model.is_tied:
+        # FSDP's names are those of modules: one tensor has two. Whether it is one is looked at by `fsdp_tensors`.
+        shapes.pop("lm_head.weight", None)
+    return settle(model, shapes, request.tied, request.value)
 
 
 def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
@@ -320,35 +311,6 @@ def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
 def _said_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-# -- files beside the weights ------------------------------------------------------------------------------
-
-
-def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool) -> None:
-    """Writes `config.json` as it is of the weights beside it, durably. Raises OSError."""
-    config = {**model.config}
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    if model.is_value:
-        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    elif not config.get("architectures"):
-        config["architectures"] = list(model.architecture.classes[:1])
-    if not has_mtp and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
-    write_file(folder / "config.json", [json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"])
-
-
-def copy_assets(source: Path, folder: Path) -> None:
-    """Copies tokenizer, processor, generation config and a model's own code, durably. Raises OSError."""
-    for path in sorted(source.iterdir()):
-        is_other = path.name == "config.json" or path.name.endswith(_WEIGHTS_INDEX) or path.name.startswith(".")
-        if path.suffix in _ASSETS and path.is_file() and not is_other:
-            write_file(folder / path.name, [path.read_bytes()])
-    if (source / _TEMPLATES).is_dir():
-        (folder / _TEMPLATES).mkdir()
-        for path in sorted((source / _TEMPLATES).glob("*.jinja")):
-            write_file(folder / _TEMPLATES / path.name, [path.read_bytes()])
-        sync_dir(folder / _TEMPLATES)
 
 
 # -- all or nothing ----------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def _settle_value(model: HfModel, data: bool, user: bool | None) -> bool:
     if user is None and named and model.is_value != data:
         raise CheckpointMismatchError(
             f"config.json: architectures is {model.config['architectures']}, but the tensors are those of a model "
-            f"with a {_head(data)}: say is_value_model={data} if that is meant"
+            f"with a {_head(data)}: say is_value_model={data} (--is-value-model) if that is "
+            "meant"
         )
     return data
 

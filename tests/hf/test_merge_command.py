@@ -17,11 +17,11 @@ import torch.distributed as dist
 from mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
 from tiny_models import make_hf_folder
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt import knobs, layout, streaming
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.hf import filling, writing
 from mcore_ckpt.hf import merge as merging
-from mcore_ckpt.hf import writing
 from mcore_ckpt.hf.merge import MergeRequest, merge
 from mcore_ckpt.storage.agreement import Agreement
 
@@ -230,8 +230,8 @@ def test_an_upload_that_fails_leaves_the_folder(
         (["--role", "critic"], 2, "has the roles actor"),
         (["--private"], 2, "--private is said of a repository"),
         (["--local_dir", "elsewhere"], 2, "source: give it once"),
-        (["--tie-word-embedding"], 1, "it is not tied, and the arguments say that it is"),
-        (["--is-value-model"], 1, "it is not a value model"),
+        (["--tie-word-embedding"], 1, "tie_word_embedding is True, but the tensors have a head"),
+        (["--is-value-model"], 1, "is_value_model is True, but the tensors are those of a model with a language model"),
         (["--hf_model_path", "nowhere"], 1, "nowhere/config.json: missing"),
     ],
 )
@@ -299,7 +299,7 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
         (_configure(model_type="qwen2"), "lacks decoder.layers.0.self_attention.linear_qkv.bias"),
         (_configure(model_type="unheard"), "model_type 'unheard' is not known"),
         (_configure(num_hidden_layers=3), "has decoder.layers.3."),
-        (_configure(tie_word_embeddings=True), "has output_layer.weight"),
+        (_configure(tie_word_embeddings=True), "tie_word_embeddings is True, but the tensors have a head"),
         (_configure(vocab_size=1000), "shape [136, 64]"),
         (_configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}), "names code, modeling_own.Own"),
     ],
@@ -360,7 +360,7 @@ KILLED_AT = {
 }
 KILLED = """
 import os, signal, sys
-from mcore_ckpt import knobs
+from mcore_ckpt import knobs, streaming
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.hf import merge as merging, writing
 def die(): os.kill(os.getpid(), signal.SIGKILL)
@@ -405,13 +405,13 @@ def test_memory_does_not_grow_with_files(saved: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(knobs, "STREAM_BYTES", 16384)
     taken: list[int] = []
 
-    class Arena(writing.Arena):
+    class Arena(streaming.Arena):
         def take(self, nbytes: int) -> int:
             taken.append(nbytes)
             return super().take(nbytes)
 
-    monkeypatch.setattr("mcore_ckpt.streaming.Arena", Arena)
-    monkeypatch.setattr(writing, "Arena", Arena)
+    monkeypatch.setattr(streaming, "Arena", Arena)
+    monkeypatch.setattr(filling, "Arena", Arena)
     merge(MergeRequest(saved, tmp_path / "merged", dtype=torch.float16))
     assert len(taken) > 20
     assert max(taken) <= 3 * 16384
