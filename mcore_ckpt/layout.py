@@ -18,7 +18,8 @@ HUGGINGFACE_DIR = "huggingface"
 
 _STEP_DIR = re.compile(r"global_steps?_(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_ROLE_WORK_DIR = re.compile(r"\.([A-Za-z0-9][A-Za-z0-9_-]*)\.(staging|replaced)-([0-9a-f]+)")
+# Of roles, and of folders that are put in place as theirs are and have any name: "Qwen2.5-7B".
+_ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-global_steps?_[0-9]+-[0-9a-f]+")
 _TRACKER = re.compile(r"[0-9]{1,18}")
 

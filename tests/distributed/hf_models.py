@@ -1,7 +1,7 @@
 """Live megatron models of the shape that a HuggingFace folder's config says, and what they must hold after a load."""
 
-import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import safe_open
 from training import Layout, RMSNorm
 
+from mcore_ckpt.hf.architecture import read_config
 from mcore_ckpt.hf.architecture import read_model as read_hf_model
-from mcore_ckpt.hf.mapping import hf_tensors_in
 from mcore_ckpt.hf.mcore_config import McoreConfig, to_mcore_config
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import read_model, unwrap
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
+from global_tensors import to_mcore
 
 Model = list[torch.nn.Module]
 
@@ -52,7 +55,7 @@ def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
 
     `changes` are made to the config that is built for, not to the folder's.
     """
-    hf = {**json.loads((folder / "config.json").read_text()), **changes}
+    hf = {**read_config(folder), **changes}
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     wanted = to_mcore_config(read_hf_model(hf))
@@ -135,16 +138,7 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
 
 def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """megatron's global tensors, put together from the folder's tensors element by element."""
-    stored = read_tensors(folder)
-    model = read_hf_model(json.loads((folder / "config.json").read_text()))
-    whole: dict[str, torch.Tensor] = {}
-    for tensor in hf_tensors_in(model, stored):
-        flat = stored[tensor.name].reshape(-1)
-        for slab in tensor.slabs:
-            target = whole.setdefault(slab.mcore, torch.full(slab.region.global_shape, math.nan, dtype=flat.dtype))
-            target.view(-1)[positions(slab.region, slab.region.global_shape)] = flat[slab.start :][: slab.numel]
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+    return to_mcore(read_hf_model(read_config(folder)), read_tensors(folder))
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

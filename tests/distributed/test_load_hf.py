@@ -1,7 +1,6 @@
 """HuggingFace folders into live models: bit for bit under every layout, or refused by all ranks and nothing changed."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from refusals import assert_names
 from safetensors.torch import save_file
+from tiny_models import make_hf_folder
 from training import parallel
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs
@@ -35,9 +35,6 @@ from mcore_ckpt.hf.loading import load_hf
 from mcore_ckpt.resharding.target import WantedLayout
 from mcore_ckpt.state.model import read_model, unwrap
 from mcore_ckpt.storage.agreement import take_seat
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
-from tiny_models import make_hf_folder
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import torch
+from global_tensors import to_mcore
 
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
-from mcore_ckpt.hf.mapping import hf_tensors
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
 
@@ -35,30 +35,8 @@ def model_of(folder: Path) -> HfModel:
 
 
 def mcore_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The global tensors that a HuggingFace folder's model has in megatron, put together element by element."""
-    hf = weights(folder)
-    found: dict[str, torch.Tensor] = {}
-    for tensor in hf_tensors(model_of(folder)):
-        values = hf[tensor.name].reshape(-1)
-        for slab in tensor.slabs:
-            if not slab.mcore:
-                continue
-            part = values[slab.start : slab.start + slab.numel]
-            if slab.change is not None:
-                found[slab.mcore] = slab.change.to_mcore(part.reshape(tensor.shape[len(tensor.slabs) > 1 :])).contiguous()
-                continue
-            if slab.mcore not in found:
-                dtype = torch.float32 if slab.mcore.endswith("expert_bias") else values.dtype
-                found[slab.mcore] = torch.full(slab.region.global_shape, float("nan"), dtype=dtype)
-            local = part.reshape(slab.region.local_shape)
-            for inner, outer in slab.region.boxes():
-                found[slab.mcore][_slices(outer)] = local[_slices(inner)].to(found[slab.mcore].dtype)
-    assert not any(tensor.isnan().any() for tensor in found.values())
-    return found
-
-
-def _slices(box: object) -> tuple[slice, ...]:
-    return tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))  # type: ignore[attr-defined]
+    """The global tensors that a HuggingFace folder's model has in megatron."""
+    return to_mcore(model_of(folder), weights(folder))
 
 
 def pad_vocabulary(tensors: dict[str, torch.Tensor]) -> None:

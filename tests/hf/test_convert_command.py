@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_hf_folder
 
+from mcore_ckpt import layout
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.hf import convert_native, convert_torch_dist
 from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.owner import Owner
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FORMATS = ("native", "torch_dist")
@@ -176,6 +179,22 @@ def test_the_test_finds_what_was_written_wrong(
     assert convert(folder, tmp_path / "out", "--format", form, "--test") == 1
     assert "layers.2.mlp.linear_fc1.weight" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.distcp")) + list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["out", "Qwen2.5-7B", "out.staging-1"])
+def test_what_a_dead_process_left_is_removed_by_the_next(name: str, form: str, tmp_path: Path) -> None:
+    folder, output = make_hf_folder(tmp_path / "hf", "qwen3"), tmp_path / name
+    place = output if form == "torch_dist" else output / "global_steps_0" / "actor"
+    left = layout.staging_dir(place, "0123abcd")
+    of_another = layout.staging_dir(place.with_name("other.staging-1"), "0123abcd")
+    for staging in (left, of_another):
+        staging.mkdir(parents=True)
+        # No process has run since the machine was started.
+        (staging / layout.OWNER_FILE).write_text(json.dumps(asdict(replace(Owner.this_process(), start=0))))
+    assert convert(folder, output, "--format", form) == 0
+    assert not left.exists()
+    assert of_another.exists()
 
 
 @pytest.mark.parametrize("form", FORMATS)

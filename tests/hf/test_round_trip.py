@@ -1,0 +1,127 @@
+"""HuggingFace folders through checkpoints of any layout and back: the same tensors, bit for bit, and the same model."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mcore_checkpoints import model_of, weights
+from tiny_models import LAYERS, NAMES, VOCAB, make_hf_folder, read_config
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.hf.convert_native import convert_to_native
+from mcore_ckpt.hf.mcore_config import to_mcore_config
+from mcore_ckpt.hf.merge import MergeRequest, merge
+from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.storage.agreement import take_seat
+from mcore_ckpt.storage.reader import read_manifest
+
+# More than 131 tokens, whatever the tensor-parallel size.
+PADDING = {"vocab_divisor": 16}
+EVEN_STAGES, UNEVEN_STAGES = "Et|t|t|t{m}L", "Et|tt|t|{m}L"
+
+LAYOUTS: dict[str, dict[str, int | str]] = {
+    "whole": {},
+    "tp4-ep2": {"tp": 4, "ep": 2, "etp": 2},
+    "tp2-uneven-ep2": {"tp": 2, "pp": 2, "first_stage_layers": 1, "ep": 2},
+    "vpp2-ep2": {"pp": 2, "vpp": 2, "ep": 2},
+    "tp4-uneven-vpp2-ep2": {"tp": 4, "pp": 2, "vpp": 2, "pipeline_layout": UNEVEN_STAGES, "ep": 2, "etp": 1},
+}
+STAGES: dict[str, dict[str, int | str]] = {
+    "pp1": {},
+    "pp2": {"pp": 2},
+    "pp2-uneven": {"pp": 2, "first_stage_layers": 3},
+    "pp2-vpp2": {"pp": 2, "vpp": 2, "pipeline_layout": EVEN_STAGES},
+    "pp2-vpp2-uneven": {"pp": 2, "vpp": 2, "pipeline_layout": UNEVEN_STAGES},
+}
+IN_ALL_LAYOUTS = {"qwen2-tied": (1,), "glm4_moe-mtp": (1, 2), "deepseek_v3": (1, 2)}
+"""By the sizes of expert parallelism that each can have."""
+
+Folders = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Folders by name and dtype, each made once; nobody changes them."""
+    root, made = tmp_path_factory.mktemp("hf"), set[Path]()
+
+    def folder(name: str, dtype: str) -> Path:
+        path = root / dtype / name
+        if path not in made:
+            made.add(make_hf_folder(path, name, dtype=dtype))
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_comes_back_bit_for_bit(name: str, layout: str, folders: Folders, tmp_path: Path) -> None:
+    there_and_back(folders(name, "bfloat16"), LAYOUTS[layout], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "stages", "ep"),
+    [case for name, eps in IN_ALL_LAYOUTS.items() for case in itertools.product((name,), (1, 2, 4), STAGES, eps)],
+)
+def test_a_model_comes_back_from_every_layout(
+    name: str, tp: int, stages: str, ep: int, folders: Folders, tmp_path: Path
+) -> None:
+    there_and_back(folders(name, "float32"), {**STAGES[stages], "tp": tp, "ep": ep}, tmp_path)
+
+
+def there_and_back(folder: Path, layout: dict[str, int | str], tmp_path: Path) -> None:
+    wanted = wanted_layout(folder, layout)
+    if (wanted.tp or 1) > 1 and "linear_attention" in read_config(folder).get("layer_types", ()):
+        with pytest.raises(UnsupportedError, match="keep the tensor-parallel size of 1"):
+            convert_to_native(folder, tmp_path / "steps", wanted, take_seat("round-trip", 60.0))
+        return
+    report = convert_to_native(folder, tmp_path / "steps", wanted, take_seat("round-trip", 60.0))
+    assert_written_as(report.path, wanted, is_value=model_of(folder).is_value)
+    merge(MergeRequest(report.path, tmp_path / "merged"))
+    assert_same_model(tmp_path / "merged", folder)
+
+
+def is_mixture(folder: Path) -> bool:
+    return "experts" in model_of(folder).sizes
+
+
+def wanted_layout(folder: Path, layout: dict[str, int | str]) -> WantedLayout:
+    """The layout, without what only mixtures have; multi-token prediction is on the last stage."""
+    sizes = {name: size for name, size in layout.items() if is_mixture(folder) or name not in ("ep", "etp")}
+    if "pipeline_layout" in sizes:
+        mtp = "m" * len(model_of(folder).mtp_layers)
+        sizes["pipeline_layout"] = str(sizes["pipeline_layout"]).format(m=mtp)
+    return WantedLayout(**PADDING, **sizes)  # type: ignore[arg-type]
+
+
+def assert_written_as(role_dir: Path, wanted: WantedLayout, is_value: bool) -> None:
+    """The checkpoint between is of that layout, and its vocabulary is padded with zeros: else all this shows little."""
+    manifest = read_manifest(role_dir, "manifest.json")
+    found = manifest.topology
+    assert (found.tp, found.pp, found.vpp, found.ep) == tuple(
+        size or 1 for size in (wanted.tp, wanted.pp, wanted.vpp, wanted.ep)
+    )
+    counts = [len(stage.decoder) for stage in manifest.stages]
+    assert (sum(counts), len(counts)) == (LAYERS, found.pp * found.vpp)
+    assert (len(set(counts)) > 1) == (wanted.first_stage_layers is not None or "tt" in (wanted.pipeline_layout or ""))
+    head = "embedding.word_embeddings.weight" if is_value else "output_layer.weight"
+    last = found.pp - 1 if head == "output_layer.weight" else 0
+    files = [role_dir / "model" / f"mp_rank_{tp:02d}_{last:03d}" / "model_states.pt" for tp in range(found.tp)]
+    parts = [torch.load(file, weights_only=True).get(head) for file in files]
+    if parts[0] is not None:  # not where embeddings are tied
+        whole = torch.cat(parts)
+        assert len(whole) > VOCAB
+        assert not whole[VOCAB:].any()
+
+
+def assert_same_model(folder: Path, wanted: Path) -> None:
+    found, expected = weights(folder), weights(wanted)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    # More may be said, for the other version of transformers; nothing else.
+    assert read_config(folder).items() >= read_config(wanted).items()
+    assert to_mcore_config(model_of(folder)) == to_mcore_config(model_of(wanted))
