@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.hf.export import FileTensor
 from mcore_ckpt.hf.mapping import Slab
 from mcore_ckpt.hf.source import PartRead, TensorSource
@@ -67,10 +68,29 @@ class _Change:
             changed = self.slab.change.to_hf(values.view(self.slab.region.local_shape))
             values = changed.reshape(-1)[self.start : self.stop]
         self.memory.copy_(values)
+        if self.memory.dtype != values.dtype:
+            self._refuse_overflow(values)
+
+    def _refuse_overflow(self, values: torch.Tensor) -> None:
+        """float16 ends at 65,504: a weight that became infinite would show in the logits only, as NaN."""
+        dtype = self.memory.dtype
+        if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
+            return
+        lost = self.memory.isinf() & values.isfinite()
+        if lost.any():
+            raise CheckpointMismatchError(
+                f"tensor {self.slab.mcore}: has {float(values[lost][0])}, which is more than {dtype} can hold: "
+                "ask for a wider dtype"
+            )
 
 
 def fill(source: TensorSource, wanted: Iterable[Elements], scratch: Scratch) -> None:
-    """Fills all memories. Raises CheckpointCorruptError."""
+    """Fills all memories.
+
+    Raises:
+        CheckpointCorruptError: the source is damaged.
+        CheckpointMismatchError: a value is more than the dtype asked for can hold.
+    """
     reads: list[PartRead] = []
     changes: list[_Change] = []
     dtypes = source.tensors()

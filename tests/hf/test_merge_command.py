@@ -323,6 +323,20 @@ def test_code_of_a_models_own_is_copied_and_not_run(own: Path, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_what_a_dtype_cannot_hold_is_refused(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = mcore_tensors(hf)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    tensors[name][2, 3], tensors[name][2, 4] = 65600.0, float("-inf")
+    role_dir = make(tmp_path / "large", tensors, config=(hf / "config.json").read_bytes())
+    assert main(["merge", str(role_dir), str(tmp_path / "out" / "merged"), "--dtype", "float16"]) == 1
+    assert f"{name}: has 65600.0, which is more than torch.float16 can hold" in capsys.readouterr().err
+    assert nothing_left(tmp_path / "out")
+    # What is infinite already is as it was saved.
+    tensors[name][2, 3] = 65504.0
+    role_dir = make(tmp_path / "held", tensors, config=(hf / "config.json").read_bytes())
+    assert main(["merge", str(role_dir), str(tmp_path / "merged"), "--dtype", "float16"]) == 0
+
+
 def test_nan_is_refused_unless_asked_for(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = mcore_tensors(hf)
     pad_vocabulary(tensors)
