@@ -156,7 +156,7 @@ def _stage_of(name: str, layers: int) -> int:
 def _write_file(staging: Path, pp: int, tp: int, shapes: Mapping[str, Shape], bits: torch.Tensor) -> WrittenFile:
     writes = []
     for number, (name, shape) in enumerate(shapes.items()):
-        region = Cut(axes_of(name)[0], 2 if "linear_fc1" in name else 1).region(shape, tp, TP)
+        region = Cut(axes_of(name)[0], (1, 1) if "linear_fc1" in name else (1,)).region(shape, tp, TP)
         # Somewhere else for each tensor: all of them are as random, and none is in memory beside the rest.
         start = (number * 1_234_567) % (len(bits) - region.numel + 1)
         tensor = bits[start : start + region.numel].view(region.local_shape)

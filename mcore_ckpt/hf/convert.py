@@ -79,7 +79,7 @@ def whole_region(catalog: FolderCatalog, name: str) -> Region:
     """A global tensor, in the pieces that megatron's own region of it has where nothing is cut."""
     shape = catalog.parts_of(name)[0].region.global_shape
     # Gate and up are cut apart (`apply_swiglu_sharded_factory`); all models here have gated linear units.
-    return Cut(0, 2).region(shape, 0, 1) if ".linear_fc1." in name else Region.whole(shape)
+    return Cut(0, (1, 1)).region(shape, 0, 1) if ".linear_fc1." in name else Region.whole(shape)
 
 
 def check_written(catalog: FolderCatalog, names: Iterable[str], read: Callable[[str, Region], torch.Tensor]) -> None:

@@ -42,7 +42,7 @@ class _Held:
     """A tensor as one rank has it. `sections`: as in `Cut`."""
 
     tensor: PtTensor
-    sections: int
+    sections: tuple[int, ...]
 
     @property
     def looks(self) -> tuple[Any, ...]:
@@ -234,13 +234,13 @@ def _experts(chunk: Chunk, ep: int) -> Iterator[ExpertNumbers]:
 # -- shapes ------------------------------------------------------------------------------------------------
 
 
-def _sections(name: str, chunk: Chunk) -> int:
+def _sections(name: str, chunk: Chunk) -> tuple[int, ...]:
     """Gate and up are two, one behind the other: twice as many rows as the next layer has columns."""
     match = _FC1.fullmatch(name)
     behind = None if match is None else chunk.get(f"{match[1]}linear_fc2.weight{match[2]}")
     if behind is None or len(behind.shape) != 2:
-        return 1
-    return 2 if chunk[name].shape[0] == 2 * behind.shape[1] else 1
+        return (1,)
+    return (1, 1) if chunk[name].shape[0] == 2 * behind.shape[1] else (1,)
 
 
 def _put_together(
@@ -271,7 +271,7 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
     if _is_value_head(name, local):
         return Cut(None), local
     axes = [axis for axis in dict.fromkeys((*axes_of(name), None)) if axis is None or axis < len(local)]
-    possible = [(Cut(axis, held.sections if axis is not None else 1), _whole(local, axis, size)) for axis in axes]
+    possible = [(Cut(axis, held.sections if axis is not None else (1,)), _whole(local, axis, size)) for axis in axes]
     if wanted is None:
         return possible[0]
     for cut, shape in possible:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.resharding.survey import SavedTensor
 from mcore_ckpt.resharding.target import Target, WantedLayout
-from mcore_ckpt.sharding.cuts import Cut, find_cut, is_state_space
+from mcore_ckpt.sharding.cuts import Cut, find_cut
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.placement import Placement, even_ranges
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey
@@ -65,8 +65,7 @@ class Regions:
         """The local region of the rank at `at`.
 
         Raises:
-            CheckpointMismatchError: it does not divide, or is not cut as its name says.
-            UnsupportedError: how it is cut is only known to the model.
+            CheckpointMismatchError: it does not divide, is not cut as its name says, or it is not known how.
         """
         rank = at.etp if tensor.expert else at.tp
         key = (tensor.name, rank)
@@ -90,11 +89,6 @@ class Regions:
         if saved == new and shape == tensor.shape and rank in tensor.seen:
             # The checkpoint itself says it: tensors of any kind can stay as they are.
             return tensor.seen[rank]
-        if is_state_space(tensor.name):
-            raise UnsupportedError(
-                f"{tensor.file}: tensor {tensor.name}: how a Mamba or gated-delta-net mixer is cut is known to its "
-                f"model alone: keep the tensor-parallel size of {saved}, or load it directly under the new layout"
-            )
         try:
             return self._cut(tensor, saved).region(shape, rank, new)
         except ValueError as error:
@@ -166,7 +160,6 @@ class Planner:
         Raises:
             CheckpointMismatchError: a tensor does not divide.
             CheckpointCorruptError: elements are in none of the files.
-            UnsupportedError: a tensor whose cut is not known.
         """
         contents = self._catalog.manifest.contents
         return [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from math import gcd, prod
 
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
@@ -28,48 +29,59 @@ _COLUMN = re.compile(rf"(?:.*\.)?(?:{'|'.join(_COLUMN_LAYERS)})\.(?:weight|bias)
 _ROW = re.compile(r"(?:.*\.)?(?:linear_proj|linear_fc2)\.weight\d*")
 # DotProductAttention and TEDotProductAttention: one number per attention head.
 _PER_HEAD = re.compile(r"(?:.*\.)?core_attention\.softmax_offset")
+# GatedDeltaNet stands in the place of attention, MambaMixer is a layer's `mixer`. Their parts have lengths of their own
+# (`_split_tensor_factory` of both), which only the model knows, or the pieces that were saved. The norm is Mamba's
+# (ExtendedRMSNorm), of what a rank's heads give; GatedDeltaNet's is of one head, and not cut.
+_MIXER = r"(?:.*\.)?(?:self_attention|mixer)\."
+_MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
+_MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")
+_MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
 # `TELinear` duplicates these, the local layer specs have a ColumnParallelLinear in its place (MLASelfAttention).
 _BY_SPEC = re.compile(r"(?:.*\.)?linear_(?:q|kv)_down_proj\.weight")
-# Their parts have lengths of their own (`_split_tensor_factory` of MambaMixer and GatedDeltaNet), which only the model
-# knows.
-_STATE_SPACE = re.compile(r"(?:.*\.)?(?:in_proj|conv1d)\.(?:weight|bias)|(?:.*\.)?(?:A_log|dt_bias|mixer\.D)")
+
+_ONE = (1,)
 
 
 @dataclass(frozen=True)
 class Cut:
     """A tensor is cut along `axis` into equal parts, one per rank; None: each rank has all of it.
 
-    `sections`: how many tensors lie one behind the other in it, each cut by itself: gate and up of a gated linear unit
-    are two (`apply_swiglu_sharded_factory`). They are told apart even where nothing is cut.
+    `sections`: tensors that lie one behind the other along the axis, each cut by itself, by how long they are in
+    proportion: gate and up of a gated linear unit are `(1, 1)` (`apply_swiglu_sharded_factory`), the queries, keys,
+    values, ... of a GatedDeltaNet are of several lengths (`_split_tensor_factory`). They are told apart even where
+    nothing is cut.
     """
 
     axis: int | None
-    sections: int = 1
+    sections: tuple[int, ...] = _ONE
 
     def region(self, shape: Shape, rank: int, size: int) -> Region:
         """What one of `size` ranks has of a tensor of global `shape`.
 
         Raises:
-            ValueError: the axis does not divide.
+            ValueError: the axis, or a section of it, does not divide.
         """
         axis, size, rank = (0, 1, 0) if self.axis is None else (self.axis, size, rank)
-        if not shape or (size, self.sections) == (1, 1):
+        if not shape or (size == 1 and len(self.sections) == 1):
             return Region.whole(shape)
-        length, rest = divmod(shape[axis], size * self.sections) if axis < len(shape) else (0, 1)
-        if rest:
-            of = f"{self.sections} x " if self.sections > 1 else ""
-            raise ValueError(f"axis {axis} of shape {list(shape)} cannot be divided by {of}{size}")
-        part = _at(shape, axis, length)
+        lengths = [length // size for length in self._lengths(shape, axis, size)]
+        zeros = (0,) * len(shape)
         pieces = tuple(
-            Piece(
-                _at((0,) * len(shape), axis, section * length),
-                part,
-                _at((0,) * len(shape), axis, section * length * size + rank * length),
-            )
-            for section in range(self.sections)
+            Piece(_at(zeros, axis, at), _at(shape, axis, length), _at(zeros, axis, at * size + rank * length))
+            for at, length in zip(accumulate(lengths, initial=0), lengths, strict=False)
         )
-        local = _at(shape, axis, length * self.sections)
+        local = _at(shape, axis, sum(lengths))
         return Region(shape, local, pieces, (0, prod(local)))
+
+    def _lengths(self, shape: Shape, axis: int, size: int) -> list[int]:
+        """Of the sections of the global tensor."""
+        unit, rest = divmod(shape[axis], sum(self.sections)) if axis < len(shape) else (0, 1)
+        lengths = [unit * section for section in self.sections]
+        if rest or any(length % size for length in lengths):
+            sections = " + ".join(map(str, self.sections if rest else lengths))
+            of = f" in {'proportions' if rest else 'sections'} of {sections}" if len(lengths) > 1 else ""
+            raise ValueError(f"axis {axis} of shape {list(shape)}{of} cannot be divided by {size}")
+        return lengths
 
 
 def _at(shape: Shape, axis: int, value: int) -> Shape:
@@ -85,20 +97,15 @@ def axes_of(name: str) -> tuple[int | None, ...]:
         >>> axes_of("decoder.layers.0.mlp.experts.linear_fc2.weight3"), axes_of("decoder.final_layernorm.weight")
         ((1,), (None,))
     """
-    if _COLUMN.fullmatch(name) or _PER_HEAD.fullmatch(name):
+    if any(kind.fullmatch(name) for kind in (_COLUMN, _PER_HEAD, _MIXER_SECTIONS, _MIXER_PER_HEAD)):
         return (0,)
-    if _ROW.fullmatch(name):
+    if _ROW.fullmatch(name) or _MIXER_ROW.fullmatch(name):
         return (1,)
     if has_vocabulary_rows(name):
         return (0,)
     if _BY_SPEC.fullmatch(name):
         return (None, 0)
     return (None,)
-
-
-def is_state_space(name: str) -> bool:
-    """Whether a tensor is one of a Mamba or gated-delta-net mixer, whose cut is not known without the model."""
-    return _STATE_SPACE.fullmatch(name) is not None
 
 
 def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool = False) -> Cut:
@@ -111,17 +118,30 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
         replicated: it is known that this one is not cut, whatever its name says.
 
     Raises:
-        ValueError: what is seen is not what the name says.
+        ValueError: what is seen is not what the name says, or is of one piece where only several say how it is cut.
     """
     first = next(iter(seen.values()))
-    sections = len(first.pieces)
     possible = (None,) if replicated else axes_of(name)
-    cuts = [Cut(axis, sections if axis is not None else 1) for axis in possible]
+    cuts = [Cut(axis, _sections(first, axis)) for axis in possible]
     for cut in cuts:
         if all(_is_part(cut, region, rank, size) for rank, region in seen.items()):
+            if len(cut.sections) == 1 and _MIXER_SECTIONS.fullmatch(name):
+                raise ValueError(
+                    f"it is several tensors, each cut by itself (a mixer's queries, keys, values, ...), but "
+                    f"{_describe(seen, size)}: where each begins is not said. Keep the tensor-parallel size of {size}"
+                )
             return cut
     said = " or ".join("not cut" if cut.axis is None else f"cut along axis {cut.axis}" for cut in cuts)
     raise ValueError(f"by its name it is {said}, but {_describe(seen, size)}")
+
+
+def _sections(seen: Region, axis: int | None) -> tuple[int, ...]:
+    """As `Cut.sections`, in lowest terms: what one rank has of each is in proportion to the whole."""
+    if axis is None or axis >= len(seen.global_shape):
+        return _ONE
+    lengths = [piece.shape[axis] for piece in seen.pieces]
+    common = gcd(*lengths)
+    return tuple(length // common for length in lengths) if common else _ONE * len(lengths)
 
 
 def _is_part(cut: Cut, region: Region, rank: int, size: int) -> bool:

@@ -74,7 +74,7 @@ def tensors_of(experts: bool = False) -> Tensors:
 
 
 def cut_of(name: str) -> Cut:
-    return Cut(axes_of(name)[0], 2 if "linear_fc1" in name else 1)
+    return Cut(axes_of(name)[0], (1, 1) if "linear_fc1" in name else (1,))
 
 
 def make(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_model import STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
+from small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
 
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import (
@@ -16,7 +16,6 @@ from mcore_ckpt.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    UnsupportedError,
 )
 from mcore_ckpt.resharding import streaming
 from mcore_ckpt.resharding.reshard import reshard, select
@@ -145,7 +144,7 @@ def test_a_value_head_is_not_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"tp": 3}, ["linear_fc1.weight", "[32, 8]", "tp = 3", "2 x 3"]),
+        ({"tp": 3}, ["linear_fc1.weight", "[32, 8]", "tp = 3", "sections of 16 + 16 cannot be divided by 3"]),
         ({"pp": 3}, ["4 layers", "pp = 3", "--first-stage-layers"]),
         ({"pp": 8}, ["4 layers", "pp = 8"]),
         ({"pp": 2, "vpp": 4}, ["4 layers", "vpp = 4"]),
@@ -214,10 +213,36 @@ def test_cuts_that_contradict_their_names(tmp_path: Path) -> None:
     resharded(unknown, tmp_path / "d", pp=2)
 
 
-def test_state_space_mixers_are_refused_by_name(tmp_path: Path) -> None:
-    name = "decoder.layers.0.mixer.in_proj.weight"
-    source = make(tmp_path / "a", tensors_of() | {name: torch.randn(8, 8)})
-    with pytest.raises(UnsupportedError, match=r"mixer.in_proj.weight: .*Mamba"):
+MIXER = "decoder.layers.0.mixer."
+SECTIONS = {f"{MIXER}in_proj.weight": (16, 16, 8, 8, 4), f"{MIXER}conv1d.weight": (16, 8, 8)}
+
+
+def mixer() -> dict[str, torch.Tensor]:
+    """Of a MambaMixer with 4 heads of 4, 2 groups, a state of 4."""
+    shapes = {"in_proj.weight": (52, HIDDEN), "conv1d.weight": (32, 1, 4), "A_log": (4,), "D": (4,)}
+    shapes |= {"norm.weight": (16,), "out_proj.weight": (HIDDEN, 16), "in_proj.layer_norm_weight": (HIDDEN,)}
+    return {f"{MIXER}{name}": torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(("saved", "new"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2)])
+def test_the_sections_of_mixers_are_cut_each_by_itself(saved: int, new: int, tmp_path: Path) -> None:
+    tensors = tensors_of() | mixer()
+    cuts = {name: Cut(0, sections) for name, sections in SECTIONS.items()}
+    there = resharded(make(tmp_path / "a", tensors, tp=saved, cuts=cuts), tmp_path / "b", tp=new)
+    assert_holds(there, tensors, ("model", "param", "exp_avg"))
+    for rank in range(new):
+        local = torch.load(there / layout.model_file(rank, 0), weights_only=True)
+        for name, sections in SECTIONS.items():
+            wanted = [section.chunk(new)[rank] for section in tensors[name].split(sections)]
+            assert torch.equal(local[name], torch.cat(wanted)), name
+        assert torch.equal(local[f"{MIXER}out_proj.weight"], tensors[f"{MIXER}out_proj.weight"].chunk(new, 1)[rank])
+        for name in ("A_log", "D", "norm.weight"):
+            assert torch.equal(local[MIXER + name], tensors[MIXER + name].chunk(new)[rank])
+
+
+def test_a_mixer_whose_sections_are_not_said(tmp_path: Path) -> None:
+    source = make(tmp_path / "a", tensors_of() | mixer())
+    with pytest.raises(CheckpointMismatchError, match=r"mixer.conv1d.weight: .* Keep the tensor-parallel size of 1"):
         resharded(source, tmp_path / "b", tp=2)
     resharded(source, tmp_path / "b", pp=2)
 

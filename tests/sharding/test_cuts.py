@@ -1,9 +1,13 @@
 """Cuts by name: against megatron's own axis maps, and against what checkpoints show."""
 
+import re
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mcore_ckpt.sharding.cuts import Cut, axes_of, find_cut, is_state_space
+from mcore_ckpt.sharding.cuts import Cut, axes_of, find_cut
 from mcore_ckpt.sharding.pipeline import StageLayers, parse_layout
 from mcore_ckpt.sharding.placement import Placement, even_ranges
 from mcore_ckpt.sharding.regions import Region
@@ -53,20 +57,30 @@ ATTENTION = f"{LAYER}self_attention."
         ("mtp.layers.0.eh_proj.weight", (0,)),
         ("mtp.layers.0.enorm.weight", (None,)),
         ("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", (1,)),
+        (f"{ATTENTION}in_proj.weight", (0,)),
+        (f"{ATTENTION}in_proj.layer_norm_weight", (None,)),
+        (f"{ATTENTION}conv1d.weight", (0,)),
+        (f"{ATTENTION}A_log", (0,)),
+        (f"{ATTENTION}dt_bias", (0,)),
+        (f"{ATTENTION}out_norm.weight", (None,)),
+        (f"{ATTENTION}out_proj.weight", (1,)),
+        (f"{ATTENTION}out_proj.bias", (None,)),
+        (f"{LAYER}mixer.in_proj.weight", (0,)),
+        (f"{LAYER}mixer.in_proj.layer_norm_weight", (None,)),
+        (f"{LAYER}mixer.conv1d.bias", (0,)),
+        (f"{LAYER}mixer.D", (0,)),
+        (f"{LAYER}mixer.norm.weight", (0,)),
+        (f"{LAYER}mixer.out_proj.weight", (1,)),
+        (f"{LAYER}norm.weight", (None,)),
+        ("vision.encoder.conv1d.weight", (None,)),
     ],
 )
 def test_axes_by_name(name: str, axes: tuple[int | None, ...]) -> None:
     assert axes_of(name) == axes
 
 
-@pytest.mark.parametrize("name", ["mixer.in_proj.weight", "mixer.conv1d.bias", "mixer.A_log", "mixer.dt_bias"])
-def test_state_space_mixers_are_known_as_such(name: str) -> None:
-    assert is_state_space(LAYER + name)
-    assert not is_state_space(f"{MLP}linear_fc1.weight")
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("cut", [Cut(0), Cut(1), Cut(0, 2), Cut(None)])
+@pytest.mark.parametrize("cut", [Cut(0), Cut(1), Cut(0, (1, 1)), Cut(0, (2, 1, 1)), Cut(1, (1, 1)), Cut(None)])
 def test_parts_make_up_the_whole(cut: Cut, size: int) -> None:
     seen = {rank: cut.region((16, 8), rank, size) for rank in range(size)}
     covered = torch.zeros(16, 8, dtype=torch.int64)
@@ -79,11 +93,46 @@ def test_parts_make_up_the_whole(cut: Cut, size: int) -> None:
 
 
 def test_gate_and_up_are_cut_each_by_itself() -> None:
-    region = Cut(0, 2).region((8, 3), 1, 2)
+    region = Cut(0, (1, 1)).region((8, 3), 1, 2)
     assert [(p.local_offset, p.shape, p.global_offset) for p in region.pieces] == [
         ((0, 0), (2, 3), (2, 0)),
         ((2, 0), (2, 3), (6, 0)),
     ]
+
+
+def test_sections_of_several_lengths() -> None:
+    region = Cut(0, (2, 2, 1)).region((20, 3), 1, 2)
+    assert region.local_shape == (10, 3)
+    assert [(p.local_offset, p.shape, p.global_offset) for p in region.pieces] == [
+        ((0, 0), (4, 3), (4, 0)),
+        ((4, 0), (4, 3), (12, 0)),
+        ((8, 0), (2, 3), (18, 0)),
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6),
+    size=st.sampled_from([1, 2, 4]),
+    saved=st.sampled_from([1, 2, 4]),
+)
+def test_sections_are_found_in_what_any_rank_has(lengths: list[int], size: int, saved: int) -> None:
+    """The cut for one size says that for another: each part is megatron's, section by section."""
+    whole = torch.arange(4 * sum(lengths) * 2).view(-1, 2)
+    rows = [4 * length for length in lengths]
+    shape = tuple(whole.shape)
+    cut = find_cut("mixer.in_proj.weight", {saved - 1: Cut(0, tuple(rows)).region(shape, saved - 1, saved)}, saved)
+    for rank in range(size):
+        wanted = torch.cat([section.chunk(size)[rank] for section in whole.split(rows)])
+        region = cut.region(shape, rank, size)
+        found = torch.cat([whole[p.global_offset[0] : p.global_offset[0] + p.shape[0]] for p in region.pieces])
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", [f"{ATTENTION}in_proj.weight", f"{LAYER}mixer.conv1d.bias"])
+@pytest.mark.parametrize("saved", [1, 2])
+def test_a_mixer_in_one_piece_is_not_cut_anew(name: str, saved: int) -> None:
+    with pytest.raises(ValueError, match=rf"where each begins .* Keep the tensor-parallel size of {saved}"):
+        find_cut(name, {0: Cut(0).region((8, 3), 0, saved)}, saved)
 
 
 def test_what_a_checkpoint_shows_must_be_what_the_name_says() -> None:
@@ -92,17 +141,26 @@ def test_what_a_checkpoint_shows_must_be_what_the_name_says() -> None:
     assert find_cut("a.linear_qkv.weight", columns, 2) == Cut(0)
     assert find_cut("a.linear_q_down_proj.weight", columns, 2) == Cut(0)
     assert find_cut("a.linear_q_down_proj.weight", dict.fromkeys((0, 1), Region.whole((8, 6))), 2) == Cut(None)
-    assert find_cut("a.linear_fc1.weight", {0: Cut(0, 2).region((8, 6), 0, 1)}, 1) == Cut(0, 2)
+    assert find_cut("a.linear_fc1.weight", {0: Cut(0, (1, 1)).region((8, 6), 0, 1)}, 1) == Cut(0, (1, 1))
     with pytest.raises(ValueError, match="cut along axis 0, but rank 0 of 2 has"):
         find_cut("a.linear_qkv.weight", rows, 2)
     with pytest.raises(ValueError, match="not cut, but rank 0 of 2 has"):
         find_cut("a.something_new.weight", columns, 2)
 
 
-@pytest.mark.parametrize(("cut", "shape"), [(Cut(0), (9, 4)), (Cut(0, 2), (6, 4)), (Cut(1), (4,))])
-def test_axes_that_do_not_divide(cut: Cut, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="cannot be divided by"):
-        cut.region(shape, 0, 2)
+@pytest.mark.parametrize(
+    ("cut", "shape", "words"),
+    [
+        (Cut(0), (9, 4), "axis 0 of shape [9, 4] cannot be divided by 2"),
+        (Cut(1), (4,), "axis 1 of shape [4] cannot be divided by 2"),
+        (Cut(0, (1, 1)), (6, 4), "in sections of 3 + 3 cannot be divided by 2"),
+        (Cut(0, (2, 1)), (6, 4), "in sections of 4 + 2 cannot be divided by 4"),
+        (Cut(0, (2, 1)), (8, 4), "in proportions of 2 + 1 cannot be divided by 2"),
+    ],
+)
+def test_axes_that_do_not_divide(cut: Cut, shape: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        cut.region(shape, 0, 4 if "by 4" in words else 2)
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [([3, 0, 5], 2), ([1], 4), ([], 3), ([10, 7, 1, 30], 5)])
