@@ -78,8 +78,11 @@ def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 def whole_region(catalog: FolderCatalog, name: str) -> Region:
     """A global tensor, in the pieces that megatron's own region of it has where nothing is cut."""
     shape = catalog.parts_of(name)[0].region.global_shape
-    # Gate and up are cut apart (`apply_swiglu_sharded_factory`); all models here have gated linear units.
-    return Cut(0, (1, 1)).region(shape, 0, 1) if ".linear_fc1." in name else Region.whole(shape)
+    sections = tuple(section.rows for section in catalog.sections_of(name))
+    if ".linear_fc1." in name:
+        # Gate and up are cut apart (`apply_swiglu_sharded_factory`); all models here have gated linear units.
+        sections = (1, 1)
+    return Cut(0, sections).region(shape, 0, 1) if sections else Region.whole(shape)
 
 
 def check_written(catalog: FolderCatalog, names: Iterable[str], read: Callable[[str, Region], torch.Tensor]) -> None:

@@ -12,9 +12,10 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.foreign.kinds import TORCH_DIST_CONFIG
+from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
 from mcore_ckpt.hf.assets import copy_assets
 from mcore_ckpt.hf.convert import ConversionReport, Progress, check_written, open_folder, share_of
 from mcore_ckpt.hf.folder_catalog import FolderCatalog
@@ -52,27 +54,40 @@ _THREADS = 2
 
 
 @dataclass(frozen=True)
+class _Part:
+    """What megatron keeps under one key of a tensor: all of it, or rows `[first, first + rows)` (a section)."""
+
+    place: Place
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class _Chunk:
-    """Rows `[start, stop)` of a tensor (all of a tensor without axes), in one place."""
+    """Rows `[start, stop)` of a tensor, all of one part of it."""
 
     name: str
-    place: Place
+    part: _Part
     shape: Shape
     start: int
     stop: int
     dtype: str
 
     @property
+    def key(self) -> str:
+        return self.part.place.key
+
+    @property
     def sizes(self) -> Shape:
-        return (*(1 for _ in self.place.index), self.stop - self.start, *self.shape[1:])
+        return (*(1 for _ in self.part.place.index), self.stop - self.start, *self.shape[1:])
 
     @property
     def offsets(self) -> Shape:
-        return (*self.place.index, self.start, *(0 for _ in self.shape[1:]))
+        return (*self.part.place.index, self.start - self.part.first, *(0 for _ in self.shape[1:]))
 
     @property
     def global_shape(self) -> Shape:
-        return (*self.place.lengths, *self.shape)
+        return (*self.part.place.lengths, self.part.rows, *self.shape[1:])
 
     @property
     def region(self) -> Region:
@@ -86,15 +101,16 @@ class _Chunk:
 
     @property
     def index(self) -> MetadataIndex:
-        return MetadataIndex(self.place.key, self.offsets)
+        return MetadataIndex(self.key, self.offsets)
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Everything to write, by file."""
+    """Everything to write, by file. `parts`: each tensor's, once for each place that it goes to."""
 
     files: tuple[tuple[_Chunk, ...], ...]
     states: tuple[str, ...]
+    parts: Mapping[str, Sequence[Sequence[_Part]]]
 
 
 def convert_to_torch_dist(
@@ -166,18 +182,38 @@ def _plan(catalog: FolderCatalog) -> _Plan:
     names = catalog.manifest.tensors
     experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
     keys = Keys(catalog.positions, len(catalog.model.layers), experts, are_alike(catalog))
-    chunks = [chunk for name in names for place in keys.places(name) for chunk in _chunks(catalog, name, place)]
+    parts = {name: [_parts(catalog, name, place) for place in keys.places(name)] for name in names}
+    chunks = [
+        chunk
+        for name in names
+        for in_place in parts[name]
+        for part in in_place
+        for chunk in _chunks(catalog, name, part)
+    ]
     states = dict.fromkeys(place.object_key for name in names for place in keys.states(name))
-    return _Plan(tuple(_in_files(chunks)), tuple(states))
+    return _Plan(tuple(_in_files(chunks)), tuple(states), parts)
 
 
-def _chunks(catalog: FolderCatalog, name: str, place: Place) -> Iterator[_Chunk]:
+def _parts(catalog: FolderCatalog, name: str, place: Place) -> list[_Part]:
+    """Sections have keys of their own (`_split_tensor_factory` of GatedDeltaNet, megatron-core 0.16.1)."""
+    sections = catalog.sections_of(name)
+    if not sections:
+        return [_Part(place, 0, catalog.parts_of(name)[0].region.global_shape[0])]
+    starts = accumulate((section.rows for section in sections), initial=0)
+    return [
+        _Part(replace(place, key=f"{place.key}.{section.name}"), start, section.rows)
+        for start, section in zip(starts, sections, strict=False)
+    ]
+
+
+def _chunks(catalog: FolderCatalog, name: str, part: _Part) -> Iterator[_Chunk]:
     first = catalog.parts_of(name)[0]
     shape = first.region.global_shape
     row = max(1, prod(shape[1:]) * torch_dtype(first.dtype).itemsize)
     step = max(1, knobs.SCATTER_BYTES // row)
-    for start in range(0, shape[0], step):
-        yield _Chunk(name, place, shape, start, min(shape[0], start + step), first.dtype)
+    stop = part.first + part.rows
+    for start in range(part.first, stop, step):
+        yield _Chunk(name, part, shape, start, min(stop, start + step), first.dtype)
 
 
 def _in_files(chunks: Iterable[_Chunk]) -> Iterator[tuple[_Chunk, ...]]:
@@ -305,11 +341,11 @@ def _describe(plan: _Plan) -> dict[str, TensorStorageMetadata | BytesStorageMeta
     }
     for file in plan.files:
         for chunk in file:
-            entry = found.get(chunk.place.key)
+            entry = found.get(chunk.key)
             if entry is None:
                 properties = TensorProperties(torch_dtype(chunk.dtype))
                 entry = TensorStorageMetadata(properties, torch.Size(chunk.global_shape), [])
-                found[chunk.place.key] = entry
+                found[chunk.key] = entry
             assert isinstance(entry, TensorStorageMetadata)
             if entry.properties.dtype != torch_dtype(chunk.dtype):
                 raise CheckpointMismatchError(
@@ -321,32 +357,34 @@ def _describe(plan: _Plan) -> dict[str, TensorStorageMetadata | BytesStorageMeta
 
 
 def _test(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: Path) -> None:
-    from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
-
-    places: dict[str, list[_Chunk]] = {}
-    for file in plan.files:
-        for chunk in file:
-            places.setdefault(chunk.name, []).append(chunk)
-
     def work() -> Record:
         written = TorchDistFiles(staging, [staging])
         names = catalog.manifest.tensors
 
-        for number in range(max(len({c.place.key for c in chunks}) for chunks in places.values())):
+        for number in range(max(map(len, plan.parts.values()))):
 
             def read(name: str, region: Region, number: int = number) -> torch.Tensor:
-                keys = dict.fromkeys(chunk.place for chunk in places[name])
-                place = list(keys)[min(number, len(keys) - 1)]
-                axes = len(place.index)
-                memory = torch.empty(region.local_shape, dtype=torch_dtype(places[name][0].dtype))
+                in_places = plan.parts[name]
+                memory = torch.empty(region.local_shape, dtype=torch_dtype(catalog.parts_of(name)[0].dtype))
                 for piece in region.pieces:
-                    part = memory[tuple(slice(a, a + n) for a, n in zip(piece.local_offset, piece.shape, strict=True))]
-                    offset = (*place.index, *piece.global_offset)
-                    shape = (*place.lengths, *region.global_shape)
-                    written.read(WantedPart(place.key, shape, offset, part[(None,) * axes] if axes else part))
+                    for part in in_places[min(number, len(in_places) - 1)]:
+                        _read_back(written, part, piece, region.global_shape, memory)
                 return memory.reshape(-1)
 
             check_written(catalog, names[agreement.rank :: agreement.world_size], read)
         return {}
 
     decide(agreement, f"testing {staging}", work, lambda _: {})
+
+
+def _read_back(written: TorchDistFiles, part: _Part, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
+    """What a part has of a piece, into its place in a local tensor."""
+    place, (first, *rest) = part.place, piece.global_offset
+    start, stop = max(part.first, first), min(part.first + part.rows, first + piece.shape[0])
+    if start >= stop:
+        return
+    local = memory[tuple(slice(at, at + n) for at, n in zip(piece.local_offset, piece.shape, strict=True))]
+    local = local[start - first : stop - first]
+    offset = (*place.index, start - part.first, *rest)
+    whole = (*place.lengths, part.rows, *shape[1:])
+    written.read(WantedPart(place.key, whole, offset, local[(None,) * len(place.index)] if place.index else local))

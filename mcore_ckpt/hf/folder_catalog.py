@@ -14,7 +14,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, U
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
 from mcore_ckpt.hf.mapping import HfTensor, check_names, hf_tensors_in
 from mcore_ckpt.hf.safetensors_files import HfStored, read_folder
-from mcore_ckpt.hf.table import ValueChange
+from mcore_ckpt.hf.table import Section, ValueChange
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
@@ -109,6 +109,7 @@ class FolderCatalog(Catalog):
         self.contents = contents
         self.model = read_model(contents.config, tuple(ignore))
         self._shards: dict[str, list[StoredShard]] = {}
+        self._sections: dict[str, tuple[Section, ...]] = {}
         self._changed: dict[tuple[str, int], _Changed] = {}
         self._zeros: list[StoredShard] = []
         for tensor in _wanted(self.model, contents):
@@ -128,6 +129,7 @@ class FolderCatalog(Catalog):
                 self._zeros.append(shard)
                 continue
             self._shards.setdefault(slab.mcore, []).append(shard)
+            self._sections[slab.mcore] = slab.sections
             if slab.change is not None:
                 shape = tensor.shape if len(tensor.slabs) == 1 else tensor.shape[1:]
                 self._changed[shard.file, offset] = _Changed(slab.change, shape)
@@ -207,6 +209,10 @@ class FolderCatalog(Catalog):
     def parts_of(self, name: str) -> list[StoredShard]:
         """Where a tensor is stored, by the name that this catalog has for it."""
         return list(self._shards[name])
+
+    def sections_of(self, name: str) -> tuple[Section, ...]:
+        """Which tensors megatron keeps apart in a tensor, by the name that this catalog has for it: as in `Row`."""
+        return self._sections[name]
 
     def _read_changed(self, changed: _Changed, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
         stored = reads[0][0].stored

@@ -11,7 +11,7 @@ import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.hf.architecture import HfModel
-from mcore_ckpt.hf.table import Block, Row, Table, ValueChange, shape_of
+from mcore_ckpt.hf.table import Block, Row, Section, Sizes, Table, ValueChange, shape_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 MCORE_LAYER = "decoder.layers.{layer}."
@@ -31,12 +31,14 @@ class Slab:
             without padding of the vocabulary.
         change: what happens to the values: the region's elements, as a tensor of `region.local_shape`, become the range
             by `change.to_hf`.
+        sections: of the mcore tensor, as in `Row`; empty: it is one, or is `linear_fc1`.
     """
 
     start: int
     mcore: str
     region: Region
     change: ValueChange | None = None
+    sections: tuple[Section, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -156,7 +158,12 @@ def _row(model: HfModel, row: Row, facts: frozenset[str], mcore: str, hf: str) -
 def _whole(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape]) -> Iterator[HfTensor]:
     regions = _regions(row, row.transform(model.sizes, shapes), shapes)
     for name, shape, region in zip(names, shapes, regions, strict=True):
-        yield HfTensor(name, shape, (Slab(0, mcore, region, row.change),), row.is_copy)
+        slab = Slab(0, mcore, region, row.change, _sections(row, model.sizes))
+        yield HfTensor(name, shape, (slab,), row.is_copy)
+
+
+def _sections(row: Row, sizes: Sizes) -> tuple[Section, ...]:
+    return tuple(Section(name, *shape_of(rows, sizes)) for name, rows in row.sections.items())
 
 
 def _stacked(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape]) -> Iterator[HfTensor]:

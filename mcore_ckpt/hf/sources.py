@@ -104,8 +104,12 @@ def open_source(found: FoundCheckpoint, config: HfConfig) -> TensorSource:
         return open_fsdp(found.path)
     if found.kind == "torch_dist":
         return open_torch_dist(found.path)
-    slabs = (slab for tensor in hf_tensors(read_model(config)) for slab in tensor.slabs if slab.mcore)
-    return open_verl_ranks(found.path, {slab.mcore: slab.region.global_shape for slab in slabs})
+    slabs = [slab for tensor in hf_tensors(read_model(config)) for slab in tensor.slabs if slab.mcore]
+    return open_verl_ranks(
+        found.path,
+        {slab.mcore: slab.region.global_shape for slab in slabs},
+        {slab.mcore: tuple(section.rows for section in slab.sections) for slab in slabs if slab.sections},
+    )
 
 
 def _fsdp_kind(folder: Path) -> Kind | None:

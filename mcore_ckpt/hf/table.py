@@ -7,7 +7,7 @@ megatron's local layer specs; `sharding.synonyms` knows what transformer-engine'
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,13 @@ class Block(NamedTuple):
 
     source: int
     start: int
+    rows: int
+
+
+class Section(NamedTuple):
+    """Rows of an mcore tensor that tensor parallelism cuts by themselves; `name` is what megatron calls them."""
+
+    name: str
     rows: int
 
 
@@ -86,6 +93,8 @@ class Row:
         change: what happens to the values.
         is_copy: the tensor is another row's too (DeepSeek's MTP layers bring embedding and head again): written, and
             left out when read.
+        sections: of an mcore tensor that megatron keeps as several (`_split_tensor_factory`, 0.16.1): what it calls
+            them, one behind the other, and their rows in words. Gate and up of `linear_fc1` need not be named.
     """
 
     mcore: str
@@ -94,6 +103,7 @@ class Row:
     when: str = ""
     change: ValueChange | None = None
     is_copy: bool = False
+    sections: Mapping[str, str] = field(default_factory=dict)
 
     def applies(self, facts: frozenset[str]) -> bool:
         return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in self.when.split())

@@ -17,10 +17,13 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.)?mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _IN_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)(.+)")
 _LATENT = "self_attention.linear_kv_up_proj.weight"
+_LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
 
 # Modules with weights, but without `_extra_state` (of the output layer GPTModel takes it away).
-_STATELESS = re.compile(r"(?:embedding\.|output_layer\.|.*\.router\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)")
+_STATELESS = re.compile(
+    r"(?:embedding\.|output_layer\.|.*\.router\.|.*\.conv1d\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
+)
 _MODULE = re.compile(r"(.+)\.(?:weight|bias)")
 
 
@@ -72,6 +75,9 @@ class Keys:
         layer, rest = match.groups()
         is_latent, is_moe = layer + _LATENT in self._names, layer + _ROUTER in self._names
         module, _, kind = rest.rpartition(".")
+        if module == "input_layernorm" and layer + _LINEAR in self._names:
+            # There is a spec of transformer-engine's alone (`get_gated_delta_net_module_spec`).
+            return (f"{layer}self_attention.in_proj.layer_norm_{kind}",)
         if module == "input_layernorm" and not is_latent:
             # Both specs: fused, or renamed by the layer's `sharded_state_dict_keys_map`.
             return (f"{layer}self_attention.linear_qkv.layer_norm_{kind}",)

@@ -2,20 +2,26 @@
 
 Keys are those that `sharded_state_dict` gives (megatron-core 0.16.1): layers that are alike share one, with an axis of
 layers in front (`TransformerBlock`), and so do experts (`SequentialMLP`, `TEGroupedLinear`); or each has its own
-(`non_homogeneous_layers`, `singleton_local_shards`), gate and up apart (`apply_swiglu_sharded_factory`).
+(`non_homogeneous_layers`, `singleton_local_shards`), gate and up apart (`apply_swiglu_sharded_factory`). What a mixer
+computes in one go is always apart (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.foreign.kinds import torch_dist_folders
@@ -30,7 +36,13 @@ from mcore_ckpt.storage.dtypes import dtype_name
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _ALIKE_LAYERS = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
-_SECTIONS = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
+# One behind the other, in this order: gate and up; those of a GatedDeltaNet (its convolution has the first three); of a
+# MambaMixer, z and the last four (its convolution has neither z nor dt).
+_SECTIONS = ("w", "v", "query", "key", "value", "z", "beta", "alpha", "x", "B", "C", "dt")
+_SECTION = re.compile(
+    r"(.*\.linear_fc1\.(?:weight|bias))_([wv])"
+    rf"|(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_SECTIONS[2:])})"
+)
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,11 @@ class _Key:
 
     Attributes:
         name: the tensors' global name, with `{layer}` and `{expert}` where the key has an axis of them.
-        section: of a fused gate and up, which: 0, 1, or None for both.
+        section: which of `_SECTIONS` it is of the tensor; None: all of it.
     """
 
     name: str
-    section: int | None
+    section: str | None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -52,12 +64,17 @@ class _Key:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """A stored part of a key's tensor. `stored`: where it is, by torch's metadata."""
+    """A stored part of a key's tensor.
+
+    `shape` is that of the whole tensor, in which the key's begins at row `first`. `stored`: where it is, by torch's
+    metadata.
+    """
 
     folder: Path
     key: str
     of: _Key
-    size: Shape
+    shape: Shape
+    first: int
     box: ChunkStorageMetadata
     stored: Any
 
@@ -80,12 +97,15 @@ def open_torch_dist(path: Path) -> ShardSource:
         raise CheckpointNotFoundError(f"{path}: is not a checkpoint of dist_checkpointing: there is no metadata.json")
     for folder in folders:
         metadata = read_metadata(folder)
-        for key, stored in metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata) and not _OPTIMIZER.match(key):
-                of = _key(key)
-                infos |= _infos(folder, key, of, stored)
-                found = list(_chunks(folder, key, of, stored, metadata.storage_data))
-                for name, index, chunk in found:
+        tensors = dict(_model_tensors(folder, metadata))
+        rows = _rows_of_sections(tensors.values())
+        for key, (of, stored) in tensors.items():
+            shape, first = _whole(of, tuple(stored.size), rows)
+            infos |= _infos(of, stored, shape)
+            for box in stored.chunks:
+                place = metadata.storage_data.get(MetadataIndex(key, box.offsets))
+                chunk = _Chunk(folder, key, of, shape, first, box, place)
+                for name, index in _held(chunk):
                     chunks.setdefault(name, []).append((index, chunk))
     opened = _Opened(chunks)
     return ShardSource(path, infos, opened.shards)
@@ -96,8 +116,8 @@ def open_torch_dist(path: Path) -> ShardSource:
 
 def _key(key: str) -> _Key:
     name, section = key, None
-    if match := _SECTIONS.fullmatch(name):
-        name, section = match[1], "wv".index(match[2])
+    if match := _SECTION.fullmatch(name):
+        name, section = match[1] or match[3], match[2] or match[4]
     if match := _EXPERTS.fullmatch(name):
         name = f"{match[1]}local_experts.{match[2] or '{expert}'}.{match[3]}"
     if match := _ALIKE_LAYERS.fullmatch(name):
@@ -105,17 +125,38 @@ def _key(key: str) -> _Key:
     return _Key(name, section)
 
 
-def _infos(folder: Path, key: str, of: _Key, stored: TensorStorageMetadata) -> dict[str, TensorInfo]:
-    size, axes = tuple(stored.size), of.axes
-    if len(size) < len(axes) or (of.section is not None and len(size) == len(axes)):
-        raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without axes of {axes}")
-    info = TensorInfo(stored.properties.dtype, _whole_shape(of, size))
-    return {_name(of, index): info for index in product(*map(range, size[: len(axes)]))}
+def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[_Key, TensorStorageMetadata]]]:
+    for key, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata) or _OPTIMIZER.match(key):
+            continue
+        of, size = _key(key), tuple(stored.size)
+        if len(size) < len(of.axes) or (of.section is not None and len(size) == len(of.axes)):
+            raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without axes of {of.axes}")
+        yield key, (of, stored)
 
 
-def _whole_shape(of: _Key, size: Shape) -> Shape:
+def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> dict[str, dict[str, int]]:
+    """By the name in `_Key`."""
+    rows: dict[str, dict[str, int]] = {}
+    for of, stored in tensors:
+        if of.section is not None:
+            rows.setdefault(of.name, {})[of.section] = stored.size[len(of.axes)]
+    return rows
+
+
+def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tuple[Shape, int]:
+    """The shape of the whole tensor, and the row of it with which a key's tensor of this size begins."""
     shape = size[len(of.axes) :]
-    return shape if of.section is None else (2 * shape[0], *shape[1:])
+    if of.section is None:
+        return shape, 0
+    before = _SECTIONS[: _SECTIONS.index(of.section)]
+    lengths = rows[of.name]
+    return (sum(lengths.values()), *shape[1:]), sum(lengths.get(section, 0) for section in before)
+
+
+def _infos(of: _Key, stored: TensorStorageMetadata, shape: Shape) -> dict[str, TensorInfo]:
+    info = TensorInfo(stored.properties.dtype, shape)
+    return {_name(of, index): info for index in product(*map(range, tuple(stored.size)[: len(of.axes)]))}
 
 
 def _name(of: _Key, index: Sequence[int]) -> str:
@@ -125,16 +166,12 @@ def _name(of: _Key, index: Sequence[int]) -> str:
 # -- chunks ------------------------------------------------------------------------------------------------
 
 
-def _chunks(
-    folder: Path, key: str, of: _Key, stored: TensorStorageMetadata, storage: Mapping[Any, Any]
-) -> Iterator[tuple[str, Shape, _Chunk]]:
-    """Each stored part, with the tensors that it holds something of, and their places in it along the axes in front."""
-    count = len(of.axes)
-    for box in stored.chunks:
-        chunk = _Chunk(folder, key, of, tuple(stored.size), box, storage.get(MetadataIndex(key, box.offsets)))
-        for index in product(*(range(length) for length in box.sizes[:count])):
-            at = tuple(start + place for start, place in zip(box.offsets[:count], index, strict=True))
-            yield _name(of, at), index, chunk
+def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
+    """The tensors that a stored part has something of, and their places in it along the axes in front."""
+    box, count = chunk.box, len(chunk.of.axes)
+    for index in product(*(range(length) for length in box.sizes[:count])):
+        at = tuple(start + place for start, place in zip(box.offsets[:count], index, strict=True))
+        yield _name(chunk.of, at), index
 
 
 class _Opened:
@@ -175,11 +212,9 @@ def _shard(name: str, index: Shape, chunk: _Chunk) -> StoredShard:
 def _region(chunk: _Chunk) -> Region:
     count = len(chunk.of.axes)
     shape, offset = tuple(chunk.box.sizes)[count:], tuple(chunk.box.offsets)[count:]
-    if chunk.of.section:
-        offset = (offset[0] + chunk.size[count], *offset[1:])
-    return Region(
-        _whole_shape(chunk.of, chunk.size), shape, (Piece((0,) * len(shape), shape, offset),), (0, prod(shape))
-    )
+    if chunk.first:
+        offset = (chunk.first + offset[0], *offset[1:])
+    return Region(chunk.shape, shape, (Piece((0,) * len(shape), shape, offset),), (0, prod(shape)))
 
 
 def _open(chunk: _Chunk) -> PtTensor:

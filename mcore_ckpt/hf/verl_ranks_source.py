@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
@@ -13,7 +14,7 @@ from mcore_ckpt.foreign.kinds import model_file, rank_dirs
 from mcore_ckpt.foreign.pt_files import PtTensor, read_pt
 from mcore_ckpt.hf.shard_source import ShardSource, same_bytes, stored_shard
 from mcore_ckpt.hf.source import TensorInfo
-from mcore_ckpt.sharding.cuts import Cut, axes_of
+from mcore_ckpt.sharding.cuts import Cut, axes_of, has_sections
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Shape
@@ -27,6 +28,7 @@ _FINAL_NORM = "decoder.final_layernorm.weight"
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 Chunk = Mapping[str, PtTensor]
+_NO_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 class _Ranks(NamedTuple):
@@ -49,7 +51,9 @@ class _Held:
         return self.tensor.dtype, self.tensor.shape, self.sections
 
 
-def open_verl_ranks(folder: Path, expected: Mapping[str, Shape]) -> ShardSource:
+def open_verl_ranks(
+    folder: Path, expected: Mapping[str, Shape], sections: Mapping[str, tuple[int, ...]] = _NO_SECTIONS
+) -> ShardSource:
     """The global tensors of `model/mp_rank_*/model.pt`, under the names of the layer spec they were saved with.
 
     Layers are numbered from 0 in each file: their numbers follow from how many each virtual stage has. Experts are
@@ -60,6 +64,7 @@ def open_verl_ranks(folder: Path, expected: Mapping[str, Shape]) -> ShardSource:
         expected: the global shapes of the model's tensors, by any of their names, without padding of the vocabulary.
             They say what names do not: whether a tensor is cut at all (experts with a tensor-parallel size of their
             own, the down-projections of latent attention).
+        sections: as in `Cut`, of tensors that have any, but for gate and up: these are told by their shapes.
 
     Raises:
         CheckpointNotFoundError: there are no such folders.
@@ -73,6 +78,8 @@ def open_verl_ranks(folder: Path, expected: Mapping[str, Shape]) -> ShardSource:
     infos: dict[str, TensorInfo] = {}
     for name, by_rank in held.items():
         wanted = found_as(name, expected)
+        if wanted is not None and wanted in sections:
+            by_rank = {ranks: replace(held, sections=sections[wanted]) for ranks, held in by_rank.items()}
         infos[name], shards[name] = _put_together(name, by_rank, tp, None if wanted is None else expected[wanted])
     source = ShardSource(folder, infos, shards.__getitem__)
     return _without_copied_head(source, infos, shards, expected)
@@ -275,7 +282,7 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
     if wanted is None:
         return possible[0]
     for cut, shape in possible:
-        if shape == wanted:
+        if shape == wanted and not (size > 1 and len(cut.sections) == 1 and has_sections(name)):
             return cut, shape
     for cut, shape in possible:
         if has_vocabulary_rows(name) and shape[0] > wanted[0] and shape[1:] == wanted[1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +12,37 @@ from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.resharding.survey import SavedTensor
 from mcore_ckpt.topology import Topology
 
+# By the weight that is cut, what it is made of, and the field of config.json.
+_HEADS = {
+    "linear_qkv.weight": {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"},
+    "self_attention.in_proj.weight": {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"},
+}
 
-def check_heads(config: Mapping[str, Any], tensors: Iterable[SavedTensor], saved: Topology, new: Topology) -> None:
+
+def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology) -> None:
     """Rows may divide where heads do not. `config` is HuggingFace's of the model; what it does not say is not checked.
 
-    megatron wants heads that the tensor-parallel size divides, and groups that it divides or that divide it
-    (TransformerConfig, 0.16.1).
+    megatron wants heads that the tensor-parallel size divides, and groups that it divides or that divide it; of linear
+    attention it must divide both (TransformerConfig, 0.16.1).
 
     Raises:
         CheckpointMismatchError: they cannot be divided.
     """
-    qkv = next((tensor for tensor in tensors if tensor.name.endswith("linear_qkv.weight") and tensor.seen), None)
-    if new.tp == saved.tp or qkv is None:
+    if new.tp == saved.tp:
         return
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
-    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    for what, count in (("attention heads", heads), ("key-value heads", groups)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            continue
-        if count % new.tp and (what == "attention heads" or new.tp % count):
-            raise CheckpointMismatchError(
-                f"{qkv.file}: tensor {qkv.name} of shape {list(qkv.shape)}: its {count} {what} cannot be divided among "
-                f"tp = {new.tp} ranks"
-            )
+    first = {kind: next((t for t in tensors if t.name.endswith(kind) and t.seen), None) for kind in _HEADS}
+    for kind, fields in _HEADS.items():
+        for what, field in fields.items():
+            tensor, count = first[kind], config.get(field)
+            if tensor is None or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                continue
+            if count % new.tp and (field != "num_key_value_heads" or new.tp % count):
+                raise CheckpointMismatchError(
+                    f"{tensor.file}: tensor {tensor.name} of shape {list(tensor.shape)}: its {count} {what} cannot be "
+                    f"divided among tp = {new.tp} ranks"
+                )
 
 
 def config_beside(role_dir: Path) -> dict[str, Any]:

@@ -108,6 +108,11 @@ def axes_of(name: str) -> tuple[int | None, ...]:
     return (None,)
 
 
+def has_sections(name: str) -> bool:
+    """Whether it is several tensors of lengths that its name does not say, so that it must not be cut as one."""
+    return _MIXER_SECTIONS.fullmatch(name) is not None
+
+
 def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool = False) -> Cut:
     """The cut of a tensor, by its name and by what a checkpoint shows of it.
 
@@ -125,7 +130,7 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
     cuts = [Cut(axis, _sections(first, axis)) for axis in possible]
     for cut in cuts:
         if all(_is_part(cut, region, rank, size) for rank, region in seen.items()):
-            if len(cut.sections) == 1 and _MIXER_SECTIONS.fullmatch(name):
+            if len(cut.sections) == 1 and has_sections(name):
                 raise ValueError(
                     f"it is several tensors, each cut by itself (a mixer's queries, keys, values, ...), but "
                     f"{_describe(seen, size)}: where each begins is not said. Keep the tensor-parallel size of {size}"

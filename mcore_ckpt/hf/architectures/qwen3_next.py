@@ -76,14 +76,21 @@ class ZeroCentred:
         return hf - 1
 
 
+_CONVOLVED = {"query": "keys", "key": "keys", "value": "values"}
 _LINEAR = (
     Row(
         "self_attention.in_proj.weight",
         {"linear_attn.in_proj_qkvz.weight": "qkvz hidden", "linear_attn.in_proj_ba.weight": "2*value_heads hidden"},
         _in_proj,
         when="linear",
+        sections={**_CONVOLVED, "z": "values", "beta": "value_heads", "alpha": "value_heads"},
     ),
-    Row("self_attention.conv1d.weight", {"linear_attn.conv1d.weight": "convolved 1 kernel"}, when="linear"),
+    Row(
+        "self_attention.conv1d.weight",
+        {"linear_attn.conv1d.weight": "convolved 1 kernel"},
+        when="linear",
+        sections=_CONVOLVED,
+    ),
     Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
     # All norms of the model are zero-centred in HuggingFace and in mcore, but for this one in HuggingFace.
