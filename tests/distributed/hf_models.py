@@ -28,6 +28,7 @@ from mcore_ckpt.state.model import read_model, unwrap
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 from global_tensors import to_mcore
+from parity import make_linear
 
 Model = list[torch.nn.Module]
 
@@ -88,6 +89,9 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
     mixture: dict[str, Any] = {}
     if wanted.transformer.get("num_moe_experts"):
         mixture = {"moe_token_dispatcher_type": "allgather"}
+    if wanted.transformer.get("experimental_attention_variant"):
+        # Else it asks for kernels that need a GPU.
+        mixture["deterministic_mode"] = True
     config: TransformerConfig = wanted.transformer_config(
         tensor_model_parallel_size=shape.tp,
         pipeline_model_parallel_size=shape.pp,
@@ -120,6 +124,13 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.experimental_attention_variant:
+        make_linear(config, block)
+        for layer, is_linear in zip(block.layer_specs, config.linear_attention_freq, strict=True):
+            if is_linear:
+                # As transformer-engine's spec has it, which is the only one for these layers.
+                names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+                layer.submodules.sharded_state_dict_keys_map |= names
     multiple = 1 if shape.tp == 1 else 4 * shape.tp
     rows = -(-wanted.gpt["vocab_size"] // multiple) * multiple
     model = GPTModel(

@@ -56,6 +56,8 @@ CASES: dict[str, tuple[str, Shape]] = {
     "pp2-ep2": ("qwen3_moe", Shape(4, ep=2, **UNEVEN)),
     "ep2-dp4": ("qwen3_moe-sparse", Shape(4, ep=2)),
     "glm-tp2-ep2": ("glm4_moe", Shape(4, tp=2, ep=2)),
+    "linear": ("qwen3_next", Shape(1)),
+    "linear-tp2": ("qwen3_next", Shape(2, tp=2)),
 }
 
 
@@ -286,6 +288,8 @@ CONVERTED: dict[str, tuple[str, Shape]] = {
     "tp2-pp2": ("qwen3", Shape(4, tp=2, pp=2)),
     "tp2-pp2-tied": ("qwen2-tied", Shape(4, tp=2, pp=2)),
     "sparse-pp2-ep2": ("qwen3_moe-sparse", Shape(4, pp=2, ep=2)),
+    "linear": ("qwen3_next", Shape(1)),
+    "linear-tp2": ("qwen3_next", Shape(2, tp=2)),
 }
 MODEL_ONLY = CheckpointConfig(load_contents=("model",), save_contents=("model",), vocab_size=131)
 _conversions = [0]
