@@ -277,12 +277,17 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
     local = held.tensor.shape
     if _is_value_head(name, local):
         return Cut(None), local
+    if size > 1 and len(held.sections) == 1 and has_sections(name):
+        raise CheckpointMismatchError(
+            f"{held.tensor.path}: tensor {name}: {list(local)} of one of {size} ranks are several tensors, each cut by "
+            "itself, and the table of this architecture does not say how long each is (Row.sections)"
+        )
     axes = [axis for axis in dict.fromkeys((*axes_of(name), None)) if axis is None or axis < len(local)]
     possible = [(Cut(axis, held.sections if axis is not None else (1,)), _whole(local, axis, size)) for axis in axes]
     if wanted is None:
         return possible[0]
     for cut, shape in possible:
-        if shape == wanted and not (size > 1 and len(cut.sections) == 1 and has_sections(name)):
+        if shape == wanted:
             return cut, shape
     for cut, shape in possible:
         if has_vocabulary_rows(name) and shape[0] > wanted[0] and shape[1:] == wanted[1:]:

@@ -148,6 +148,14 @@ def test_layouts_that_do_not_fit(
     assert words in capsys.readouterr().err
 
 
+def test_heads_of_linear_attention_must_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows would: two heads of 8."""
+    folder = make_hf_folder(tmp_path / "hf", "qwen3_next", linear_num_key_heads=2)
+    assert convert(folder, tmp_path / "out", "--tp", "4") == 1
+    assert "2 key heads cannot be divided among tp = 4" in capsys.readouterr().err
+    assert convert(folder, tmp_path / "out", "--tp", "2", "--test") == 0
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert convert(tmp_path / "nowhere", tmp_path / "out") == 2
 

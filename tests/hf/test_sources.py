@@ -16,6 +16,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, Checkpoin
 from mcore_ckpt.hf.architecture import read_model
 from mcore_ckpt.hf.merge import MergeRequest, merge
 from mcore_ckpt.hf.sources import UnusableRequestError, find_checkpoint
+from mcore_ckpt.hf.verl_ranks_source import open_verl_ranks
 from mcore_ckpt.sharding.cuts import axes_of
 from mcore_ckpt.sharding.names import expert_of
 
@@ -151,6 +152,16 @@ def test_latent_attention_is_cut_or_not(replicated: bool, tmp_path: Path) -> Non
         torch.save([state], path)
     merge(MergeRequest(tmp_path / "actor", tmp_path / "merged", hf_model_path=hf))
     assert_same_model(tmp_path / "merged", hf)
+
+
+def test_sections_that_no_table_names(tmp_path: Path) -> None:
+    hf = make_hf_folder(tmp_path / "hf", "qwen3_next")
+    tensors = mcore_of(hf)
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    open_verl_ranks(save_verl(tmp_path / "one", tensors, STAGES["pp1"]), expected)
+    cut_in_two = save_verl(tmp_path / "two", tensors, STAGES["pp1"], 2)
+    with pytest.raises(CheckpointMismatchError, match=r"\.(?:in_proj|conv1d)\.weight: .* Row\.sections"):
+        open_verl_ranks(cut_in_two, expected)
 
 
 def test_experts_that_are_not_cut_where_the_rest_is(tmp_path: Path) -> None:
