@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.hf.architecture import HfModel
 
 CONFIG_FILE = "config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 # What a tokenizer, a processor or a model's own code may consist of.
 _ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
@@ -44,7 +45,26 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
     for source in (hf_config, _generation_config(hf_config), processing_class):
         if source is not None:
             source.save_pretrained(folder)
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path not in before)
+    written = sorted(path for path in folder.rglob("*") if path.is_file() and path not in before)
+    for path in written:
+        if path.name == TOKENIZER_CONFIG_FILE:
+            path.write_text(json.dumps(_tokenizer_for_both_versions(json.loads(path.read_bytes())), indent=2) + "\n")
+    return written
+
+
+def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
+    """A `tokenizer_config.json` of transformers 5 in words that 4 knows too; of 4 as it is, which 5 reads.
+
+    With 5's words AutoTokenizer of 4.57 fails: it has no class TokenizersBackend, and its extra_special_tokens is a
+    mapping. PreTrainedTokenizerFast is TokenizersBackend in 5 (tokenization_utils_tokenizers, 5.23), which also takes
+    additional_special_tokens for its own list (PreTrainedTokenizerBase._from_pretrained).
+    """
+    spelled = dict(config)
+    if spelled.get("tokenizer_class") == "TokenizersBackend":
+        spelled["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(spelled.get("extra_special_tokens"), list):
+        spelled["additional_special_tokens"] = spelled.pop("extra_special_tokens")
+    return spelled
 
 
 def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:

@@ -28,3 +28,19 @@ def test_config_generation_config_and_tokenizer_are_written(tmp_path: Path) -> N
 def test_without_either_there_is_no_folder(tmp_path: Path) -> None:
     assert save_assets(tmp_path / "huggingface", None, None) == []
     assert not (tmp_path / "huggingface").exists()
+
+
+def test_a_tokenizer_of_transformers_5_is_one_for_4_too(tmp_path: Path) -> None:
+    given = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|turn|>"], "eos_token": "<|end|>"}
+    [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given))
+    assert json.loads(written.read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<|turn|>"],
+        "eos_token": "<|end|>",
+    }
+
+
+def test_a_tokenizer_of_transformers_4_stays_as_it_is(tmp_path: Path) -> None:
+    given = {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": {}, "additional_special_tokens": ["a"]}
+    [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given))
+    assert json.loads(written.read_text()) == given
