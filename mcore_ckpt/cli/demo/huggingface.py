@@ -48,13 +48,21 @@ def hf_config() -> Qwen3Config:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte of UTF-8, whose number is the byte."""
-    from tokenizers import Tokenizer, decoders, models
+    """One token for each byte of UTF-8, whose number is the byte.
+
+    As GPT-2's and Qwen's tokenizers have it, each byte under the name of a printable character: bytes themselves
+    where they are one in Latin-1, the others in order from 256 on. Decoding replaces only what is no UTF-8; with
+    "<0x0A>" for names (byte fallback) one such byte makes the whole text unreadable.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    printable = {chr(byte): byte for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, VOCAB_SIZE))}
+    others = sorted(set(range(VOCAB_SIZE)) - set(printable.values()))
+    vocabulary = printable | {chr(256 + number): byte for number, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
