@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
 from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.merge import add_accepted
+from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt.hf.compare import ComparedTensor, Comparison, Weights
@@ -66,6 +67,7 @@ def add_to(subparsers: Subparsers) -> None:
     checkpoint.add_argument("--dtype", choices=_DTYPES, help="to convert the weights to; else as saved")
     checkpoint.add_argument("--tie-word-embedding", action="store_true", help="say that embeddings are tied")
     checkpoint.add_argument("--is-value-model", action="store_true", help="say that it is a critic")
+    add_accepted(parser)
     parser.set_defaults(run=run)
 
 
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     ours, reference = _ours(args), open_folder(args.reference)
-    with _progress(args.json) as bar:
+    with progress_of_bytes(args.json) as bar:
         task = bar.add_task("compare", total=None)
         comparison = compare(
             ours, reference, tolerance, args.ignore, lambda done, total: bar.update(task, completed=done, total=total)
@@ -125,11 +127,6 @@ def _ours(args: argparse.Namespace) -> Weights:
         return open_job(prepare(request, find(request)))
     except UnusableRequestError as error:
         raise UsageError(str(error)) from None
-
-
-def _progress(quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
 
 
 def _show(comparison: Comparison, most: int) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.merge import add_accepted
+from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt.hf.convert import ConversionReport
@@ -62,12 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", default="actor", help="native: the folder below the step (actor if not given)")
     parser.add_argument("--test", action="store_true", help="read everything back and compare, before it is in place")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
-    parser.add_argument(
-        "--use_cpu_initialization", action="store_true", help="accepted: no model is made, so none is initialized"
-    )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="accepted: no code of the model is run, nor needed"
-    )
+    add_accepted(parser)
     parser.set_defaults(run=run)
 
 
@@ -79,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.hf_model_path.is_dir():
         raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
     try:
-        with _seat() as agreement, _progress(args.json or not agreement.is_coordinator) as bar:
+        with _seat() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
             task = bar.add_task(args.hf_model_path.name, total=None)
             report = _convert(args, agreement, lambda done, total: bar.update(task, completed=done, total=total))
             if agreement.is_coordinator:
@@ -119,11 +115,6 @@ def _seat() -> Iterator[Agreement]:
     finally:
         if under_torchrun:
             dist.destroy_process_group()
-
-
-def _progress(quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
 
 
 def _show(report: ConversionReport, as_json: bool) -> None:

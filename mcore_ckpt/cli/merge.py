@@ -58,7 +58,24 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument("--hf_upload_path", "--hf-upload-path", metavar="REPO", help="upload to this repository, after")
     parser.add_argument("--private", action="store_true", help="a repository that is made is private")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    add_accepted(parser)
     parser.set_defaults(run=run)
+
+
+def add_accepted(parser: argparse.ArgumentParser) -> None:
+    """What users of verl's merger type, and what changes nothing here."""
+    parser.add_argument(
+        "--use_cpu_initialization",
+        "--use-cpu-initialization",
+        action="store_true",
+        help="accepted: no model is made, so none is initialized",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        "--trust_remote_code",
+        action="store_true",
+        help="accepted: no code of the model is run, nor needed",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

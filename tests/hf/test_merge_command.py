@@ -102,8 +102,11 @@ def test_the_flags_of_verls_merger(saved: Path, hf: Path, tmp_path: Path) -> Non
     role_dir = next(saved.glob("*/actor"))
     command = [sys.executable, str(ROOT / "scripts/model_merger.py"), "merge", "--backend", "megatron"]
     command += ["--local_dir", str(role_dir), "--target_dir", str(tmp_path / "merged"), "--hf_model_path", str(hf)]
+    command += ["--use_cpu_initialization", "--trust-remote-code"]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert_same(tmp_path / "merged", hf)
+    arguments = ["--backend", "megatron", "--local_dir", str(role_dir), "--test_hf_dir", str(hf)]
+    assert main(["test", *arguments, "--use_cpu_initialization", "--trust-remote-code"]) == 0
 
 
 def test_a_result_for_programs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
