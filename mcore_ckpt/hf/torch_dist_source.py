@@ -23,14 +23,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.foreign.kinds import torch_dist_folders
 from mcore_ckpt.foreign.pt_files import PtTensor, read_pt
 from mcore_ckpt.foreign.torch_dist_files import read_metadata, stored_file
-from mcore_ckpt.hf.shard_source import ShardSource
+from mcore_ckpt.hf.shard_source import ShardSource, same_bytes
 from mcore_ckpt.hf.source import TensorInfo
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
+from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.storage.dtypes import dtype_name
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
@@ -88,6 +89,7 @@ def open_torch_dist(path: Path) -> ShardSource:
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointCorruptError: its metadata is missing, damaged, or holds anything but data.
+        CheckpointMismatchError: it has a tensor under the names of two layer specs, and they differ.
         UnsupportedError: written by another backend than torch_dist.
     """
     infos: dict[str, TensorInfo] = {}
@@ -108,7 +110,23 @@ def open_torch_dist(path: Path) -> ShardSource:
                 for name, index in _held(chunk):
                     chunks.setdefault(name, []).append((index, chunk))
     opened = _Opened(chunks)
-    return ShardSource(path, infos, opened.shards)
+    return _without_other_names(ShardSource(path, infos, opened.shards), opened)
+
+
+def _without_other_names(source: ShardSource, opened: _Opened) -> ShardSource:
+    """A converter writes a norm under the names of all layer specs (`torch_dist_keys`): one of them is the model's."""
+    infos = dict(source.tensors())
+    for name in list(infos):
+        for other in synonyms(name):
+            if other == name or other not in infos or name not in infos:
+                continue
+            if not same_bytes(source, name, other):
+                raise CheckpointMismatchError(
+                    f"{source.where}: tensors {name} and {other} are one tensor by the names of two layer specs, and "
+                    "differ: which one was trained cannot be told"
+                )
+            del infos[other]
+    return ShardSource(source.where, infos, opened.shards)
 
 
 # -- keys --------------------------------------------------------------------------------------------------
