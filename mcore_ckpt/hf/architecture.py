@@ -125,7 +125,8 @@ def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
         ignored: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
-        UnsupportedError: no table for this architecture, or a feature that mcore has no counterpart for.
+        UnsupportedError: no table for this architecture, a feature that mcore has no counterpart for, or fields that
+            hold something else than they should.
     """
     known = known_architectures()
     model_type = config.get("model_type")
@@ -135,6 +136,16 @@ def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
             f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(sorted(known))}; "
             "add one with mcore_ckpt.hf.register_architecture"
         )
+    refuse_quantized(config)
+    try:
+        found = architecture.read(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedError(f"config.json: cannot be that of a {model_type}: {error!r}") from error
+    return HfModel(architecture, config, found, (*architecture.table.ignored, *ignored))
+
+
+def refuse_quantized(config: HfConfig) -> None:
+    """Raises UnsupportedError if a `config.json` speaks of quantized weights: their numbers mean nothing alone."""
     quantization = config.get("quantization_config")
     if quantization:
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -143,7 +154,6 @@ def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
             "as transformers does (from_pretrained(..., dtype='bfloat16') with the quantizer's dequantize option, then "
             "save_pretrained)"
         )
-    return HfModel(architecture, config, architecture.read(config), (*architecture.table.ignored, *ignored))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

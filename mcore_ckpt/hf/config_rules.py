@@ -201,9 +201,11 @@ def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> Rop
     """Rotary embeddings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
 
     Raises:
-        UnsupportedError: they differ between layers.
+        UnsupportedError: they differ between layers, or are no fields at all.
     """
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(fields, Mapping):
+        raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, not an object")
     if any(isinstance(value, Mapping) for value in fields.values()):
         raise UnsupportedError("config.json: rope_parameters differ between kinds of layers, megatron-core's do not")
 

@@ -200,7 +200,12 @@ def _plain(name: str) -> str:
 def _values(architecture: Architecture, config: HfConfig) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for rule in architecture.rules:
-        values.update(rule.to_mcore(config))
+        try:
+            values.update(rule.to_mcore(config))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"config.json: cannot be that of a {architecture.model_type} ({type(rule).__name__}): {error!r}"
+            ) from error
     return values
 
 

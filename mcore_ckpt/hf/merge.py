@@ -258,8 +258,8 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         if dtype is None and isinstance(source, CheckpointSource) and not source.has_model:
             dtype = _said_dtype(model.config)
         plan = _plan(found, model, source, dtype, request.max_shard_bytes, ranks)
-    except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
+    except (CheckpointMismatchError, UnsupportedError) as error:
+        raise type(error)(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
     return MergeJob(source, found.path, config_dir, model, plan)
 
 

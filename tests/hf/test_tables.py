@@ -93,6 +93,28 @@ def test_unknown_model_types_and_quantized_weights_are_refused(folders: dict[str
         read_model({**config, "model_type": "bert"})
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("qwen2", {"num_key_value_heads": 3}, "8 num_attention_heads cannot share 3 num_key_value_heads"),
+        ("qwen2", {"num_key_value_heads": "four"}, "num_key_value_heads is 'four'"),
+        ("qwen2", {"head_dim": 0}, "head_dim is 0"),
+        ("qwen2", {"architectures": "Qwen2ForCausalLM"}, "architectures is 'Qwen2ForCausalLM', not a list"),
+        ("qwen2", {"architectures": [1]}, "architectures is"),
+        ("qwen3_moe", {"decoder_sparse_step": "two"}, "cannot be that of a qwen3_moe"),
+        ("qwen3_moe", {"mlp_only_layers": 5}, "cannot be that of a qwen3_moe"),
+        ("deepseek_v3", {"first_k_dense_replace": "one"}, "cannot be that of a deepseek_v3"),
+        ("qwen2", {"rope_parameters": "yarn"}, "rope_parameters .* is 'yarn'"),
+        ("qwen2", {"layer_types": 3, "use_sliding_window": True, "sliding_window": 8}, r"cannot be .* \(Window\)"),
+    ],
+)
+def test_fields_that_hold_something_else_are_refused(
+    folders: dict[str, Path], name: str, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"config.json: .*{words}"):
+        to_mcore_config(read_model({**read_config(folders[name]), **fields}))
+
+
 # --- What is settled from config and data
 
 

@@ -132,23 +132,27 @@ MTP = (
 
 
 def sizes_of(config: HfConfig) -> dict[str, int]:
-    """The sizes that every decoder has."""
+    """The sizes that every decoder has. Raises UnsupportedError."""
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
-    head_dim = config.get("head_dim")
+    groups = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
+    if heads % groups:
+        raise UnsupportedError(f"config.json: {heads} num_attention_heads cannot share {groups} num_key_value_heads")
     return {
         "hidden": hidden,
         "vocab": integer(config, "vocab_size"),
         "heads": heads,
-        "groups": config.get("num_key_value_heads") or heads,
-        "head_dim": head_dim if head_dim is not None else hidden // heads,
+        "groups": groups,
+        "head_dim": hidden // heads if config.get("head_dim") is None else integer(config, "head_dim"),
         "ffn": integer(config, "intermediate_size"),
     }
 
 
 def facts_of(config: HfConfig) -> set[str]:
-    """What is said of tied embeddings and of the head."""
+    """What is said of tied embeddings and of the head. Raises UnsupportedError."""
     facts = set()
     classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise UnsupportedError(f"config.json: architectures is {classes!r}, not a list of names")
     kinds = {
         kind
         for kind in ("ForTokenClassification", "ForSequenceClassification", "ForCausalLM")
