@@ -19,7 +19,14 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.foreign.dtensors import Placement, placement_of
 from mcore_ckpt.foreign.pt_files import PtDTensor, PtTensor, read_pt
-from mcore_ckpt.hf.architecture import Architecture, HfModel, ModelFacts, read_model
+from mcore_ckpt.hf.architecture import (
+    Architecture,
+    HfModel,
+    ModelFacts,
+    known_architectures,
+    read_model,
+    refuse_quantized,
+)
 from mcore_ckpt.hf.architectures.common import facts_of
 from mcore_ckpt.hf.config_rules import HfConfig
 from mcore_ckpt.hf.mapping import HfTensor, Slab, check_names, hf_tensors_in
@@ -86,16 +93,24 @@ def read_copied_model(config: HfConfig) -> HfModel:
     """As `read_model`, of an architecture without a table too: what is not converted need not be known.
 
     Its embedding is tied, and it is a value model, as the config says; all else about it is empty.
+
+    Raises:
+        UnsupportedError: the config of an architecture that there is a table for cannot be read, or speaks of quantized
+            weights, which transformers would take the shards' for.
     """
+    refuse_quantized(config)
+    known = known_architectures().get(str(config.get("model_type")))
     try:
         return read_model(config)
     except UnsupportedError:
+        if known is not None and known.table.layer:
+            raise
         classes = tuple(str(name) for name in config.get("architectures") or ())
         vocabulary = config.get("vocab_size")
         sizes = {"vocab": vocabulary} if isinstance(vocabulary, int) else {}
-        known = ModelFacts(sizes, frozenset(facts_of(config)), ())
-        architecture = Architecture(str(config.get("model_type")), classes, Table((), ()), lambda _: known)
-        return HfModel(architecture, config, known, architecture.table.ignored)
+        facts = ModelFacts(sizes, frozenset(facts_of(config)), ())
+        architecture = Architecture(str(config.get("model_type")), classes, Table((), ()), lambda _: facts)
+        return HfModel(architecture, config, facts, architecture.table.ignored)
 
 
 def fsdp_tensors(source: TensorSource, model: HfModel) -> list[HfTensor]:

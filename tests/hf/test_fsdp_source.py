@@ -128,6 +128,10 @@ assert "torch.distributed.tensor" not in sys.modules and "megatron" not in sys.m
 # -- names --------------------------------------------------------------------------------------
 
 
+# transformers would take plain weights for quantized ones.
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
+
+
 def unknown_model(**fields: Any) -> HfModel:
     return read_copied_model({"model_type": "nobody_knows", "architectures": ["NobodyKnowsForCausalLM"], **fields})
 
@@ -139,6 +143,14 @@ def test_an_architecture_without_a_table_is_copied(saved: Path) -> None:
     for tensor in tensors:
         (slab,) = tensor.slabs
         assert (slab.start, slab.mcore, slab.region) == (0, tensor.name, Region.whole(tensor.shape))
+
+
+def test_only_what_there_is_no_table_for_is_copied_unseen() -> None:
+    for name, fields in (("qwen2", {"hidden_size": "wide"}), ("qwen2", QUANTIZED), ("nobody_knows", QUANTIZED)):
+        with pytest.raises(UnsupportedError, match=next(iter(fields))):
+            read_copied_model({"model_type": name, **fields})
+    # megatron has no modules for it, and it is known for that alone.
+    assert read_copied_model({"model_type": "gemma3_text"}).architecture.model_type == "gemma3_text"
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
