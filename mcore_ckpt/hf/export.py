@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel
 from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor, hf_tensors
-from mcore_ckpt.hf.safetensors_files import file_name
+from mcore_ckpt.hf.safetensors_files import file_name, has_name
 from mcore_ckpt.hf.source import TensorInfo
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
@@ -150,6 +150,7 @@ def plan_tensors(
 
     Raises:
         CheckpointMismatchError: the parts of a tensor have several dtypes.
+        UnsupportedError: a tensor has a dtype that the files cannot have.
         ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
     """
     if not wanted or max_shard_bytes < 1 or least_files < 1:
@@ -238,6 +239,8 @@ def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dt
     stored = {tensors[name].dtype for name in names}
     if not stored:
         return None
+    if strange := sorted(str(one) for one in stored if not has_name(one)):
+        raise UnsupportedError(f"tensor {tensor.name}: is {strange[0]}, which safetensors files have no name for here")
     floating = all(one.is_floating_point for one in stored)
     if wanted is not None and floating and not any(name.endswith(_ALWAYS_AS_STORED) for name in names):
         return wanted

@@ -98,7 +98,7 @@ def read_file(path: Path) -> list[HfStored]:
         raise CheckpointCorruptError(f"{path}: missing") from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path}: bad header: {error!r}") from None
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length
@@ -115,7 +115,10 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> HfSt
     dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in _DTYPES:
         raise ValueError(f"tensor {name}: dtype {dtype!r} is not known")
-    lengths = tuple(int(length) for length in shape)
+    # bool is an int, and int() would take 2.5 for 2.
+    if not all(type(number) is int for number in (*shape, begin, stop)):
+        raise ValueError(f"tensor {name}: shape {shape} at {begin} to {stop}: not whole numbers")
+    lengths = tuple(shape)
     nbytes = prod(lengths) * _DTYPES[dtype].itemsize
     if min(lengths, default=0) < 0 or stop - begin != nbytes or begin < 0:
         raise ValueError(f"tensor {name}: shape {lengths} of {dtype} is not {stop - begin} bytes")
@@ -133,6 +136,11 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise CheckpointCorruptError(f"{path}: names {file!r}, which is not a file beside it")
     return pairs
+
+
+def has_name(dtype: torch.dtype) -> bool:
+    """Whether a file can have tensors of a dtype (complex numbers it cannot)."""
+    return dtype in _NAMES
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:

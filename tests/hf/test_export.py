@@ -20,7 +20,7 @@ from mcore_checkpoints import (
 from tiny_models import NAMES, make_hf_folder
 
 from mcore_ckpt import knobs, layout
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.hf import writing
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
 from mcore_ckpt.hf.export import ExportPlan, plan_export, plan_tensors
@@ -306,3 +306,10 @@ def test_wider_dtypes_come_first_in_a_file(tmp_path: Path) -> None:
     assert_same(exported(plan, Memory(held), tmp_path / "hf"), held)
     for stored in read_file(tmp_path / "hf" / "model.safetensors"):
         assert stored.offset % stored.dtype.itemsize == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+def test_dtypes_that_the_files_have_no_name_for(dtype: torch.dtype) -> None:
+    tensor = HfTensor("a", (3,), (Slab(0, "a", Region.whole((3,))),))
+    with pytest.raises(UnsupportedError, match=f"tensor a: is {dtype}"):
+        plan_tensors([tensor], {"a": TensorInfo(dtype, (3,))})

@@ -15,6 +15,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, U
 from mcore_ckpt.hf.architecture import read_model
 from mcore_ckpt.hf.folder_catalog import FolderCatalog, FolderContents, all_of, read_contents
 from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.hf.safetensors_files import read_folder
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -150,3 +151,19 @@ def test_files_that_this_process_does_not_see_are_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointCorruptError, match="rank0"):
         catalog.check_visible(["model.safetensors"])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]},
+        {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]},
+    ],
+)
+def test_headers_of_other_than_whole_numbers(entry: dict[str, Any], tmp_path: Path) -> None:
+    header = json.dumps({"a": entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+    with pytest.raises(CheckpointCorruptError, match="not whole numbers"):
+        read_folder(tmp_path)
