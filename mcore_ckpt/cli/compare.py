@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli import UsageError, check_patterns
 from mcore_ckpt.cli.merge import add_accepted
 from mcore_ckpt.cli.progress import progress_of_bytes
 
@@ -96,11 +95,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("give either the folder of a merged model or, with --local_dir, a checkpoint")
     if not (args.atol >= 0 and args.rtol >= 0):
         raise UsageError(f"--atol {args.atol} --rtol {args.rtol}: tolerances are numbers from 0 on")
-    for pattern in args.ignore:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UsageError(f"--ignore {pattern!r} is no regular expression: {error}") from None
+    check_patterns("--ignore", args.ignore)
 
 
 def _ours(args: argparse.Namespace) -> Weights:

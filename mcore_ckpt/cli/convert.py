@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli import UsageError, check_patterns
 from mcore_ckpt.cli.merge import add_accepted
 from mcore_ckpt.cli.progress import progress_of_bytes
 
@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
     parser.add_argument("--role", default="actor", help="native: the folder below the step (actor if not given)")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="REGEX", help="leave out tensors of this name; may be repeated"
+    )
     parser.add_argument("--test", action="store_true", help="read everything back and compare, before it is in place")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
     add_accepted(parser)
@@ -74,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.hf_model_path.is_dir():
         raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
+    check_patterns("--ignore", args.ignore)
     try:
         with _seat() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
             task = bar.add_task(args.hf_model_path.name, total=None)
@@ -89,13 +93,15 @@ def _convert(args: argparse.Namespace, agreement: Agreement, told: Any) -> Conve
     if args.format == "torch_dist":
         from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
 
-        return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, told)
+        return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, told, args.ignore)
     from mcore_ckpt.hf.convert_native import convert_to_native
     from mcore_ckpt.resharding.target import WantedLayout
 
     try:
         wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
-        return convert_to_native(args.hf_model_path, args.output_path, wanted, agreement, args.role, args.test, told)
+        return convert_to_native(
+            args.hf_model_path, args.output_path, wanted, agreement, args.role, args.test, told, args.ignore
+        )
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -20,12 +20,11 @@ from mcore_ckpt.hf.export import FileTensor
 from mcore_ckpt.hf.filling import Elements, Scratch, fill
 from mcore_ckpt.hf.mapping import HfTensor, Slab
 from mcore_ckpt.hf.merge import MergeJob
-from mcore_ckpt.hf.safetensors_files import HfStored, read_folder, read_weight_map
-from mcore_ckpt.hf.shard_source import ShardSource, stored_shard
+from mcore_ckpt.hf.safetensors_files import read_folder, read_weight_map
+from mcore_ckpt.hf.shard_source import ShardSource, source_of_folder, stored_shard
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
-from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
+from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage.dtypes import dtype_name
 
 _BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -124,14 +123,10 @@ def open_folder(folder: Path) -> Weights:
         CheckpointCorruptError: a file is missing or damaged, or holds anything but tensors.
     """
     try:
-        stored = read_folder(folder)
+        source = source_of_folder(folder, read_folder(folder))
     except CheckpointNotFoundError:
-        shards = _read_bins(folder)
-    else:
-        shards = {name: _shard(tensor) for name, tensor in stored.items()}
-    infos = {name: info for name, (info, _) in shards.items()}
-    source = ShardSource(folder, infos, lambda name: (shards[name][1],))
-    return Weights(folder, source, {name: _as_it_is(name, info) for name, info in infos.items()})
+        source = _open_bins(folder)
+    return Weights(folder, source, {name: _as_it_is(name, info) for name, info in source.tensors().items()})
 
 
 def open_job(job: MergeJob) -> Weights:
@@ -197,17 +192,9 @@ def _as_it_is(name: str, info: TensorInfo) -> FileTensor:
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
-def _shard(stored: HfStored) -> tuple[TensorInfo, StoredShard]:
-    shard = StoredShard(
-        ShardKey(stored.name, MODEL),
-        Region.whole(stored.shape),
-        dtype_name(stored.dtype),
-        str(stored.path.absolute()),
-        stored.offset,
-        stored.nbytes,
-        None,
-    )
-    return TensorInfo(stored.dtype, stored.shape), shard
+def _open_bins(folder: Path) -> ShardSource:
+    shards = _read_bins(folder)
+    return ShardSource(folder, {name: info for name, (info, _) in shards.items()}, lambda name: (shards[name][1],))
 
 
 def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:

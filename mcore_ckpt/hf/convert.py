@@ -39,8 +39,8 @@ class ConversionReport:
     seconds: float
 
 
-def open_folder(agreement: Agreement, source: Path, role: str = "actor") -> FolderCatalog:
-    """The folder, on all processes; each must see it.
+def open_folder(agreement: Agreement, source: Path, role: str = "actor", ignore: Sequence[str] = ()) -> FolderCatalog:
+    """The folder, on all processes; each must see it. `ignore`: regular expressions of names to leave out.
 
     Raises:
         CheckpointError: as `FolderCatalog` and `read_contents`; on all alike.
@@ -51,12 +51,12 @@ def open_folder(agreement: Agreement, source: Path, role: str = "actor") -> Fold
     found: list[FolderCatalog] = []
 
     def work() -> Record:
-        found.append(FolderCatalog(contents, role=role))
+        found.append(FolderCatalog(contents, ignore, role))
         found[0].check_visible(contents.sizes)
         return {}
 
     def combine(_: Sequence[Record]) -> Record:
-        found[0].check_zeros()
+        found[0].check_left_out()
         return {}
 
     decide(agreement, f"checking {source}", work, combine)

@@ -51,6 +51,7 @@ def convert_to_native(
     role: str = "actor",
     test: bool = False,
     progress: Progress = lambda done, total: None,
+    ignore: Sequence[str] = (),
 ) -> ConversionReport:
     """Writes `root/global_steps_0/<role>`, which is there when all of it is. Every process calls it.
 
@@ -64,6 +65,7 @@ def convert_to_native(
         role: the folder's name.
         test: read all back and compare, before it is put in place.
         progress: told of bytes written.
+        ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
         UnusableLayoutError: the sizes contradict each other.
@@ -71,7 +73,7 @@ def convert_to_native(
     """
     started = time.monotonic()
     source, role_dir = source.absolute(), layout.step_dir(root.absolute(), STEP) / layout.check_role(role)
-    catalog = open_folder(agreement, source, role)
+    catalog = open_folder(agreement, source, role, ignore)
     target, planner, files = _plan(catalog, wanted)
     attempt = _open(agreement, role_dir)
     staging = layout.staging_dir(role_dir, attempt)

@@ -119,6 +119,7 @@ def convert_to_torch_dist(
     agreement: Agreement,
     test: bool = False,
     progress: Progress = lambda done, total: None,
+    ignore: Sequence[str] = (),
 ) -> ConversionReport:
     """Writes the folder `path`, which is there when all of it is. Every process calls it.
 
@@ -131,13 +132,14 @@ def convert_to_torch_dist(
         agreement: this process's seat.
         test: read all back and compare, before it is put in place.
         progress: told of bytes written.
+        ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
         CheckpointError: the folder is damaged, or cannot be written; nothing has come.
     """
     started = time.monotonic()
     source, path = source.absolute(), path.absolute()
-    catalog = open_folder(agreement, source)
+    catalog = open_folder(agreement, source, ignore=ignore)
     plan = _plan(catalog)
     attempt = _open(agreement, path)
     staging = layout.staging_dir(path, attempt)

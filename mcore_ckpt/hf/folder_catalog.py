@@ -12,8 +12,9 @@ import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
-from mcore_ckpt.hf.mapping import HfTensor, check_names, hf_tensors_in
+from mcore_ckpt.hf.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
 from mcore_ckpt.hf.safetensors_files import HfStored, read_folder
+from mcore_ckpt.hf.shard_source import same_bytes, source_of_folder
 from mcore_ckpt.hf.table import Section, ValueChange
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.overlap import Rows
@@ -25,6 +26,8 @@ from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
 from mcore_ckpt.storage.reader import read_stored
 from mcore_ckpt.topology import RankCoordinates, Topology
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Floating, but numbers only together with scales that are other tensors.
 _QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -163,8 +166,22 @@ class FolderCatalog(Catalog):
             if size != self.contents.sizes[name]:
                 raise CheckpointCorruptError(f"{path}: has {size} bytes here, {self.contents.sizes[name]} on rank 0")
 
-    def check_zeros(self) -> None:
-        """Reads what mcore has no counterpart for. Raises CheckpointMismatchError if it holds anything but zeros."""
+    def check_left_out(self) -> None:
+        """Reads what becomes no tensor of megatron's: what should be zeros, and copies of other tensors.
+
+        Takes CONVERT_BYTES. Raises CheckpointMismatchError if it is anything else: it would be lost without a word.
+        """
+        self._check_zeros()
+        source = source_of_folder(self.role_dir, self.contents.tensors)
+        for copy, original in _copies(self.model, self.contents):
+            if not same_bytes(source, copy, original):
+                hint = ", or set tie_word_embeddings to false in config.json" if copy == _HEAD else ""
+                raise CheckpointMismatchError(
+                    f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} has no other than "
+                    f"{original} for it, and they differ: say that it is to be left out (ignore){hint}"
+                )
+
+    def _check_zeros(self) -> None:
         for shard in self._zeros:
             memory = torch.empty(shard.region.numel, dtype=torch_dtype(shard.dtype))
             read_stored(self.role_dir, [(all_of(shard), memory)])
@@ -238,8 +255,20 @@ def _rows_of(memory: torch.Tensor, start: int, rows: Rows, stride: int) -> torch
 
 def _wanted(model: HfModel, contents: FolderContents) -> list[HfTensor]:
     tensors = [tensor for tensor in hf_tensors_in(model, contents.tensors) if not model.ignores(tensor.name)]
-    check_names(model, tensors, contents.tensors, str(contents.folder))
+    copies = {copy for copy, _ in _copies(model, contents)}
+    check_names(model, tensors, contents.tensors.keys() - copies, str(contents.folder))
     return tensors
+
+
+def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
+    """What a folder has twice: the copy, and what is read instead."""
+    tensors = hf_tensors(model)
+    names = {slab.mcore: tensor.name for tensor in tensors if not tensor.is_copy for slab in tensor.slabs}
+    pairs = [(tensor.name, names[slab.mcore]) for tensor in tensors if tensor.is_copy for slab in tensor.slabs]
+    if model.is_tied:
+        # transformers does not write it, but published folders have it (Qwen3-0.6B and 1.7B).
+        pairs.append((_HEAD, _EMBEDDING))
+    return [(copy, name) for copy, name in pairs if copy in contents.tensors and not model.ignores(copy)]
 
 
 def _check(folder: Path, tensor: HfTensor, stored: HfStored) -> None:

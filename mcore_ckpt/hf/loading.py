@@ -182,7 +182,7 @@ def _plan_together(here: _Here, contents: FolderContents, source: Source, ignore
 
     def combine(records: Sequence[Record]) -> Record:
         _check_all_used(plans[0].catalog, [record["used"] for record in records])
-        plans[0].catalog.check_zeros()
+        plans[0].catalog.check_left_out()
         return {}
 
     decide(here.agreement, topic, work, combine)

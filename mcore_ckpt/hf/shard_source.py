@@ -9,6 +9,7 @@ import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.foreign.pt_files import PtTensor
+from mcore_ckpt.hf.safetensors_files import HfStored
 from mcore_ckpt.hf.source import PartRead, TensorInfo, TensorSource
 from mcore_ckpt.knobs import CONVERT_BYTES
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard, plan_reads
@@ -64,6 +65,24 @@ class ShardSource:
         if plan.missing:
             raise CheckpointCorruptError(f"{wanted}, but {plan.missing} elements of it are in no file")
         return plan.reads
+
+
+def source_of_folder(folder: Path, tensors: Mapping[str, HfStored]) -> ShardSource:
+    """The tensors of safetensors files, under their own names."""
+    infos = {name: TensorInfo(stored.dtype, stored.shape) for name, stored in tensors.items()}
+    return ShardSource(folder, infos, lambda name: (_whole_shard(tensors[name]),))
+
+
+def _whole_shard(stored: HfStored) -> StoredShard:
+    return StoredShard(
+        ShardKey(stored.name, MODEL),
+        Region.whole(stored.shape),
+        dtype_name(stored.dtype),
+        str(stored.path.absolute()),
+        stored.offset,
+        stored.nbytes,
+        None,
+    )
 
 
 def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:

@@ -226,3 +226,15 @@ def test_what_a_killed_conversion_left_is_not_in_place(
     assert steps.complete_steps(output) == []
     assert not (output / "metadata.json").exists()
     assert convert(folder, output, "--format", form) == 0
+
+
+def test_what_is_listed_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen2-tied")
+    tensors = load_file(folder / "model.safetensors")
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}
+    save_file({**tensors, **head}, folder / "model.safetensors")
+    assert convert(folder, tmp_path / "out") == 1
+    assert "they differ" in capsys.readouterr().err
+    assert convert(folder, tmp_path / "out", "--ignore", "lm_head.*", "--test") == 0
+    assert convert(folder, tmp_path / "other", "--ignore", "(") == 2
+    assert "is no regular expression" in capsys.readouterr().err

@@ -127,10 +127,10 @@ def test_what_is_not_a_number_is_named(tmp_path: Path) -> None:
 
 def test_what_megatron_does_not_have_must_be_zero(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3-value")
-    FolderCatalog(read_contents(folder)).check_zeros()
+    FolderCatalog(read_contents(folder)).check_left_out()
     change(folder, score__bias=torch.ones(1))
     with pytest.raises(CheckpointMismatchError, match="not zero"):
-        FolderCatalog(read_contents(folder)).check_zeros()
+        FolderCatalog(read_contents(folder)).check_left_out()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -167,3 +167,25 @@ def test_headers_of_other_than_whole_numbers(entry: dict[str, Any], tmp_path: Pa
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
     with pytest.raises(CheckpointCorruptError, match="not whole numbers"):
         read_folder(tmp_path)
+
+
+def test_a_tied_head_that_is_there_all_the_same_is_the_embedding(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3-tied")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change(folder, lm_head__weight=embedding)
+    catalog = FolderCatalog(read_contents(folder))
+    catalog.check_left_out()
+    assert "output_layer.weight" not in catalog.positions
+    change(folder, lm_head__weight=embedding * 2)
+    with pytest.raises(CheckpointMismatchError, match=r"lm_head\.weight.*differ.*tie_word_embeddings"):
+        FolderCatalog(read_contents(folder)).check_left_out()
+    FolderCatalog(read_contents(folder), [r"lm_head\.weight"]).check_left_out()
+
+
+def test_copies_in_multi_token_prediction_are_copies(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "deepseek_v3-mtp")
+    FolderCatalog(read_contents(folder)).check_left_out()
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    change(folder, model__layers__4__shared_head__head__weight=head + 1)
+    with pytest.raises(CheckpointMismatchError, match=r"layers\.4\.shared_head\.head\.weight.*lm_head\.weight.*differ"):
+        FolderCatalog(read_contents(folder)).check_left_out()
