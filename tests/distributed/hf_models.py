@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
 from training import Layout, RMSNorm
 
@@ -28,7 +29,7 @@ from mcore_ckpt.state.model import read_model, unwrap
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 from global_tensors import to_mcore
-from parity import make_linear
+from parity import ValueHead, latent_attention, make_linear
 
 Model = list[torch.nn.Module]
 
@@ -42,13 +43,15 @@ class Shape:
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
+    etp: int | None = None
+    """None: as tp."""
     first_stage_layers: int | None = None
     dtype: torch.dtype = torch.float32
 
     @property
     def layout(self) -> Layout:
         """What `training.parallel` asks for."""
-        return Layout(self.world, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep)
+        return Layout(self.world, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp)
 
 
 def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
@@ -59,9 +62,12 @@ def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
     hf = {**read_config(folder), **changes}
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    wanted = to_mcore_config(read_hf_model(hf))
+    hf_model = read_hf_model(hf)
+    wanted = to_mcore_config(hf_model)
     config = _config(wanted, shape)
     chunks: Model = [_chunk(wanted, config, shape, stage) for stage in range(shape.vpp or 1)]
+    if hf_model.is_value and chunks[-1].post_process:
+        chunks[-1].output_layer = ValueHead(config.hidden_size)
     poison(chunks)
     return chunks
 
@@ -99,6 +105,7 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
         overlap_p2p_comm=shape.vpp is not None,
         batch_p2p_comm=shape.vpp is None,
         expert_model_parallel_size=shape.ep,
+        expert_tensor_parallel_size=shape.etp,
         num_layers_in_first_pipeline_stage=shape.first_stage_layers,
         params_dtype=shape.dtype,
         pipeline_dtype=shape.dtype,
@@ -121,16 +128,23 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
 def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: int) -> GPTModel:
     where = {"vp_stage": stage if shape.vpp else None}
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
-    block.layer_norm = RMSNorm
-    for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.experimental_attention_variant:
-        make_linear(config, block)
-        for layer, is_linear in zip(block.layer_specs, config.linear_attention_freq, strict=True):
+        offset = get_transformer_layer_offset(config, **where)
+        make_linear(config, block, offset)
+        for layer, is_linear in zip(block.layer_specs, config.linear_attention_freq[offset:], strict=False):
             if is_linear:
                 # As transformer-engine's spec has it, which is the only one for these layers.
                 names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
                 layer.submodules.sharded_state_dict_keys_map |= names
+    else:
+        block.layer_norm = RMSNorm
+        for layer in block.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+            if config.multi_latent_attention:
+                layer.submodules.self_attention.submodules.core_attention = latent_attention()
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)
     multiple = 1 if shape.tp == 1 else 4 * shape.tp
     rows = -(-wanted.gpt["vocab_size"] // multiple) * multiple
     model = GPTModel(
@@ -139,6 +153,7 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
         **{**wanted.gpt, "vocab_size": rows},
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+        mtp_block_spec=mtp,
         **where,
     )
     return model.to(shape.dtype).eval()

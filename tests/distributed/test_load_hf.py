@@ -15,6 +15,7 @@ from hf_models import (
     build_model,
     global_tensors,
     logits_of,
+    poison,
     read_tensors,
     sample_tokens,
     transformers_logits,
@@ -24,7 +25,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from refusals import assert_names
 from safetensors.torch import save_file
-from tiny_models import make_hf_folder
+from tiny_models import make_hf_folder, read_config
 from training import parallel
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs
@@ -48,6 +49,9 @@ CASES: dict[str, tuple[str, Shape]] = {
     "vpp2": ("qwen3", Shape(2, pp=2, vpp=2)),
     "ep2": ("qwen3_moe", Shape(2, ep=2)),
     "ep2-sparse": ("qwen3_moe-sparse", Shape(2, ep=2)),
+    "shared-expert-ep2": ("qwen2_moe", Shape(2, ep=2)),
+    "tp2-ep2-etp1": ("mixtral", Shape(2, tp=2, ep=2, etp=1)),
+    "mla-tp2": ("deepseek_v3", Shape(2, tp=2)),
     "dp2-bf16": ("qwen3", Shape(2, dtype=torch.bfloat16)),
     "tp4": ("qwen3", Shape(4, tp=4)),
     "tp2-pp2": ("qwen3-tied", Shape(4, tp=2, pp=2)),
@@ -58,6 +62,9 @@ CASES: dict[str, tuple[str, Shape]] = {
     "glm-tp2-ep2": ("glm4_moe", Shape(4, tp=2, ep=2)),
     "linear": ("qwen3_next", Shape(1)),
     "linear-tp2": ("qwen3_next", Shape(2, tp=2)),
+    "mla-tp2-pp2-uneven": ("deepseek_v3", Shape(4, tp=2, **UNEVEN)),
+    "shared-expert-tp2-pp2-ep2-etp1": ("qwen2_moe", Shape(4, tp=2, pp=2, ep=2, etp=1)),
+    "ep2-etp2": ("mixtral", Shape(4, ep=2, etp=2)),
 }
 
 
@@ -290,6 +297,9 @@ CONVERTED: dict[str, tuple[str, Shape]] = {
     "sparse-pp2-ep2": ("qwen3_moe-sparse", Shape(4, pp=2, ep=2)),
     "linear": ("qwen3_next", Shape(1)),
     "linear-tp2": ("qwen3_next", Shape(2, tp=2)),
+    "moe-tp2-pp2": ("qwen3_moe", Shape(4, tp=2, pp=2)),
+    "shared-expert-tp2-pp2-ep2-etp1": ("qwen2_moe", Shape(4, tp=2, pp=2, ep=2, etp=1)),
+    "mla-tp2-pp2": ("deepseek_v3", Shape(4, tp=2, pp=2)),
 }
 MODEL_ONLY = CheckpointConfig(load_contents=("model",), save_contents=("model",), vocab_size=131)
 _conversions = [0]
@@ -316,22 +326,38 @@ def test_megatron_loads_the_dist_checkpoint(
     with parallel(shape.layout):
         (chunk,) = chunks = build_model(folder, shape)
         model = unwrap(chunk)
-        for tensor in model.parameters():
-            # Rows that pad the vocabulary are not in the checkpoint: megatron leaves them as they are.
-            tensor.data.nan_to_num_(0.0)
+        clear_vocabulary(chunks)
         state = dist_checkpointing.load(model.sharded_state_dict(), str(path))  # type: ignore[operator]
         model.load_state_dict(state)
         with everywhere():
             assert_holds(chunks, global_tensors(folder))
         assert_same_logits(chunks, folder)
+        assert_computes_what_load_hf_gives(chunks, folder, shape)
         # Ours reads it too, though norms are in it under the names of several layer specs.
-        for tensor in model.parameters():
-            tensor.data.zero_()
+        poison(chunks)
+        clear_vocabulary(chunks)
         manager = CheckpointManager(shared_path / "root", chunks, config=MODEL_ONLY)
         manager.load(path=path)
         manager.close()
         with everywhere():
             assert_holds(chunks, global_tensors(folder))
+
+
+def clear_vocabulary(chunks: Model) -> None:
+    """Rows that pad the vocabulary are not in megatron's checkpoints: they stay as they are."""
+    for name, tensor in chunks[0].named_parameters():
+        if "word_embeddings" in name or "output_layer" in name:
+            tensor.data.zero_()
+
+
+def assert_computes_what_load_hf_gives(chunks: Model, folder: Path, shape: Shape) -> None:
+    others = build_model(folder, shape)
+    load_hf(others, folder)
+    tokens = sample_tokens(read_config(folder)["vocab_size"])
+    found, wanted = logits_of(chunks, tokens), logits_of(others, tokens)
+    with everywhere():
+        assert (found is None) == (wanted is None)
+        assert found is None or torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("name", "shape"), marked(CONVERTED))

@@ -121,8 +121,14 @@ def latent_attention() -> type:
     return Latent
 
 
-def make_linear(config: Any, spec: Any) -> None:
-    """GatedDeltaNet and zero-centred norms with local layers: megatron has specs for transformer-engine's only."""
+def make_linear(config: Any, spec: Any, first: int = 0) -> None:
+    """GatedDeltaNet and zero-centred norms with local layers: megatron has specs for transformer-engine's only.
+
+    Args:
+        config: of the whole model.
+        spec: of a pipeline stage, which is changed.
+        first: the number of the stage's first layer.
+    """
     from megatron.core.ssm import gated_delta_net
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -131,7 +137,8 @@ def make_linear(config: Any, spec: Any) -> None:
     own = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, ZeroCentredNorm, RowParallelLinear)
     spec.layer_norm = ZeroCentredNorm
     spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
-    for layer, is_linear in zip(spec.layer_specs, config.linear_attention_freq, strict=True):
+    which = config.linear_attention_freq[first : first + len(spec.layer_specs)]
+    for layer, is_linear in zip(spec.layer_specs, which, strict=True):
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
         if is_linear:
