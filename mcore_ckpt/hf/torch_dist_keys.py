@@ -24,7 +24,8 @@ _ROUTER = "mlp.router.weight"
 _STATELESS = re.compile(
     r"(?:embedding\.|output_layer\.|.*\.router\.|.*\.conv1d\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
 )
-_MODULE = re.compile(r"(.+)\.(?:weight|bias)")
+_MODULE = re.compile(r"(.+)\.(?:weight|bias|softmax_offset)")
+_MTP_ATTENTION = re.compile(r"(mtp\..+\.self_attention\.)linear_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class Keys:
         for key in self._in_specs(name):
             if (match := _MODULE.fullmatch(key)) and not _STATELESS.match(key):
                 yield self._place(f"{match[1]}._extra_state")
+        # transformer-engine's attention keeps quiet about its own (`TEDotProductAttention.sharded_state_dict`), but
+        # `MultiTokenPredictionBlock.sharded_state_dict` also takes whatever is in `state_dict()`.
+        if match := _MTP_ATTENTION.fullmatch(name):
+            yield self._place(f"{match[1]}core_attention._extra_state")
 
     def _in_specs(self, name: str) -> tuple[str, ...]:
         match = _IN_LAYER.fullmatch(name)

@@ -66,13 +66,21 @@ def check(name: str, hf_model: HfModel) -> None:
         assert shape == named[mcore].global_shape, f"{name}: {mcore} is {named[mcore].global_shape}, {synonym} {shape}"
 
 
-def build(hf_model: HfModel) -> Any:
+def build(hf_model: HfModel, vocab_divisor: int = 1, **sizes: int) -> Any:
+    """The model that a config describes, from transformer-engine's layer specs.
+
+    Args:
+        vocab_divisor: what the vocabulary is padded to a multiple of.
+        sizes: of the layout, as TransformerConfig calls them.
+    """
     known = to_mcore_config(hf_model)
+    rows = -(-known.gpt["vocab_size"] // vocab_divisor) * vocab_divisor
     config = known.transformer_config(
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         transformer_impl="transformer_engine",
         moe_grouped_gemm=bool(known.transformer.get("num_moe_experts")),
+        **sizes,
     )
     with cuda_seems_available():
         if config.experimental_attention_variant:
@@ -80,7 +88,7 @@ def build(hf_model: HfModel) -> Any:
         else:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if config.mtp_num_layers else None
-        return GPTModel(config, spec, mtp_block_spec=mtp, **known.gpt)
+        return GPTModel(config, spec, mtp_block_spec=mtp, **{**known.gpt, "vocab_size": rows})
 
 
 if __name__ == "__main__":

@@ -9,17 +9,32 @@ import pytest
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
+TINY_MODELS = str(REPOSITORY / "tests" / "hf")
 TRANSFORMER_ENGINE = Path(os.environ.get("MCORE_CKPT_TE", REPOSITORY / ".venv" / "te"))
 
+pytestmark = pytest.mark.skipif(
+    not TRANSFORMER_ENGINE.is_dir(), reason=f"no transformer-engine in {TRANSFORMER_ENGINE}"
+)
 
-@pytest.mark.skipif(not TRANSFORMER_ENGINE.is_dir(), reason=f"no transformer-engine in {TRANSFORMER_ENGINE}")
-def test_tables_name_every_tensor_of_a_transformer_engine_model() -> None:
+
+def run(*command: str) -> None:
     path = os.pathsep.join([str(TRANSFORMER_ENGINE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(HERE / "hf_names.py"), str(REPOSITORY / "tests" / "hf")],
+        [sys.executable, *command],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+def test_tables_name_every_tensor_of_a_transformer_engine_model() -> None:
+    run(str(HERE / "hf_names.py"), TINY_MODELS)
+
+
+# None is all models. The latent projections are whole on every tensor-parallel rank here, and cut with local layers.
+@pytest.mark.parametrize(("world", "models"), [(1, ()), (2, ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe-mtp"))])
+def test_folders_become_what_megatron_loads_and_come_back(world: int, models: tuple[str, ...], tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}")
+    run(*torchrun, str(HERE / "hf_conversion.py"), TINY_MODELS, str(tmp_path), *models)
