@@ -30,7 +30,7 @@ def convert(source: Path, output: Path, *more: str) -> int:
     "name",
     [
         *("llama", "qwen2-tied", "qwen3-value", "qwen2_moe", "qwen3_moe-sparse", "mixtral"),
-        *("deepseek_v3-no-q-lora", "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next"),
+        *("deepseek_v3-no-q-lora", "deepseek_v3-mtp", "glm4_moe-mtp", "qwen3_next", "gpt_oss"),
     ],
 )
 @pytest.mark.parametrize("form", FORMATS)

@@ -34,7 +34,9 @@ def test_tables_name_every_tensor_of_a_transformer_engine_model() -> None:
 
 
 # None is all models. The latent projections are whole on every tensor-parallel rank here, and cut with local layers.
-@pytest.mark.parametrize(("world", "models"), [(1, ()), (2, ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe-mtp"))])
+@pytest.mark.parametrize(
+    ("world", "models"), [(1, ()), (2, ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe-mtp", "qwen3_next"))]
+)
 def test_folders_become_what_megatron_loads_and_come_back(world: int, models: tuple[str, ...], tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}")
     run(*torchrun, str(HERE / "hf_conversion.py"), TINY_MODELS, str(tmp_path), *models)
