@@ -5,7 +5,6 @@ Several processes share the work, each writing some of the files. None of them r
 
 from __future__ import annotations
 
-import glob
 import os
 import shutil
 import time
@@ -32,7 +31,6 @@ from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.files import sync_dir
-from mcore_ckpt.storage.owner import read_owner, write_owner
 from mcore_ckpt.storage.requests import WrittenFile
 
 Progress = Callable[[int, int], None]
@@ -188,11 +186,8 @@ def _open(
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the files to write", CommitError)
         _check_space(target, jobs[0].plan.nbytes)
-        _sweep(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = layout.staging_dir(target, attempt)
-        staging.mkdir()
-        write_owner(staging)
+        commit.sweep_beside(target)
+        commit.open_staging(target, attempt)
         return {"attempt": attempt}
 
     try:
@@ -321,14 +316,6 @@ def _check_space(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(there).free
     if free < nbytes:
         raise CommitError(f"{target}: the model takes {nbytes} bytes, and {free} are free there")
-
-
-def _sweep(target: Path) -> None:
-    """Removes what killed runs into the same target have left."""
-    for entry in target.parent.glob(f".{glob.escape(target.name)}.staging-*"):
-        owner = read_owner(entry)
-        if owner is not None and owner.is_on_this_host and not owner.is_alive_here:
-            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _publish(staging: Path, target: Path) -> None:
