@@ -17,14 +17,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_ckpt import layout
 from mcore_ckpt.cli import UsageError
-from mcore_ckpt.cli.demo.huggingface import Generated, load_and_generate
 from mcore_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.cli.demo.huggingface import Generated
 
 RANKS = 4  # training.RANKS; importing that module would load Megatron into the parent
 SAVE_EVERY = 4
@@ -158,6 +158,9 @@ def is_demo(directory: Path) -> bool:
 
 def perform(plan: Plan, report: Report) -> Outcome:
     """All three trainings, one after the other, so that none of them slows another down; then the exported model."""
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.cli.demo.huggingface import load_and_generate
+
     uninterrupted = train(plan, "uninterrupted", report)
     killed = train(plan, "killed", report, checkpoints=plan.checkpoints, kill_after=plan.kill_after)
     resumed = train(plan, "resumed", report, checkpoints=plan.checkpoints)
@@ -225,6 +228,8 @@ def torchrun_command(steps: int, events: Path, checkpoints: Path | None) -> list
 
 def environment() -> dict[str, str]:
     """One thread per rank, and the settings under which a GPU repeats its sums in the same order."""
+    import torch
+
     settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     if torch.cuda.device_count() < RANKS:
         # Megatron would put half of its state on the few GPUs there are.
