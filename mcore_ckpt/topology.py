@@ -104,7 +104,7 @@ def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
     if not ps.model_parallel_is_initialized():
         raise RuntimeError(
             "torch.distributed is initialized but megatron's parallel_state is not: call "
-            "parallel_state.initialize_model_parallel(...) before making a CheckpointManager"
+            "parallel_state.initialize_model_parallel(...) first"
         )
     coordinates = RankCoordinates(
         tp=ps.get_tensor_model_parallel_rank(),

@@ -89,6 +89,9 @@ def load_hf(
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder. Every rank calls it.
 
+    megatron's `parallel_state` must be initialized, in a single process, too: without it megatron (0.16.1) neither
+    builds a GPTModel nor says where its tensors belong.
+
     Each rank reads just the slices that it holds, whatever the layout, into the parameters where they are. Rows that
     pad the vocabulary become zero; what has another floating dtype is cast, through bounded memory. `_extra_state` of
     transformer-engine stays as it is.
@@ -118,7 +121,9 @@ def load_hf(
         CheckpointNotFoundError: there is no such folder, or no weights in it.
         CheckpointMismatchError: its tensors, or its configuration, are not this model's; the same on all ranks, and
             nothing has changed.
-        UnsupportedError: an architecture without a table, quantized weights, a model that is not supported.
+        UnsupportedError: an architecture without a table, quantized weights, a model that is not supported; or there
+            is no process group.
+        RuntimeError: there is a process group, and megatron's `parallel_state` is not initialized.
         CheckpointCorruptError: a file is cut or cannot be read, or a weight is not a number; the message says whether
             the model has changed.
 

@@ -156,8 +156,19 @@ def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
         # Known: tied embeddings with MTP on a pipeline stage that is not the first (0.16.1).
         raise UnsupportedError(
             f"megatron's own sharded_state_dict of this {type(module).__name__} fails, so where its tensors belong is "
-            f"unknown: {str(error)[:300]}"
+            f"unknown: {str(error)[:300]}{_hint()}"
         ) from error
+
+
+def _hint() -> str:
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        return ""
+    return (
+        ". megatron's parallel_state is not initialized: call torch.distributed.init_process_group(...) and "
+        "parallel_state.initialize_model_parallel(...) first, in a single process, too"
+    )
 
 
 def _opaque_shard(name: str, value: Any, owner: torch.nn.Module) -> LocalShard:

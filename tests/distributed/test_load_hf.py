@@ -29,7 +29,13 @@ from tiny_models import make_hf_folder, read_config
 from training import parallel
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
 from mcore_ckpt.hf.convert_native import convert_to_native
 from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
 from mcore_ckpt.hf.loading import load_hf
@@ -284,6 +290,19 @@ def test_a_file_that_goes_while_it_is_sent_fails_on_all(shared_path: Path, monke
         except CheckpointError as raised:
             error = raised
         assert_names(raised_everywhere(CheckpointCorruptError, error), r"model\.safetensors", "undefined")
+
+
+@pytest.mark.world(1)
+def test_without_megatrons_groups_it_is_refused(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_hf_folder(shared_path / "hf", "qwen3")
+    with parallel(Shape(1).layout):
+        chunks = build_model(folder, Shape(1))
+    with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(\.\.\.\) first"):
+        load_hf(chunks, folder)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"initialize_model_parallel\(\.\.\.\) first, in a single process"):
+        load_hf(chunks, folder)
+    assert all(tensor.isnan().all() for tensor in chunks[0].parameters())
 
 
 # -- converted --------------------------------------------------------------------------------------------
