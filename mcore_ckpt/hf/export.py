@@ -15,7 +15,7 @@ from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor, hf_tensors
 from mcore_ckpt.hf.safetensors_files import file_name, has_name
 from mcore_ckpt.hf.source import TensorInfo
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 
 MAX_SHARD_BYTES = 5_000_000_000
 """As large as transformers 4 makes a file of several (`PreTrainedModel.save_pretrained`)."""
@@ -213,6 +213,8 @@ def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tenso
                     and shape[1:] == there[1:]
                     # A value head has the output layer's name, and one row for each number that it gives.
                     and 1 < shape[0] < there[0]
+                    # More than padding would be tokens, lost without a word.
+                    and may_be_padding(shape[0], there[0])
                 )
                 if shape != there and not padded:
                     _refuse_shape(tensor.name, shape, stored, tensors[stored])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Megatron pads to a multiple of make_vocab_size_divisible_by (128 by default) times the tensor-parallel size.
 _LARGEST_DIVISOR = 128
+# Sizes that somebody may have trained with: up to 64, and multiples of 2, 3 and 5 alone.
+_SOME_TP = tuple(tp for tp in range(1, 65) if 30**6 % tp == 0)
 _TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
@@ -50,6 +52,16 @@ def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
     while divisor < _LARGEST_DIVISOR and rows % (2 * divisor * tp) == 0:
         divisor *= 2
     return rows - tokens < divisor * tp
+
+
+def may_be_padding(tokens: int, rows: int) -> bool:
+    """As `may_be_padded`, where nobody says for which tensor-parallel size there is padding.
+
+    Example:
+        >>> may_be_padding(131, 136), may_be_padding(131, 384), may_be_padding(100, 136)
+        (True, True, False)
+    """
+    return any(may_be_padded(tokens, rows, tp) for tp in _SOME_TP)
 
 
 def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:

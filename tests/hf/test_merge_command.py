@@ -304,6 +304,10 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
         (_configure(num_hidden_layers=3), "has decoder.layers.3."),
         (_configure(tie_word_embeddings=True), "tie_word_embeddings is True, but the tensors have a head"),
         (_configure(vocab_size=1000), "shape [136, 64]"),
+        (
+            _configure(vocab_size=100),
+            "config.json asks for [100, 64]",
+        ),
         (_configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}), "names code, modeling_own.Own"),
     ],
 )
