@@ -26,8 +26,9 @@ from mcore_ckpt.hf.settling import settle
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import OPAQUE
+from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.storage import commit
@@ -63,11 +64,15 @@ def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
                 f"tensor {shard.key}: {described.describe()}, as hf_config says, has no such tensor: 'hf_model' cannot "
                 "be saved"
             )
-        padded = has_vocabulary_rows(name) and shape[1:] == wanted[name][1:] and shape[0] >= wanted[name][0]
-        if shape != wanted[name] and not padded:
+        if shape != wanted[name] and not _is_padded(name, shape, wanted[name]):
             raise CheckpointMismatchError(
                 f"tensor {shard.key}: the model has shape {list(shape)}, hf_config means {list(wanted[name])}"
             )
+
+
+def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
+    # What the export would refuse must be refused here: there it would be a save that fails.
+    return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and may_be_padding(wanted[0], shape[0])
 
 
 # By what the table calls it: sizes that say in what order a tensor's rows are, whatever its shape.

@@ -211,6 +211,7 @@ def test_a_config_of_another_model_is_refused_before_anything_is_saved(shared_pa
         for changed, wanted in (
             ({"num_key_value_heads": 1}, "num_query_groups"),
             ({"vocab_size": 1000}, "word_embeddings"),
+            ({"vocab_size": 100}, "word_embeddings"),
             ({"tie_word_embeddings": True}, "output_layer"),
             # The same shapes: eight heads of half the size.
             ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 5}, "num_attention_heads"),
