@@ -70,7 +70,8 @@ def find_checkpoint(
         role: which one, of a step with several.
 
     Raises:
-        UnusableRequestError: there are several roles, and none was chosen; or another step.
+        UnusableRequestError: there are several roles, and none was chosen; or another step; or FSDP shards, and nobody
+            said so.
         CheckpointNotFoundError: there is none.
         CheckpointCorruptError: a manifest is damaged.
     """
@@ -78,8 +79,12 @@ def find_checkpoint(
     found = [FoundCheckpoint(folder, known) for folder in _folders(path, step) if (known := kind(folder)) is not None]
     if found:
         return _one(path, found, role)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path}: there is no such folder")
     if backend == "fsdp":
         raise CheckpointNotFoundError(f"{path}: has no model_world_size_*_rank_*.pt, nor has a folder of a role in it")
+    if any(is_fsdp(folder) for folder in _folders(path, step)):
+        raise UnusableRequestError(f"{path}: holds FSDP shards: say so (--backend fsdp)")
     try:
         selection = select(path, step)
     except UnusableLayoutError as error:

@@ -354,3 +354,14 @@ def test_which_folder_is_meant(tmp_path: Path) -> None:
 def test_a_checkpoint_without_config(tmp_path: Path) -> None:
     folder = save_torch_dist(tmp_path / "a" / "iter_0000012", {"a": torch.ones(1)})
     refused(folder, CheckpointNotFoundError, "--hf_model_path")
+
+
+def test_what_is_not_there_and_what_needs_another_backend(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no such folder"):
+        find_checkpoint(tmp_path / "Qwen" / "Qwen3-8B")
+    (tmp_path / "actor").mkdir()
+    torch.save({}, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
+    for path in (tmp_path, tmp_path / "actor"):
+        with pytest.raises(UnusableRequestError, match="--backend fsdp"):
+            find_checkpoint(path)
+        assert find_checkpoint(path, "fsdp").kind == "fsdp"
