@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # renameat2(2), linux/fs.h
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_TRIES = 100
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -33,13 +34,16 @@ def new_attempt() -> str:
 def open_staging(role_dir: Path, attempt: str) -> Path:
     """Makes the folder ranks write into. Raises OSError."""
     staging = layout.staging_dir(role_dir, attempt)
-    while True:
+    for tries_left in reversed(range(_TRIES)):
         role_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
             staging.mkdir()
             break
         except FileNotFoundError:
-            continue  # another role found the step's folder empty in this instant, and removed it
+            # Another role found the step's folder empty in this instant, and removed it. Some file systems (/proc) say
+            # the same of any folder, for ever.
+            if not tries_left:
+                raise
     write_owner(staging)
     return staging
 

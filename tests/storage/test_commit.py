@@ -327,3 +327,9 @@ def test_the_sweep_of_whole_checkpoints_changes_nothing(tmp_path: Path, alone: b
     before = tree(tmp_path)
     commit.sweep(tmp_path, ROLE, alone)
     assert tree(tmp_path) == before
+
+
+def test_a_folder_that_can_never_be_made() -> None:
+    """In /proc every folder "is not there" when it is made: trying again must end."""
+    with pytest.raises(FileNotFoundError):
+        commit.open_staging(Path("/proc/none"), commit.new_attempt())
