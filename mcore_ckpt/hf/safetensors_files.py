@@ -56,18 +56,18 @@ class HfStored:
 def read_folder(folder: Path) -> dict[str, HfStored]:
     """Every tensor of a HuggingFace model's folder, by name.
 
-    Of several files the index says which has what; what it says is checked.
+    Of several files the index says which has what; what it says is checked. A single file wins over an index beside it,
+    as in transformers (`_get_resolved_checkpoint_files`, 4.57 and 5).
 
     Raises:
         CheckpointNotFoundError: there are no weights.
         CheckpointCorruptError: a file is missing, cut or no safetensors file, or differs from the index.
     """
-    index = folder / INDEX_FILE
-    if not index.exists():
-        single = folder / SINGLE_FILE
-        if not single.exists():
-            raise CheckpointNotFoundError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    if single.exists():
         return {tensor.name: tensor for tensor in read_file(single)}
+    if not index.exists():
+        raise CheckpointNotFoundError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
     where = read_weight_map(index)
     found: dict[str, HfStored] = {}
     for file in sorted(set(where.values())):

@@ -189,3 +189,9 @@ def test_copies_in_multi_token_prediction_are_copies(tmp_path: Path) -> None:
     change(folder, model__layers__4__shared_head__head__weight=head + 1)
     with pytest.raises(CheckpointMismatchError, match=r"layers\.4\.shared_head\.head\.weight.*lm_head\.weight.*differ"):
         FolderCatalog(read_contents(folder)).check_left_out()
+
+
+def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "gone.safetensors"}}')
+    assert list(read_folder(tmp_path)) == ["a"]
