@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ Compares a HuggingFace model's folder with a reference, tensor by tensor and in 
 dtype, values. With --local_dir it is a checkpoint that is compared, as merging would write it. Exit status 0: the same;
 1: not the same."""
 
+_LOG_COLUMNS = 200
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -125,7 +127,8 @@ def _ours(args: argparse.Namespace) -> Weights:
 
 
 def _show(comparison: Comparison, most: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    # Into a log rich writes 80 columns, which cut each name into pieces of a few letters.
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     told = comparison.worst()
     if told:
         console.print(_table(told[:most]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt import knobs
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.foreign.pt_files import PtTensor, read_pt
 from mcore_ckpt.hf.export import FileTensor
 from mcore_ckpt.hf.filling import Elements, Scratch, fill
@@ -155,6 +155,7 @@ def compare(
 
     Raises:
         CheckpointCorruptError: a file cannot be read.
+        CheckpointMismatchError: there is nothing to compare.
 
     Example:
         >>> compare(open_folder(Path("merged")), open_folder(Path("model"))).is_same  # doctest: +SKIP
@@ -165,6 +166,10 @@ def compare(
     names = list(dict.fromkeys((*reference.tensors, *ours.tensors)))
     left_out = tuple(name for name in names if any(pattern.fullmatch(name) for pattern in patterns))
     pairs = [_Pair.of(name, ours, reference) for name in names if name not in left_out]
+    if not pairs:
+        raise CheckpointMismatchError(
+            f"{ours.where} and {reference.where}: nothing is left to compare: {len(names)} tensors, all ignored"
+        )
     total = sum(pair.nbytes for pair in pairs)
     done, lock = [0], threading.Lock()
 

@@ -16,7 +16,7 @@ from test_sources import STAGES, mcore_of, save_verl
 from tiny_models import make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.hf import compare as module
 from mcore_ckpt.hf.compare import ComparedTensor, Comparison, Tolerance, compare, open_folder
 
@@ -337,3 +337,17 @@ def test_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         save_verl(tmp_path / role, {"decoder.final_layernorm.weight": torch.ones(1)}, [[[]]])
     assert main(["test", "--local_dir", str(tmp_path), "--reference", str(tmp_path)]) == 2
     assert "--role" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignored", [[], [".*"]])
+def test_nothing_is_not_the_same(ignored: list[str], tmp_path: Path) -> None:
+    state = tensors() if ignored else {}
+    with pytest.raises(CheckpointMismatchError, match="nothing is left to compare"):
+        compared(tmp_path, state, state, Tolerance(), ignored)
+
+
+def test_names_stay_whole_in_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model.layers.10.self_attn.q_proj.weight"
+    ours, reference = (save(tmp_path / place, {name: torch.tensor([value])}) for place, value in (("a", 1.0), ("b", 2)))
+    assert main(["test", str(ours), "--reference", str(reference)]) == 1
+    assert name in capsys.readouterr().out
