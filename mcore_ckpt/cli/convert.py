@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli import UsageError, check_patterns
-from mcore_ckpt.cli.merge import add_accepted
+from mcore_ckpt.cli.merge import add_accepted, torchruns_variables
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.hf_model_path.is_dir():
         raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
+    if args.output_path.exists() and not args.output_path.is_dir():
+        raise UsageError(f"--output_path {args.output_path}: is a file, not a folder")
     check_patterns("--ignore", args.ignore)
     try:
         with _seat() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
@@ -113,9 +115,10 @@ def _seat() -> Iterator[Agreement]:
 
     from mcore_ckpt.storage.agreement import take_seat
 
-    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if under_torchrun:
-        dist.init_process_group("gloo")
+    with torchruns_variables():
+        under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if under_torchrun:
+            dist.init_process_group("gloo")
     try:
         yield take_seat("convert", _TIMEOUT_S)
     finally:

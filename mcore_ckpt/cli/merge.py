@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--private is said of a repository to upload to: give --hf_upload_path")
     if args.hf_upload_path is not None and not can_upload():
         raise UsageError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
-    ranks = ranks_of_torchrun()
+    with torchruns_variables():
+        ranks = ranks_of_torchrun()
     is_first = ranks is None or ranks.is_coordinator
     try:
         with progress_of_bytes(args.json or not is_first) as bar:
@@ -107,6 +111,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0
+
+
+@contextmanager
+def torchruns_variables() -> Iterator[None]:
+    """Around what reads them: a job's scheduler may set some of them, and not the others."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, without what torchrun sets beside it: {error}: use "
+            "torchrun, or unset it to work alone"
+        ) from None
 
 
 def _request(args: argparse.Namespace) -> MergeRequest:

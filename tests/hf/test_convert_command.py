@@ -238,3 +238,21 @@ def test_what_is_listed_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert convert(folder, tmp_path / "out", "--ignore", "lm_head.*", "--test") == 0
     assert convert(folder, tmp_path / "other", "--ignore", "(") == 2
     assert "is no regular expression" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_arguments_that_cannot_be_used(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen2")
+    (tmp_path / "file").write_text("x")
+    assert convert(folder, tmp_path / "file", "--format", form) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+    for number in ("2", "two"):
+        monkeypatch.setenv("WORLD_SIZE", number)
+        monkeypatch.delenv("RANK", raising=False)
+        assert convert(folder, tmp_path / "out", "--format", form) == 2
+        assert "use torchrun, or unset it" in capsys.readouterr().err
+        assert main(["merge", str(folder), str(tmp_path / "out")]) == 2
+        assert "use torchrun, or unset it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
