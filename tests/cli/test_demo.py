@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).parents[2]
+TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".venv" / "transformers4"))
 
-def demo(cwd: Path, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+
+def demo(cwd: Path, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mcore_ckpt.cli.main", "demo", *arguments],
         cwd=cwd,
@@ -46,6 +50,8 @@ def test_killed_training_comes_back_as_if_nothing_had_happened(tmp_path: Path) -
     assert result["text"].startswith("def ")
     assert len(result["text"]) > len("def ")
 
+    assert_loads_with_transformers_4(tmp_path / result["checkpoint"] / "actor" / "huggingface")
+
     assert not old.exists()
     checkpoint = tmp_path / result["checkpoint"]
     assert checkpoint.name == "global_steps_7"
@@ -56,6 +62,26 @@ def test_killed_training_comes_back_as_if_nothing_had_happened(tmp_path: Path) -
     assert {f"model/mp_rank_0{tp}_00{pp}/model_states.pt" for tp in (0, 1) for pp in (0, 1)} <= names
     assert {f"optim/distrib_optim_pp{pp}_tp{tp}_cp0_dp0.pt" for tp in (0, 1) for pp in (0, 1)} <= names
     assert (checkpoint.parent / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+def assert_loads_with_transformers_4(folder: Path) -> None:
+    """What was exported in line: the demo itself loads it with the newest version."""
+    if not TRANSFORMERS_4.is_dir():
+        return
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tests" / "hf" / "load_with_transformers.py"), str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TRANSFORMERS_4), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "error" not in found, found["error"]
+    assert found["version"].startswith("4.")
+    assert (found["class"], found["dtypes"]) == ("Qwen3ForCausalLM", ["torch.float32"])
+    assert (found["wrong"], found["absent"], found["different"], found["warnings"]) == ({}, [], [], [])
+    assert found["written"]["text"].startswith("def f(x):")
+    assert len(found["written"]["text"]) > len("def f(x):")
 
 
 @pytest.mark.parametrize(
