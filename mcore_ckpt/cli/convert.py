@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
     if args.output_path.exists() and not args.output_path.is_dir():
         raise UsageError(f"--output_path {args.output_path}: is a file, not a folder")
+    if args.format == "torch_dist" and args.output_path.exists() and any(args.output_path.iterdir()):
+        raise UsageError(f"--output_path {args.output_path}: is there already, and not empty: name another folder")
     check_patterns("--ignore", args.ignore)
     try:
         with _seat() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:

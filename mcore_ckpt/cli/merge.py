@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli import UsageError, check_patterns
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ def add_to(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; else as saved")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of a file: 5GB (the default), 500MiB")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="leave out the checkpoint's tensors of this name; may be repeated",
+    )
     parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN; else they are refused")
     parser.add_argument(
         "--tie-word-embedding",
@@ -88,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.hf.sources import UnusableRequestError
     from mcore_ckpt.hf.upload import can_upload, upload
 
+    check_patterns("--ignore", args.ignore)
     request = _request(args)
     if args.private and args.hf_upload_path is None:
         raise UsageError("--private is said of a repository to upload to: give --hf_upload_path")
@@ -143,6 +151,7 @@ def _request(args: argparse.Namespace) -> MergeRequest:
         allow_nan=args.allow_nan,
         tied=True if args.tie_word_embedding else None,
         value=True if args.is_value_model else None,
+        ignore=tuple(args.ignore),
     )
 
 

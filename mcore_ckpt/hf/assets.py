@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,24 @@ def copy_assets(source: Path, folder: Path) -> list[Path]:
             write_file(target, [path.read_bytes()])
             written.append(target)
     return written
+
+
+def check_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Code of a model's own is copied, never run. What names code that is not there could not be loaded.
+
+    Raises:
+        UnsupportedError: `config`, of a `config.json` in this folder, does.
+    """
+    named = config.get("auto_map") or {}
+    for value in named.values() if isinstance(named, Mapping) else ():
+        for name in value if isinstance(value, list) else [value]:
+            # "repository--module.Class" is loaded from there.
+            if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
+                raise UnsupportedError(
+                    f"{folder / 'config.json'}: auto_map names code, {name}, that is not beside it, so that nobody "
+                    "could load the model (trust_remote_code): add the file, or remove auto_map if transformers knows "
+                    "the architecture itself"
+                )
 
 
 def _is_index(name: str) -> bool:

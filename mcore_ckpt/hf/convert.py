@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.hf.assets import check_code
 from mcore_ckpt.hf.folder_catalog import FolderCatalog, FolderContents, all_of, read_contents
+from mcore_ckpt.hf.mcore_config import to_mcore_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
@@ -57,22 +59,14 @@ def open_folder(agreement: Agreement, source: Path, role: str = "actor", ignore:
 
     def combine(_: Sequence[Record]) -> Record:
         found[0].check_left_out()
+        check_code(source, found[0].model.config)
+        if found[0].model.architecture.rules:
+            # A model that megatron cannot compute: not after hours, by the trainer.
+            to_mcore_config(found[0].model)
         return {}
 
     decide(agreement, f"checking {source}", work, combine)
     return found[0]
-
-
-def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Which of many pieces of work a process does: the largest first, each by whoever has least. The same on all."""
-    loads = [0] * world_size
-    mine = []
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        least = loads.index(min(loads))
-        loads[least] += sizes[number]
-        if least == rank:
-            mine.append(number)
-    return sorted(mine)
 
 
 def whole_region(catalog: FolderCatalog, name: str) -> Region:

@@ -18,7 +18,6 @@ from mcore_ckpt.hf.convert import (
     Progress,
     check_written,
     open_folder,
-    share_of,
     whole_region,
 )
 from mcore_ckpt.hf.folder_catalog import FolderCatalog
@@ -28,6 +27,7 @@ from mcore_ckpt.resharding.reshard import describe
 from mcore_ckpt.resharding.streaming import FileNames, Origin, write_files
 from mcore_ckpt.resharding.survey import SavedTensor
 from mcore_ckpt.resharding.target import Target, WantedLayout, resolve
+from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sources import Sources, Wanted

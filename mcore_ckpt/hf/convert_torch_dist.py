@@ -36,10 +36,12 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.foreign.kinds import TORCH_DIST_CONFIG
 from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
 from mcore_ckpt.hf.assets import copy_assets
-from mcore_ckpt.hf.convert import ConversionReport, Progress, check_written, open_folder, share_of
+from mcore_ckpt.hf.convert import ConversionReport, Progress, check_written, open_folder
 from mcore_ckpt.hf.folder_catalog import FolderCatalog
+from mcore_ckpt.hf.mcore_config import to_mcore_config
 from mcore_ckpt.hf.torch_dist_keys import Keys, Place
 from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.storage import commit
@@ -111,6 +113,7 @@ class _Plan:
     files: tuple[tuple[_Chunk, ...], ...]
     states: tuple[str, ...]
     parts: Mapping[str, Sequence[Sequence[_Part]]]
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
 
 
 def convert_to_torch_dist(
@@ -172,8 +175,6 @@ def are_alike(catalog: FolderCatalog) -> bool:
     lists = ("moe_layer_freq", "linear_attention_freq")
     values: dict[str, Any] = {}
     if catalog.model.architecture.rules:
-        from mcore_ckpt.hf.mcore_config import to_mcore_config
-
         values = to_mcore_config(catalog.model).transformer
     return len(set(catalog.model.layers)) <= 1 and not any(
         isinstance(values.get(name), list) or (values.get(name) or 1) != 1 for name in lists
@@ -193,7 +194,7 @@ def _plan(catalog: FolderCatalog) -> _Plan:
         for chunk in _chunks(catalog, name, part)
     ]
     states = dict.fromkeys(place.object_key for name in names for place in keys.states(name))
-    return _Plan(tuple(_in_files(chunks)), tuple(states), parts)
+    return _Plan(tuple(_in_files(chunks)), tuple(states), parts, _describe(chunks, states))
 
 
 def _parts(catalog: FolderCatalog, name: str, place: Place) -> list[_Part]:
@@ -310,7 +311,7 @@ def _write_rest(catalog: FolderCatalog, plan: _Plan, places: dict[int, list[list
     }
     stored |= _write_states(plan.states, staging / _file(len(plan.files)))
     # Not by `FileSystemWriter.finish`, which writes down where it is: that is about to change.
-    metadata = Metadata(_describe(plan), storage_data=stored, version=CURRENT_DCP_VERSION)
+    metadata = Metadata(plan.described, storage_data=stored, version=CURRENT_DCP_VERSION)
     write_file(staging / _METADATA_FILE, [pickle.dumps(metadata)])
     # Empty: whatever is in it comes out of `dist_checkpointing.load` among the tensors, and a strict `load_state_dict`
     # of these, as verl calls it, refuses it.
@@ -337,24 +338,23 @@ def _write_states(keys: Sequence[str], path: Path) -> dict[MetadataIndex, _Stora
     }
 
 
-def _describe(plan: _Plan) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        key: BytesStorageMetadata() for key in plan.states
-    }
-    for file in plan.files:
-        for chunk in file:
-            entry = found.get(chunk.key)
-            if entry is None:
-                properties = TensorProperties(torch_dtype(chunk.dtype))
-                entry = TensorStorageMetadata(properties, torch.Size(chunk.global_shape), [])
-                found[chunk.key] = entry
-            assert isinstance(entry, TensorStorageMetadata)
-            if entry.properties.dtype != torch_dtype(chunk.dtype):
-                raise CheckpointMismatchError(
-                    f"tensor {chunk.name}: is {chunk.dtype}, those of other layers are "
-                    f"{dtype_name(entry.properties.dtype)}: megatron has them as one tensor"
-                )
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+def _describe(
+    chunks: Iterable[_Chunk], states: Iterable[str]
+) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {key: BytesStorageMetadata() for key in states}
+    for chunk in chunks:
+        entry = found.get(chunk.key)
+        if entry is None:
+            properties = TensorProperties(torch_dtype(chunk.dtype))
+            entry = TensorStorageMetadata(properties, torch.Size(chunk.global_shape), [])
+            found[chunk.key] = entry
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.properties.dtype != torch_dtype(chunk.dtype):
+            raise CheckpointMismatchError(
+                f"tensor {chunk.name}: is {chunk.dtype}, those of other layers are "
+                f"{dtype_name(entry.properties.dtype)}: megatron has them as one tensor"
+            )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
     return found
 
 

@@ -78,17 +78,6 @@ class ExportPlan:
         """Of all tensors."""
         return sum(file.nbytes for file in self.files)
 
-    def share_of(self, rank: int, ranks: int) -> list[int]:
-        """The numbers of the files that one of several ranks writes: about as many bytes each."""
-        loads = [0] * ranks
-        mine = []
-        for number in sorted(range(len(self.files)), key=lambda number: -self.files[number].nbytes):
-            least = loads.index(min(loads))
-            loads[least] += self.files[number].nbytes
-            if least == rank:
-                mine.append(number)
-        return sorted(mine)
-
 
 def plan_export(
     model: HfModel,

@@ -126,7 +126,9 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
     _spell_for_both_versions(model.architecture, config)
     # transformers took up "dtype" in 4.56; it reads the older name still.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    _set_class(model.architecture, config, model.is_value)
+    # Without a table nothing is known of it, and all stays as it is.
+    if model.architecture.table.layer:
+        _set_class(model.architecture, config, model.is_value)
     if model.is_value:
         config.update(ONE_LABEL)
     if not has_mtp and config.get("num_nextn_predict_layers"):

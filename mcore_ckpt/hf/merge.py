@@ -6,10 +6,11 @@ Several processes share the work, each writing some of the files. None of them r
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
-from mcore_ckpt.hf.assets import copy_assets, write_config
+from mcore_ckpt.hf.assets import check_code, copy_assets, write_config
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
 from mcore_ckpt.hf.config_rules import HfConfig
 from mcore_ckpt.hf.export import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
@@ -28,6 +29,7 @@ from mcore_ckpt.hf.settling import settle
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
 from mcore_ckpt.hf.sources import Backend, FoundCheckpoint, UnusableRequestError, find_checkpoint, open_source
 from mcore_ckpt.hf.writing import write_files, write_index
+from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.files import sync_dir
@@ -55,6 +57,7 @@ class MergeRequest:
         max_shard_bytes: of a file's tensors.
         allow_nan: whether weights may be NaN.
         tied, value: what the user says of embeddings and head; None: what configuration and data say.
+        ignore: regular expressions of the checkpoint's tensors to leave out.
     """
 
     source: Path
@@ -68,6 +71,7 @@ class MergeRequest:
     allow_nan: bool = False
     tied: bool | None = None
     value: bool | None = None
+    ignore: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def merge(
     ranks = agreement.world_size if agreement is not None else 1
     attempt, job = _open(agreement, request, found, target, ranks)
     staging = layout.staging_dir(target, attempt)
-    numbers = job.plan.share_of(agreement.rank if agreement is not None else 0, ranks)
+    numbers = share_of([file.nbytes for file in job.plan.files], agreement.rank if agreement is not None else 0, ranks)
     total = sum(job.plan.files[number].nbytes for number in numbers)
     done = [0]
 
@@ -244,28 +248,39 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
     config = read_config(config_dir)
     try:
         source = open_source(found, config)
-        tensors = source.tensors()
+        tensors = _without(request.ignore, source.tensors())
         read = read_copied_model if found.has_hf_names else read_model
         model = _settled(read, config, tensors, request)
-        _check_code(config_dir, model.config)
+        check_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are finer than the model's weights.
         if dtype is None and isinstance(source, CheckpointSource) and not source.has_model:
             dtype = _said_dtype(model.config)
-        plan = _plan(found, model, source, dtype, request.max_shard_bytes, ranks)
+        plan = _plan(found, model, source, tensors, dtype, request.max_shard_bytes, ranks)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
     return MergeJob(source, found.path, config_dir, model, plan)
 
 
+def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    left_out = [re.compile(pattern) for pattern in patterns]
+    return {name: info for name, info in tensors.items() if not any(p.fullmatch(name) for p in left_out)}
+
+
 def _plan(
-    found: FoundCheckpoint, model: HfModel, source: TensorSource, dtype: torch.dtype | None, most: int, ranks: int
+    found: FoundCheckpoint,
+    model: HfModel,
+    source: TensorSource,
+    tensors: Mapping[str, TensorInfo],
+    dtype: torch.dtype | None,
+    most: int,
+    ranks: int,
 ) -> ExportPlan:
     if not found.has_hf_names:
-        return plan_export(model, source.tensors(), dtype=dtype, max_shard_bytes=most, least_files=ranks)
+        return plan_export(model, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks)
     copied = fsdp_tensors(source, model)
     return plan_tensors(
-        copied, source.tensors(), dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=_has_mtp(model, copied)
+        copied, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=_has_mtp(model, copied)
     )
 
 
@@ -279,6 +294,7 @@ def _settled(
 ) -> HfModel:
     """What config, data and the user agree on."""
     model = read(config)
+    model = replace(model, ignored=(*model.ignored, *request.ignore))
     if not model.architecture.table.layer:
         # No table: names that may mean anything. What is copied as it is needs none.
         return model
@@ -287,20 +303,6 @@ def _settled(
         # FSDP's names are those of modules: one tensor has two. Whether it is one is looked at by `fsdp_tensors`.
         shapes.pop("lm_head.weight", None)
     return settle(model, shapes, request.tied, request.value)
-
-
-def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Code of a model's own is copied, never run. What names code that is not there could not be loaded."""
-    named = config.get("auto_map") or {}
-    for value in named.values() if isinstance(named, Mapping) else ():
-        for name in value if isinstance(value, list) else [value]:
-            # "repository--module.Class" is loaded from there.
-            if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
-                raise UnsupportedError(
-                    f"{folder / 'config.json'}: auto_map names code, {name}, that is not beside it, so that nobody "
-                    "could load the model (trust_remote_code): add the file, or remove auto_map if transformers knows "
-                    "the architecture itself"
-                )
 
 
 def _said_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

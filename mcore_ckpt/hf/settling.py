@@ -55,6 +55,12 @@ def settle(
     return replace(model, known=known)
 
 
+_VALUE_HINTS = {
+    True: "say is_value_model=True (--is-value-model) if that is meant",
+    False: "use the config.json of the language model",
+}
+
+
 def _value_in(there: Mapping[str, Shape], is_mcore: bool) -> bool:
     if is_mcore:
         return _MCORE_HEAD in there and there[_MCORE_HEAD][0] == 1
@@ -75,8 +81,7 @@ def _settle_value(model: HfModel, data: bool, user: bool | None) -> bool:
     if user is None and named and model.is_value != data:
         raise CheckpointMismatchError(
             f"config.json: architectures is {model.config['architectures']}, but the tensors are those of a model "
-            f"with a {_head(data)}: say is_value_model={data} (--is-value-model) if that is "
-            "meant"
+            f"with a {_head(data)}: {_VALUE_HINTS[data]}"
         )
     return data
 
@@ -96,7 +101,7 @@ def _settle_tied(model: HfModel, data: bool, user: bool | None) -> bool:
         raise CheckpointMismatchError(f"tie_word_embedding is {user}, but the tensors have {head}")
     if says != data:
         hint = (
-            "if the head is a copy of the embedding, list it under the tensors to ignore"
+            "if the head is a copy of the embedding, leave it out (--ignore)"
             if says
             else "the checkpoint is incomplete, or tie_word_embeddings should be true"
         )

@@ -62,3 +62,15 @@ def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, i
             start = stop
         position += size
     return result
+
+
+def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
+    """Which of many pieces of work a process does: the largest first, each by whoever has least. The same on all."""
+    loads = [0] * world_size
+    mine = []
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        least = loads.index(min(loads))
+        loads[least] += sizes[number]
+        if least == rank:
+            mine.append(number)
+    return sorted(mine)

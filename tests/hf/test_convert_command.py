@@ -166,7 +166,7 @@ def test_nothing_of_somebody_elses_is_replaced(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")
-    assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 1
+    assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 2
     assert (tmp_path / "out" / "mine").read_text() == "kept"
 
 
@@ -255,4 +255,33 @@ def test_arguments_that_cannot_be_used(
         assert "use torchrun, or unset it" in capsys.readouterr().err
         assert main(["merge", str(folder), str(tmp_path / "out")]) == 2
         assert "use torchrun, or unset it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "names code, modeling_own.Own"),
+    ],
+)
+def test_models_that_nobody_could_use(
+    changes: dict[str, object], words: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert convert(folder, tmp_path / "out", "--format", form) == 1
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.distcp")) + list(tmp_path.rglob("*.pt"))
+
+
+def test_layers_of_different_dtypes_are_not_one_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].half()}, folder / "model.safetensors")
+    assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 1
+    assert "megatron has them as one tensor" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

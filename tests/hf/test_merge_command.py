@@ -344,6 +344,21 @@ def test_what_a_dtype_cannot_hold_is_refused(hf: Path, tmp_path: Path, capsys: p
     assert main(["merge", str(role_dir), str(tmp_path / "merged"), "--dtype", "float16"]) == 0
 
 
+def test_tensors_of_nobody_are_left_out_if_they_are_listed(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = {"decoder.layers.0.probe.weight": torch.ones(3), "other.weight": torch.ones(2)}
+    role_dir = make(tmp_path / "more", mcore_tensors(hf) | extra, config=(hf / "config.json").read_bytes())
+    assert main(["merge", str(role_dir), str(tmp_path / "out" / "merged"), "--ignore", r".*\.probe\..*"]) == 1
+    assert "other.weight" in capsys.readouterr().err
+    assert (
+        main(["merge", str(role_dir), str(tmp_path / "merged"), "--ignore", r".*\.probe\..*", "--ignore", "other.*"])
+        == 0
+    )
+    assert weights(tmp_path / "merged").keys() == weights(hf).keys()
+    assert main(["merge", str(role_dir), str(tmp_path / "out" / "merged"), "--ignore", "("]) == 2
+
+
 def test_nan_is_refused_unless_asked_for(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = mcore_tensors(hf)
     pad_vocabulary(tensors)
