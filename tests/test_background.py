@@ -16,7 +16,7 @@ from mcore_ckpt.saving import SaveReport
 from mcore_ckpt.storage.agreement import Agreement
 
 LONG_S = 30.0
-REPORT = SaveReport(7, Path("steps/7"), 1000, 2.0, 0.5, 0.25, 0.25, 1.0, 0.5)
+REPORT = SaveReport(7, Path("steps/7"), 1000, 2.0, 0.5, 0.25, 0.25, 1.0, 0.0, 0.5)
 
 
 class FakeSave:
@@ -282,7 +282,7 @@ class Save:
             marker.with_name(self.name).write_text(str(error))
             raise
         marker.with_name(self.name).write_text("committed")
-        return SaveReport(7, marker, 0, *[0.0] * 6)
+        return SaveReport(7, marker, 0, *[0.0] * 7)
     def after_commit(self):
         marker.with_name(self.name + "-deleted").touch()
 
