@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_sources import STAGES, mcore_of, save_verl
+from test_foreign_models import STAGES, mcore_of, save_verl
 from tiny_models import make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
