@@ -366,7 +366,7 @@ void gpu_destinations_are_checked() {
     ReadJob job({"/nowhere"}, {1, 4096, 4096, true, true});
     const auto add = [&](void* destination) {
         auto* bytes = static_cast<std::uint8_t*>(destination);
-        return thrown_by<std::invalid_argument>([&] { job.add(0, 0, 10, {1}, {0, 10, 1, 0, bytes, 0, true}); });
+        return thrown_by<std::invalid_argument>([&] { job.add(0, 0, 10, std::vector<std::uint32_t>{1}, {0, 10, 1, 0, bytes, 0, true}); });
     };
     REQUIRE(add(host.data()) == "a tensor to copy from or to a GPU is not in GPU memory");
     REQUIRE(add(here).empty());
