@@ -16,6 +16,8 @@ from mcore_ckpt.hf.source import PartRead, TensorSource
 from mcore_ckpt.staging.arena import Arena
 from mcore_ckpt.streaming import memory_at
 
+_AT_ONCE = 1 << 20
+
 
 class Elements(NamedTuple):
     """Elements of a tensor from number `first` on, as many as `memory` has; it is flat, and of the tensor's dtype."""
@@ -76,12 +78,14 @@ class _Change:
         dtype = self.memory.dtype
         if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
             return
-        lost = self.memory.isinf() & values.isfinite()
-        if lost.any():
-            raise CheckpointMismatchError(
-                f"tensor {self.slab.mcore}: has {float(values[lost][0])}, which is more than {dtype} can hold: "
-                "ask for a wider dtype"
-            )
+        # In pieces, for these masks are memory, too.
+        for found, wanted in zip(self.memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
+            lost = found.isinf() & wanted.isfinite()
+            if lost.any():
+                raise CheckpointMismatchError(
+                    f"tensor {self.slab.mcore}: has {float(wanted[lost][0])}, which is more than {dtype} can hold: "
+                    "ask for a wider dtype"
+                )
 
 
 def fill(source: TensorSource, wanted: Iterable[Elements], scratch: Scratch) -> None:
