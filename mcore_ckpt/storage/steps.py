@@ -142,6 +142,20 @@ def warn_if_tracker_differs(root: Path, newest: int) -> None:
         )
 
 
+def tracker_problems(root: Path) -> list[str]:
+    """Why other programs, which go by the tracker, would not load what `load` does; nothing if they would."""
+    path, complete = root / layout.TRACKER_FILE, complete_steps(root)
+    if not complete and not path.exists():
+        return []
+    tracked = read_tracker(root)
+    if tracked is None:
+        return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes it anew"]
+    if not complete or tracked != complete[-1].step:
+        newest = f"the newest complete step is {complete[-1].step}" if complete else "no step is complete"
+        return [f"{path}: names step {tracked}, but {newest}"]
+    return []
+
+
 def delete_old_steps(root: Path, max_to_keep: int, attempt: str, committed: int | None = None) -> list[int]:
     """Deletes steps that are not among the newest `max_to_keep` complete ones of any role; returns those deleted.
 

@@ -99,7 +99,7 @@ def manifest_of(
         attempt=attempt,
         created="2025-01-01T00:00:00+00:00",
         versions={"torch": str(torch.__version__)},
-        contents=("model", "optimizer", "extra"),
+        contents=("model", "extra"),  # no common.pt, which is what "optimizer" promises
         topology=Topology(world_size=world, dp=world),
         ranks=tuple(RankCoordinates(dp=rank) for rank in range(world)),
         stages=(),

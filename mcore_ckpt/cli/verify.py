@@ -1,0 +1,94 @@
+"""`mcore-ckpt verify`: whether checkpoints on disk are what was written, to the last bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli.progress import progress_of_bytes
+
+if TYPE_CHECKING:
+    from mcore_ckpt.storage.verify import Report, Verdict
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Reads checkpoints whole and says what is damaged: by file, rank, tensor and bytes. A folder of steps is verified with
+all its steps and the tracker. Exit status 0: all is as it was written; 1: it is not."""
+
+# A disk that is gone has thousands of bad blocks.
+_MOST_LINES = 50
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the parser of `verify`."""
+    parser = subparsers.add_parser("verify", help="find what is damaged in checkpoints", description=DESCRIPTION)
+    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a role, of a step, or of the steps")
+    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps, this one alone")
+    parser.add_argument("--deep", action="store_true", help="open every file as torch does, too, and compare")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify; 0 if all is sound."""
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.storage.verify import verify
+
+    with progress_of_bytes(args.json) as bar:
+        task = bar.add_task("verify", total=None)
+        report = verify(
+            args.path, args.step, args.deep, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if args.json:
+        print(json.dumps(as_json(report)))
+    else:
+        _show(report)
+    return 0 if report.is_sound else 1
+
+
+def _show(report: Report) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for verdict in report.roles:
+        _show_verdict(console, verdict)
+    for problem in report.problems:
+        console.print(problem, style="red", markup=False)
+    nbytes = sum(verdict.nbytes for verdict in report.roles)
+    speed = nbytes / report.seconds / 1e9
+    console.print(f"{nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+
+
+def _show_verdict(console: Console, verdict: Verdict) -> None:
+    if not verdict.damages:
+        console.print(f"{verdict.path}: sound, {verdict.files} files", markup=False)
+        return
+    console.print(f"{verdict.path}: damaged", style="red", markup=False)
+    for damage in verdict.damages[:_MOST_LINES]:
+        by = "" if damage.rank is None else f" (written by rank {damage.rank})"
+        console.print(f"  {damage.problem}{by}", style="red", markup=False)
+    if len(verdict.damages) > _MOST_LINES:
+        console.print(f"  and {len(verdict.damages) - _MOST_LINES} more: see --json", style="red", markup=False)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """What a program may want to know."""
+    return {
+        "sound": report.is_sound,
+        "seconds": report.seconds,
+        "bytes": sum(verdict.nbytes for verdict in report.roles),
+        "problems": list(report.problems),
+        "roles": [
+            {
+                "path": str(verdict.path),
+                "files": verdict.files,
+                "bytes": verdict.nbytes,
+                "damages": [asdict(damage) for damage in verdict.damages],
+            }
+            for verdict in report.roles
+        ],
+    }

@@ -1,0 +1,240 @@
+"""Whatever changes in a committed checkpoint is found, and named by file, rank, tensor and bytes."""
+
+import json
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import ROLE, make
+
+from mcore_ckpt import layout
+from mcore_ckpt.cli.main import main
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.storage import checksums, steps
+from mcore_ckpt.storage import verify as verifying
+from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
+from mcore_ckpt.storage.manifest import Manifest, encode_manifest
+from mcore_ckpt.storage.reader import read_index, read_manifest
+from mcore_ckpt.storage.verify import Damage, verify, verify_role
+
+MODEL_FILE = layout.model_file(0, 0)
+OPTIMIZER_FILE = layout.optimizer_file(0, 0, 0, 0)
+FLIPS = int(os.environ.get("MCORE_CKPT_FLIPS", "1000"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two steps, which nobody changes."""
+    root = tmp_path_factory.mktemp("saved")
+    for step in (3, 5):
+        make(layout.step_dir(root, step) / ROLE, version=step)
+    steps.update_tracker(root)
+    return root
+
+
+@pytest.fixture
+def role_dir(saved: Path, tmp_path: Path) -> Path:
+    """A copy of one checkpoint, to damage."""
+    shutil.copytree(saved, tmp_path / "root")
+    return layout.step_dir(tmp_path / "root", 5) / ROLE
+
+
+def flip(path: Path, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+
+
+def index_of(role_dir: Path, path: str) -> FileIndex:
+    (record,) = [file for file in read_manifest(role_dir, layout.MANIFEST_FILE).files if file.path == path]
+    return read_index(role_dir, record)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_nobody_has_touched_is_sound(saved: Path, deep: bool) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify(saved, deep=deep, progress=lambda *of: seen.append(of))
+    assert report.is_sound
+    assert [verdict.path for verdict in report.roles] == [layout.step_dir(saved, step) / ROLE for step in (3, 5)]
+    nbytes = sum(verdict.nbytes for verdict in report.roles)
+    assert seen[-1] == (nbytes, nbytes)
+    assert nbytes == sum(path.stat().st_size for path in saved.rglob("*") if path.suffix == ".pt")
+
+
+def test_every_flipped_bit_is_found_and_named(role_dir: Path) -> None:
+    """Over all files, each as often as the others, for most bits are in the large ones."""
+    generator = random.Random(6)
+    files = sorted(path for path in role_dir.rglob("*") if path.is_file())
+    shards = {path: index_of(role_dir, path).shards for path in (MODEL_FILE, OPTIMIZER_FILE)}
+    for _ in range(FLIPS):
+        path = generator.choice(files)
+        bit = generator.randrange(path.stat().st_size * 8)
+        name, byte = path.relative_to(role_dir).as_posix(), bit // 8
+        flip(path, bit)
+        damages = verify_role(role_dir).damages
+        flip(path, bit)
+        assert [damage.file for damage in damages] == [name], (name, bit)
+        assert name in damages[0].problem
+        hit = [shard for shard in shards.get(name, ()) if shard.offset <= byte < shard.offset + shard.nbytes]
+        assert damages[0].tensor == (str(hit[0].key) if hit else None), (name, bit)
+        assert damages[0].rank == (None if name == layout.MANIFEST_FILE else 0)
+        if hit:
+            assert damages[0].span is not None
+            start, stop = damages[0].span
+            assert start <= byte < stop <= start + BLOCK_BYTES
+    assert not verify_role(role_dir).damages
+
+
+def test_each_run_of_bad_blocks_is_one_damage(role_dir: Path) -> None:
+    large = max(index_of(role_dir, OPTIMIZER_FILE).shards, key=lambda shard: shard.nbytes)
+    assert large.nbytes > BLOCK_BYTES, "else there is one block alone"
+    other = min(index_of(role_dir, OPTIMIZER_FILE).shards, key=lambda shard: shard.nbytes)
+    for byte in (large.offset, large.offset + BLOCK_BYTES, other.offset):
+        flip(role_dir / OPTIMIZER_FILE, 8 * byte)
+    damages = verify_role(role_dir).damages
+    spans = {(shard.offset, shard.offset + shard.nbytes) for shard in (large, other)}
+    assert {damage.span for damage in damages} == spans
+    assert {damage.tensor for damage in damages} == {str(large.key), str(other.key)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "cut or replaced"),
+        (lambda path: os.truncate(path, 0), "cut or replaced"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut or replaced"),
+    ],
+)
+@pytest.mark.parametrize("name", [MODEL_FILE, layout.rng_file(0, 0, 0, 0)])
+def test_files_that_are_gone_or_cut(role_dir: Path, name: str, change: Any, words: str) -> None:
+    change(role_dir / name)
+    (damage,) = verify_role(role_dir).damages
+    assert (damage.file, damage.rank) == (name, 0)
+    assert f"{role_dir / name}: " in damage.problem
+    assert words in damage.problem
+
+
+def test_other_files_are_read_though_one_is_gone(role_dir: Path) -> None:
+    (role_dir / MODEL_FILE).unlink()
+    flip(role_dir / OPTIMIZER_FILE, 8 * 5000)
+    assert {damage.file for damage in verify_role(role_dir).damages} == {MODEL_FILE, OPTIMIZER_FILE}
+
+
+def test_a_file_that_ends_while_it_is_read(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_first(files: Any, progress: Any) -> Any:
+        os.truncate(role_dir / MODEL_FILE, 5000)
+        return checksums.file_crcs(files, progress)
+
+    monkeypatch.setattr(verifying, "file_crcs", cut_first)
+    (damage,) = verify_role(role_dir).damages
+    assert (damage.file, damage.problem.endswith("ends at byte 5000")) == (MODEL_FILE, True)
+
+
+def rewrite(role_dir: Path, **changes: Any) -> Manifest:
+    """Another manifest, as a writer that forgets something would make it."""
+    manifest = replace(read_manifest(role_dir, layout.MANIFEST_FILE), **changes)
+    (role_dir / layout.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    return manifest
+
+
+def test_a_rank_that_nobody_has_listed(role_dir: Path) -> None:
+    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    rewrite(role_dir, files=tuple(file for file in manifest.files if file.kind != "rng"))
+    (damage,) = verify_role(role_dir).damages
+    assert damage == Damage(
+        f"{role_dir / layout.MANIFEST_FILE}: does not list {layout.rng_file(0, 0, 0, 0)}, of rank 0",
+        layout.rng_file(0, 0, 0, 0),
+        0,
+    )
+
+
+def test_a_tensor_that_is_not_all_there(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(role_dir: Path, record: Any) -> FileIndex:
+        index = read_index(role_dir, record)
+        cut = tuple(replace(s, region=s.region.with_flat(0, s.region.numel // 2)) for s in index.shards)
+        return FileIndex(cut, index.aliases)
+
+    monkeypatch.setattr("mcore_ckpt.storage.catalog.read_index", half)
+    damages = verify_role(role_dir).damages
+    wanted = {
+        str(s.key): -(-s.region.numel // 2) for p in (MODEL_FILE, OPTIMIZER_FILE) for s in index_of(role_dir, p).shards
+    }
+    assert {d.tensor: int(d.problem.split(": ")[2].split()[0]) for d in damages} == wanted
+
+
+def test_what_torch_sees_is_compared(role_dir: Path) -> None:
+    """Of a file whose CRCs are all right: one that a broken writer has made."""
+    record = next(file for file in read_manifest(role_dir, layout.MANIFEST_FILE).files if file.path == MODEL_FILE)
+    path = role_dir / MODEL_FILE
+    data = path.read_bytes()
+    name = b"decoder.norm.weight"
+    assert record.index is not None
+    at = data.index(name)
+    assert at < record.index.offset, "the pickle's, not the index's"
+    path.write_bytes(data[:at] + b"decoder.norm.height" + data[at + len(name) :])
+    (crc,) = checksums.file_crcs([(path, record.size)])
+    files = read_manifest(role_dir, layout.MANIFEST_FILE).files
+    rewrite(role_dir, files=tuple(replace(f, crc32=crc) if f.path == MODEL_FILE else f for f in files))
+    assert not verify_role(role_dir).damages
+    problems = [damage.problem for damage in verify_role(role_dir, deep=True).damages]
+    assert any("decoder.norm.height (model) is not in the index" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("3", "names step 3, but the newest complete step is 5"), ("", "does not name a step"), ("7", "names step 7")],
+)
+def test_the_tracker(saved: Path, tmp_path: Path, text: str, words: str) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    (root / layout.TRACKER_FILE).write_text(text)
+    (problem,) = verify(root).problems
+    assert words in problem
+    assert verify(root, step=5).is_sound, "one step is asked for"
+    (root / layout.TRACKER_FILE).unlink()
+    assert "missing" in verify(root).problems[0]
+
+
+def test_steps_that_do_not_count(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saved, root)
+    make(layout.step_dir(root, 9) / ROLE, version=9, roles=(ROLE, "critic"))
+    report = verify(root)
+    assert not report.is_sound
+    assert report.problems == (f"{layout.step_dir(root, 9)}: not committed by critic",)
+    assert len(report.roles) == 3
+    (layout.step_dir(root, 9) / ROLE / layout.MANIFEST_FILE).write_text("{")
+    (damage,) = verify(root).roles[-1].damages
+    assert damage.file == layout.MANIFEST_FILE
+
+
+def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = role_dir.parent.parent
+    assert main(["verify", str(root), "--deep"]) == 0
+    assert "sound" in capsys.readouterr().out
+    flip(role_dir / MODEL_FILE, 8 * index_of(role_dir, MODEL_FILE).shards[0].offset)
+    assert main(["verify", str(role_dir)]) == 1
+    assert "embedding.weight: bytes [" in capsys.readouterr().out
+    assert main(["verify", str(root), "--step", "3"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(root), "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["sound"]
+    assert [bool(role["damages"]) for role in answer["roles"]] == [False, True]
+    (damage,) = answer["roles"][1]["damages"]
+    assert (damage["file"], damage["rank"], damage["tensor"]) == (MODEL_FILE, 0, "embedding.weight")
+    assert main(["verify", str(root), "--step", "4"]) == 1
+    assert main(["verify", str(root / "nowhere")]) == 1
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+        verify(tmp_path)
