@@ -35,8 +35,9 @@ from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
-from mcore_ckpt.storage.reader import read_ranges
+from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.transaction import failure_among, raise_failure
+from mcore_ckpt.storage.verify import verify_files
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,16 @@ class LoadResult:
     report: LoadReport
 
 
-def load_checkpoint(session: Session, step: int | None, path: Path | None, failure: Record | None = None) -> LoadResult:
+VERIFY_WORDS = ("full", "read", "off")
+
+
+def load_checkpoint(
+    session: Session,
+    step: int | None,
+    path: Path | None,
+    failure: Record | None = None,
+    verify: str = "read",
+) -> LoadResult:
     """Loads the newest complete checkpoint, or the one asked for.
 
     A checkpoint that turns out bad is passed over for the next older one, by all ranks together, unless one was asked
@@ -77,6 +87,7 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
         session: this rank's trainer.
         step, path: which one; None for the newest.
         failure: how an earlier save of this rank ended, if nobody was told yet.
+        verify: of VERIFY_WORDS, see `CheckpointManager.load`.
 
     Raises:
         EarlierSaveError: a rank has such a failure; on all ranks, and nothing is loaded.
@@ -86,7 +97,7 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
             changed.
     """
     started = time.monotonic()
-    request = {"root": str(session.root), "step": step, "path": path and str(path)}
+    request = {"root": str(session.root), "step": step, "path": path and str(path), "verify": verify}
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([record["request"] for record in records], "the checkpoint to load")
@@ -103,9 +114,11 @@ def load_checkpoint(session: Session, step: int | None, path: Path | None, failu
     changed = False
     for number, (saved_step, role_dir) in enumerate(candidates):
         try:
+            if verify == "full":
+                _verify_together(session, role_dir)
             plan = _plan_together(session, role_dir)
             changed = True
-            nbytes = _apply_together(session, plan)
+            nbytes = _apply_together(session, plan, check=verify != "off")
         except CheckpointError as error:
             damaged = isinstance(error, CheckpointCorruptError)
             if not damaged and not changed:
@@ -195,6 +208,24 @@ def _reason(status: steps.StepStatus, role: str) -> str:
     return status.reason if not status.is_complete else f"{status.path}: complete, but without {role}"
 
 
+def _verify_together(session: Session, role_dir: Path) -> None:
+    """All files are read by some rank each, whoever will need them."""
+
+    def work() -> Record:
+        manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+        largest_first = sorted(manifest.files, key=lambda file: (-file.size, file.path))
+        mine = largest_first[session.agreement.rank :: session.topology.world_size]
+        if damages := verify_files(role_dir, mine):
+            more = f" (and {len(damages) - 1} more: see mcore-ckpt verify)" if len(damages) > 1 else ""
+            raise CheckpointCorruptError(damages[0].problem + more)
+        return {"attempt": manifest.attempt}
+
+    def combine(records: Sequence[Record]) -> Record:
+        return same_everywhere(records, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
+
+    decide(session.agreement, f"verifying {role_dir}", work, combine)
+
+
 def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
     plans: list[LoadPlan] = []
 
@@ -217,14 +248,14 @@ def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
 # -- second round: apply -----------------------------------------------------------------------------------
 
 
-def _apply_together(session: Session, plan: LoadPlan) -> int:
+def _apply_together(session: Session, plan: LoadPlan, check: bool) -> int:
     nbytes: list[int] = []
     shared: list[Batch] = []
 
     def work() -> Record:
         with torch.no_grad():
             shared.extend(batches(plan.fills))
-        nbytes.append(_apply(session, plan, to_read(plan.fills, shared, session.agreement.rank)))
+        nbytes.append(_apply(session, plan, to_read(plan.fills, shared, session.agreement.rank), check))
         return {}
 
     decide(session.agreement, f"loading {plan.role_dir}", work, lambda _: {})
@@ -236,12 +267,12 @@ def _apply_together(session: Session, plan: LoadPlan) -> int:
     return nbytes[0]
 
 
-def _apply(session: Session, plan: LoadPlan, fills: Sequence[TensorFill]) -> int:
+def _apply(session: Session, plan: LoadPlan, fills: Sequence[TensorFill], check: bool) -> int:
     files = plan.catalog.by_path
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what still uses the old state must not meet the new one
     with torch.no_grad():
-        nbytes = fill_tensors(fills, partial(read_ranges, plan.role_dir, files))
+        nbytes = fill_tensors(fills, partial(read_ranges, plan.role_dir, files, check=check))
     for part, state in plan.unstepped:
         optimizer_state.forget_state(part, state)
     if plan.common is not None:

@@ -17,7 +17,7 @@ from mcore_ckpt import layout
 from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.config import CheckpointConfig, check_roles
 from mcore_ckpt.exporting import check_exportable
-from mcore_ckpt.loading import LoadResult, load_checkpoint
+from mcore_ckpt.loading import VERIFY_WORDS, LoadResult, load_checkpoint
 from mcore_ckpt.saving import Save, SaveResources
 from mcore_ckpt.session import Session
 from mcore_ckpt.staging.guards import Guards
@@ -158,9 +158,16 @@ class CheckpointManager:
             handle.wait()
         return handle
 
-    def load(self, *, step: int | None = None, path: str | Path | None = None) -> LoadResult:
+    def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
         """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank
         calls it.
+
+        Args:
+            step, path: which checkpoint; not both. With neither, a damaged one is passed over for the next older.
+            verify: "read": each block's CRC is compared before its bytes are applied. "full": all of the checkpoint's
+                files are read and compared first, those that nobody needs included, so that a damaged one changes
+                nothing. "off": bytes of tensors are taken as they are; sizes, indexes and small files are checked.
+                For checkpoints of other programs, which have no CRCs, it makes no difference.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -175,9 +182,11 @@ class CheckpointManager:
             self._check_contents("load_contents")
             if step is not None and path is not None:
                 raise ValueError("step and path are both given: use one")
+            if verify not in VERIFY_WORDS:
+                raise ValueError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
         with self._telling_of_earlier_save():
             return load_checkpoint(
-                self._session, step, None if path is None else Path(path), self._background.failure()
+                self._session, step, None if path is None else Path(path), self._background.failure(), verify
             )
 
     def latest_step(self) -> int | None:

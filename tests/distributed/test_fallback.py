@@ -1,5 +1,6 @@
 """A block with a wrong CRC is never applied: all ranks take the next older checkpoint together, or say what is left."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,15 @@ SHARD = "actor/optim/distrib_optim_pp0_tp0_cp0_dp1.pt"
 
 
 def flip_a_bit(path: Path) -> None:
+    flip(path, 8 * (path.stat().st_size // 3))
+
+
+def flip(path: Path, bit: int) -> None:
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 3)
+        file.seek(bit // 8)
         byte = file.read(1)[0]
         file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+        file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
 def save_twice(training: Training, root: Path) -> list[dict]:
@@ -80,3 +85,81 @@ def test_nothing_else_to_take(how: str, shared_path: Path) -> None:
             assert "wrong CRC" in message
             assert "undefined" in message
             assert "rank 1" in message
+
+
+@pytest.mark.world(2)
+def test_all_is_read_before_anything_changes(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        states = save_twice(training, shared_path)
+        with everywhere():
+            if dist.get_rank() == 0:
+                flip_a_bit(shared_path / "global_steps_2" / SHARD)
+        manager = manager_of(training, shared_path)
+        train(training, 2, 3)
+        before = snapshot(training)
+        error = None
+        try:
+            manager.load(step=2, verify="full")
+        except CheckpointError as raised:
+            error = raised
+        found = snapshot(training)
+        for message in raised_everywhere(CheckpointCorruptError, error):
+            assert SHARD in message
+            assert "tensor" in message
+            assert "Nothing has been changed" in message
+        with everywhere():
+            assert_same(found, before)
+        poison(training)
+        result = manager.load(verify="full")
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert (result.step, len(result.report.skipped)) == (1, 1)
+            assert_same(found, states[0])
+
+
+@pytest.mark.world(2)
+def test_what_is_not_to_be_checked_is_not(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        save_twice(training, shared_path)
+        with everywhere():
+            if dist.get_rank() == 0:
+                flip_a_bit(shared_path / "global_steps_2" / SHARD)
+        poison(training)
+        manager = manager_of(training, shared_path)
+        result = manager.load(verify="off")
+        manager.close()
+        with everywhere():
+            assert (result.step, result.report.skipped) == (2, ())
+
+
+@pytest.mark.world(2)
+def test_no_flipped_bit_is_applied(shared_path: Path) -> None:
+    """Its file is named, or it is in bytes that loading does not look at; what is loaded is right in both cases."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        states = save_twice(training, shared_path)
+        files = sorted(path for path in (shared_path / "global_steps_2").rglob("*") if path.is_file())
+        generator = random.Random(6)
+        manager = manager_of(training, shared_path)
+        found = []
+        for _ in range(40):
+            path = generator.choice(files)
+            bit = generator.randrange(8 * path.stat().st_size)
+            dist.barrier()
+            with everywhere():
+                if dist.get_rank() == 0:
+                    flip(path, bit)
+            poison(training)
+            result = manager.load()
+            loaded = snapshot(training)
+            with everywhere():
+                assert_same(loaded, states[result.step - 1])
+                assert all(path.name in reason for reason in result.report.skipped)
+                if dist.get_rank() == 0:
+                    flip(path, bit)
+            found.append(result.step == 1)
+        manager.close()
+        assert sum(found) > 20, "most bits are of tensors"
