@@ -40,6 +40,10 @@ class BusyError(CheckpointError):
     """A save was asked for while another one is under way, and `if_busy` is "raise". Nothing has been done."""
 
 
+class LockedError(CheckpointError):
+    """Another trainer saves the same role below the same root. Nothing has been done."""
+
+
 class AgreementError(CheckpointError):
     """The ranks could not agree outside a save: one is missing, late, or the key-value store is gone."""
 
@@ -54,6 +58,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         UnsupportedError,
         CommitError,
         BusyError,
+        LockedError,
         AgreementError,
     )
 }

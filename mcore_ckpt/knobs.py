@@ -48,5 +48,11 @@ POLL_MOST_S = 0.2
 # How much longer than rank 0 the other ranks wait, at most (seconds).
 HEAR_OUT_S = 10.0
 
+# How often a trainer touches the file that says that it saves below a root, and how long another one watches that
+# without a change before it takes its place (seconds). Far apart: a thread may be held up, and network file systems
+# cache a file's times.
+TRAINER_BEAT_S = 15.0
+TRAINER_LEASE_S = 120.0
+
 # How long an interpreter that ends waits for other ranks to commit a save under way (seconds).
 EXIT_WAIT_S = 60.0

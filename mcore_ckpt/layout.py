@@ -92,6 +92,16 @@ def is_tracker_under_way(name: str) -> bool:
     return name.startswith(f".{TRACKER_FILE}.")
 
 
+def trainer_file(root: Path, role: str) -> Path:
+    """Names the process that saves `role` below `root`."""
+    return root / f".{role}.trainer.json"
+
+
+def is_trainer_file_under_way(name: str, role: str) -> bool:
+    """Whether a file is a role's trainer file that was being replaced (`storage.files.replace_file`)."""
+    return name.startswith(f".{trainer_file(Path(), role).name}.")
+
+
 def parse_tracker(text: str) -> int | None:
     """The step a tracker names, or None if it is torn or holds anything else (Megatron writes `release` there)."""
     text = text.strip()

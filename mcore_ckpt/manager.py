@@ -32,6 +32,7 @@ from mcore_ckpt.state.unsupported import (
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere, take_seat
 from mcore_ckpt.storage.manifest import StageRecord
+from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
 from mcore_ckpt.topology import is_first_optimizer_instance, read_replicas, read_topology
 
@@ -129,6 +130,7 @@ class CheckpointManager:
             CommitError: a rank failed, died or was late. The same on all ranks; the previous checkpoint stays.
             UnsupportedError: a value that cannot be stored without pickling a class; the message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
+            LockedError: another trainer saves this role below this root; nothing has been done.
             CheckpointError: an earlier save that was under way has failed, and nobody was told yet. This one has not
                 been made.
         """
@@ -138,16 +140,13 @@ class CheckpointManager:
             self._check_save(step, extra_state)
             declared = check_roles(roles or self._session.config.roles or ())
             declared = check_roles([*declared, self._session.role])
-            if not self._has_saved and self._session.agreement.is_coordinator:
-                commit.sweep(self._session.root, self._session.role, alone=True)
-            self._has_saved = True
             busy, failure = self._unsettled()
             parts = (self._session, self._resources, step, extra_state, declared, started)
             # While another save is under way the host memory is its own.
             save = None if busy or failure else Save(*parts)
         role_dir = layout.step_dir(self._session.root, step) / self._session.role
         with self._telling_of_earlier_save():
-            attempt = open_together(self._session.agreement, topic, role_dir, busy, failure)
+            attempt = open_together(self._session.agreement, topic, role_dir, busy, failure, self._take_place)
         assert save is not None, "a rank that has none has told the others, and all have raised"
         save.begin(attempt)
         handle = SaveHandle(save)
@@ -223,8 +222,17 @@ class CheckpointManager:
         self._background.settle()
         self._guards.remove()
         self._session.staging.close()
+        self._session.lock.release()
         self._closed = True
         self._background.raise_failure()
+
+    def _take_place(self) -> None:
+        """On rank 0: from here on this process is the role's trainer, so what others have left is nobody's."""
+        # The other ranks wait for this one by their deadlines.
+        self._session.lock.take(self._session.config.timeout_s / 2)
+        if not self._has_saved:
+            commit.sweep(self._session.root, self._session.role, alone=True)
+        self._has_saved = True
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
@@ -300,6 +308,7 @@ def _session(
         agreement=agreement,
         commits=commits,
         staging=Staging(config.max_host_bytes),
+        lock=TrainerLock(root, role),
         **trainer,
     )
 
@@ -335,6 +344,7 @@ def _set_up_together(session: Session) -> None:
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the arguments of CheckpointManager")
         commit.sweep(session.root, session.role, alone=False)
+        session.lock.look()
         return {}
 
     decide(session.agreement, _SETTING_UP, work, combine)

@@ -239,6 +239,7 @@ class Save:
 
     def _describe(self, records: Any) -> Any:
         assert self._attempt is not None
+        self._keep_place()
         return describe(
             self._session,
             self._resources.names,
@@ -252,7 +253,12 @@ class Save:
 
     def _complete(self, records: Any) -> Any:
         assert self._attempt is not None
+        self._keep_place()
         return completed(self._session, self._attempt.staging, records)
+
+    def _keep_place(self) -> None:
+        """Raises LockedError if a trainer elsewhere has taken this one for dead: then it must put nothing in place."""
+        self._session.lock.take(patience_s=0)
 
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()

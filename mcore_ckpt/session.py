@@ -12,6 +12,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.staging.staging import Staging
 from mcore_ckpt.storage.agreement import Agreement
 from mcore_ckpt.storage.manifest import StageRecord
+from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
 
 
@@ -20,6 +21,7 @@ class Session:
     """Everything a CheckpointManager was given and has found out, fixed for its life.
 
     `agreement` is the trainer's thread's, `commits` that of the thread that ends a save: a wait blocks its client.
+    `lock` is of use on rank 0 alone.
     """
 
     root: Path
@@ -40,3 +42,4 @@ class Session:
     agreement: Agreement
     commits: Agreement
     staging: Staging
+    lock: TrainerLock

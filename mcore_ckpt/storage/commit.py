@@ -145,14 +145,15 @@ def sweep(root: Path, role: str, alone: bool) -> None:
     Args:
         root: the folder of the steps.
         role: only this role's remains; other roles may be saving.
-        alone: this process is the role's trainer, so folders of unknown or unreachable owners are remains too.
+        alone: this process is the role's trainer (`trainer_lock`), so folders of unknown or unreachable owners are
+            remains too.
     """
     if not root.is_dir():
         return
     for entry in list(root.iterdir()):
         if layout.is_deleted_dir(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-        elif alone and layout.is_tracker_under_way(entry.name):
+        elif alone and (layout.is_tracker_under_way(entry.name) or layout.is_trainer_file_under_way(entry.name, role)):
             entry.unlink(missing_ok=True)
     for steps in layout.step_dirs(root).values():
         for step_path in steps:

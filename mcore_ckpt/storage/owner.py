@@ -1,11 +1,13 @@
-"""Who is writing into a staging folder, so that the next start can tell remains from a save under way."""
+"""Which process something on disk belongs to, so that another can tell whether it still lives."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt import layout
 from mcore_ckpt.storage import json_fields as fields
@@ -26,6 +28,11 @@ class Owner:
     def this_process() -> Owner:
         return Owner(_this_host(), os.getpid(), _start_of(os.getpid()) or 0)
 
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Owner:
+        """The inverse of `asdict`. Raises FieldError."""
+        return Owner(fields.get_str(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
+
     @property
     def is_on_this_host(self) -> bool:
         return self.host == _this_host()
@@ -33,6 +40,9 @@ class Owner:
     @property
     def is_alive_here(self) -> bool:
         return self.is_on_this_host and _start_of(self.pid) == self.start
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host.partition(' ')[0]}"
 
 
 def _this_host() -> str:
@@ -58,7 +68,6 @@ def write_owner(folder: Path) -> None:
 def read_owner(folder: Path) -> Owner | None:
     """The owner of a staging folder, or None if it does not say."""
     try:
-        record = fields.decode((folder / layout.OWNER_FILE).read_bytes())
-        return Owner(fields.get_str(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
+        return Owner.of(fields.decode((folder / layout.OWNER_FILE).read_bytes()))
     except (OSError, fields.FieldError):
         return None

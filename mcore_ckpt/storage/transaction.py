@@ -28,7 +28,12 @@ class Attempt:
 
 
 def open_together(
-    agreement: Agreement, topic: str, role_dir: Path, busy: bool = False, failure: Record | None = None
+    agreement: Agreement,
+    topic: str,
+    role_dir: Path,
+    busy: bool = False,
+    failure: Record | None = None,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Attempt:
     """Rank 0 makes the staging folder, all learn of it.
 
@@ -38,6 +43,7 @@ def open_together(
         role_dir: where the checkpoint goes; what is there stays whole until then.
         busy: on this rank an earlier save is still under way.
         failure: how an earlier save of this rank ended, if nobody was told yet (errors.to_record).
+        prepare: on rank 0, what comes before the folder is made.
 
     Raises:
         BusyError: a rank is busy.
@@ -54,6 +60,7 @@ def open_together(
         failure = failure_among(records)
         if failure is not None:
             return {"failure": failure}
+        prepare()
         commit.open_staging(role_dir, number)
         return {"attempt": number}
 

@@ -91,6 +91,7 @@ class Trainer:
             agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
             commits=SimpleNamespace(rank=0),  # type: ignore[arg-type]
             staging=SimpleNamespace(),  # type: ignore[arg-type]
+            lock=SimpleNamespace(),  # type: ignore[arg-type]
         )
         return self.planner.plan(session)
 
