@@ -45,8 +45,8 @@ POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
 
-# How much longer than rank 0 the other ranks wait, at most (seconds).
-HEAR_OUT_S = 10.0
+# How much longer than rank 0 the other ranks wait, at most (seconds): a dead rank 0 is known by the deadline and this.
+HEAR_OUT_S = 1.5
 
 # How often a trainer touches the file that says that it saves below a root, and how long another one watches that
 # without a change before it takes its place (seconds). Far apart: a thread may be held up, and network file systems

@@ -329,7 +329,8 @@ def decide(
             except CheckpointError as failure:
                 raise failure from own
         if own is not None:
-            round_.shorten(knobs.HEAR_OUT_S)  # the others may have more to say of it, but it is over
+            # The others may have more to say of it, but it is over; and they must hear so before they give up.
+            round_.shorten(knobs.HEAR_OUT_S / 2)
         try:
             record = combine(round_.collect(error))
             round_.claim(error)
