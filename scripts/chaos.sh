@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Kills trainings at random points of save, commit, retention and load, and checks that nothing is lost or torn; see
+# docs/reliability.md.
+#
+#     scripts/chaos.sh [--kills 200] [--seed 1] [--chains 3] [--log FILE]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" PYTHONPATH=$PWD
+exec .venv/bin/python -W ignore tests/chaos/chaos.py "$@"

@@ -1,0 +1,200 @@
+"""One rank's part of one life of a training: it loads what the life before has left, trains, saves, and may be killed.
+
+What it does is written down in files that outlive it: digests of the state that each step must have, and which saves
+it was told of.
+"""
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "storage")]
+
+from crash_worker import LOCALHOST, Watch, WatchedStore  # noqa: E402
+from snapshot import Snapshot, snapshot  # noqa: E402
+from training import Layout, build, parallel, train  # noqa: E402
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs  # noqa: E402
+from mcore_ckpt.storage import commit, steps  # noqa: E402
+
+WORLD = 2
+LAYOUT = Layout(WORLD, precision="bf16")
+# Of a busy machine, too: a deadline that passes without a kill makes a life of no use.
+TIMEOUT_S = 6.0
+# Far above any deadline here: a rank that hangs must fail the run, not the machine.
+ALARM_S = 120
+KEEP = 2
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Life:
+    """`kill_rank` dies by itself, at its `kill_at`-th event of `kill_phase`; None: nobody does. `again`: the step that
+    was loaded is saved once more. `exchange`: folders can be swapped in one step. `background`: saves are async.
+    """
+
+    number: int
+    folder: str
+    port: int
+    background: bool = False
+    exchange: bool = True
+    again: bool = False
+    kill_rank: int | None = None
+    kill_phase: str = ""
+    kill_at: int = 0
+
+    @property
+    def root(self) -> Path:
+        return Path(self.folder, "root")
+
+    def report(self, rank: int) -> Path:
+        return Path(self.folder, f"life{self.number}.rank{rank}.json")
+
+
+def ledger(folder: str | Path, rank: int) -> Path:
+    return Path(folder, f"ledger.{rank}")
+
+
+class PhaseWatch(Watch):
+    """Counts a rank's events by the phase of the thread that they are of, and tells when it is to die."""
+
+    def __init__(self, phase: str, at: int) -> None:
+        super().__init__("", 0)
+        self._kill_phase, self._kill_at_event = phase, at
+        self._threads = threading.local()
+        self.counts: Counter[str] = Counter()
+
+    def event(self, name: str) -> bool:
+        # What ends a save runs on a thread of its own, which nobody has told its phase.
+        phase = getattr(self._threads, "phase", "save")
+        self.counts[phase] += 1
+        return (phase, self.counts[phase]) != (self._kill_phase, self._kill_at_event)
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before = getattr(self._threads, "phase", "save")
+        self._threads.phase = phase
+        try:
+            yield
+        finally:
+            self._threads.phase = before
+
+    def name_phase(self, module: Any, function: str, phase: str) -> None:
+        original: Callable[..., Any] = getattr(module, function)
+
+        @functools.wraps(original)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with self.during(phase):
+                return original(*args, **kwargs)
+
+        setattr(module, function, named)
+
+
+def digest(state: Snapshot) -> str:
+    """Of every byte of a training's state."""
+    total = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        total.update(f"{name} {getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}".encode())
+        if isinstance(value, torch.Tensor):
+            total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(repr(value).encode())
+    return total.hexdigest()
+
+
+def run_rank(life: Life, rank: int, ready: int) -> NoReturn:
+    """A whole life. Writes to `ready` when it begins to deal with checkpoints."""
+    signal.alarm(ALARM_S)
+    watch = PhaseWatch(life.kill_phase if rank == life.kill_rank else "", life.kill_at)
+    report: dict[str, Any] = {"error": None, "in": "setting up"}
+    try:
+        if not life.exchange:
+            commit._exchange = lambda first, second: False
+        _live(life, rank, ready, watch, report)
+        report["in"] = ""
+    except BaseException as error:
+        report["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+        report["is_gloo"] = isinstance(error, RuntimeError)
+    watch.stop()
+    report["events"] = watch.counts
+    life.report(rank).write_text(json.dumps(report))
+    # Not through torch's farewell, which waits for the dead.
+    os._exit(0)
+
+
+def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str, Any]) -> None:
+    knobs.SHARE_BYTES = knobs.WRITE_BYTES = 4096
+    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"life{life.number}", tcp_store(LOCALHOST, life.port, is_master=False))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=ALARM_S / 2)
+    )
+    with parallel(LAYOUT):
+        training = build(LAYOUT, seed=1)
+        dist.barrier()
+        os.write(ready, b"x")
+        watch.watch_io()
+        watch.name_phase(commit, "publish", "commit")
+        watch.name_phase(steps, "delete_old_steps", "retention")
+        report["in"] = "start"
+        with watch.during("start"):
+            manager = _manager(life, training)
+            for seat in (manager._session.agreement, manager._session.commits):
+                seat._store = WatchedStore(seat._store, watch)
+        with ledger(life.folder, rank).open("a", buffering=1) as book:
+            step = _load(manager, watch, report, book, training)
+            report["in"] = "save"
+            if life.again and step:
+                _save(manager, step, book, training)
+            for _ in range(STEPS):
+                train(training, step, step + 1)
+                step += 1
+                _save(manager, step, book, training)
+            manager.close()
+            _note(book, "committed", step)
+
+
+def _manager(life: Life, training: Any) -> CheckpointManager:
+    config = CheckpointConfig(timeout_s=TIMEOUT_S, async_save=life.background, max_to_keep=KEEP)
+    return CheckpointManager(life.root, training.model, training.optimizer, training.scheduler, config=config)
+
+
+def _load(manager: CheckpointManager, watch: PhaseWatch, report: dict[str, Any], book: Any, training: Any) -> int:
+    report["in"] = "load"
+    with watch.during("load"):
+        if manager.latest_step() is None:
+            return 0
+        result = manager.load()
+    assert result.extra_state == {"step": result.step, "rank": dist.get_rank()}, result.extra_state
+    assert not result.report.skipped, result.report.skipped
+    _note(book, "loaded", result.step, digest(snapshot(training)))
+    return result.step
+
+
+def _save(manager: CheckpointManager, step: int, book: Any, training: Any) -> None:
+    _note(book, "saving", step, digest(snapshot(training)))
+    handle = manager.save(step, extra_state={"step": step, "rank": dist.get_rank()})
+    if handle.done:
+        handle.wait()
+        _note(book, "committed", step)
+
+
+def _note(book: Any, *what: Any) -> None:
+    # In one write: the next instruction may be the last.
+    book.write(json.dumps(what) + "\n")
