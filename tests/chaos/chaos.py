@@ -163,7 +163,9 @@ class Chain:
             if error is None:
                 continue
             # In a collective of the training, gloo tells of the lost connection.
-            expected = error[0] in ("CommitError", "AgreementError") or (report["in"] == "save" and report["is_gloo"])
+            expected = error[0] in ("CommitError", "AgreementError") or (
+                report["in"] == "training" and report["is_gloo"]
+            )
             if not expected or not outcome.killed:
                 outcome.problems.append(f"rank {rank} has raised in {report['in']}: {error}")
 

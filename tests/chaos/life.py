@@ -159,13 +159,13 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
                 seat._store = WatchedStore(seat._store, watch)
         with ledger(life.folder, rank).open("a", buffering=1) as book:
             step = _load(manager, watch, report, book, training)
-            report["in"] = "save"
             if life.again and step:
-                _save(manager, step, book, training)
+                _save(manager, step, report, book, training)
             for _ in range(STEPS):
+                report["in"] = "training"
                 train(training, step, step + 1)
                 step += 1
-                _save(manager, step, book, training)
+                _save(manager, step, report, book, training)
             manager.close()
             _note(book, "committed", step)
 
@@ -187,7 +187,8 @@ def _load(manager: CheckpointManager, watch: PhaseWatch, report: dict[str, Any],
     return result.step
 
 
-def _save(manager: CheckpointManager, step: int, book: Any, training: Any) -> None:
+def _save(manager: CheckpointManager, step: int, report: dict[str, Any], book: Any, training: Any) -> None:
+    report["in"] = "save"
     _note(book, "saving", step, digest(snapshot(training)))
     handle = manager.save(step, extra_state={"step": step, "rank": dist.get_rank()})
     if handle.done:
