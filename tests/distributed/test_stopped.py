@@ -1,0 +1,145 @@
+"""SIGSTOP of a rank past the deadline: all ranks raise the same error, the others by the deadline, and training goes
+on when it is back."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from agreement import everywhere, gather, raised_everywhere
+from layouts import LAYOUTS
+from snapshot import assert_same, poison, snapshot
+from training import Training, build, parallel, train
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager, loading
+from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError
+from mcore_ckpt.storage.writer import ImageWriter
+
+DP2 = LAYOUTS["dp2-bf16"]
+TIMEOUT_S = 3.0
+# How much later than the deadline those that are not stopped may know.
+LATE_S = 2.0
+
+pytestmark = pytest.mark.world(2)
+
+
+def manager_of(training: Training, root: Path, **config: Any) -> CheckpointManager:
+    choices = CheckpointConfig(timeout_s=TIMEOUT_S, **config)
+    return CheckpointManager(root, training.model, training.optimizer, training.scheduler, config=choices)
+
+
+class Stop:
+    """In place of a function on one rank: stops the process there, once, and goes on when it is woken up."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return self._function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return lambda *args: self(instance, *args)
+
+
+def result_of(call: Callable[[], Any], victim: int) -> tuple[CheckpointError | None, float]:
+    """What a call raises, and after how long; the rank that is not stopped then wakes the other one up."""
+    pids = gather(os.getpid())
+    started = time.monotonic()
+    error = None
+    try:
+        call()
+    except CheckpointError as raised:
+        error = raised
+    seconds = time.monotonic() - started
+    if dist.get_rank() != victim:
+        _wait_until_stopped(pids[victim])
+        os.kill(pids[victim], signal.SIGCONT)
+    return error, seconds
+
+
+def _wait_until_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        pass
+
+
+def assert_in_time(seconds: float, victim: int) -> None:
+    with everywhere():
+        if dist.get_rank() == victim:
+            assert seconds > TIMEOUT_S
+        else:
+            assert TIMEOUT_S <= seconds < TIMEOUT_S + LATE_S
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("how", "shared"), [("sync", True), ("async", False)])
+def test_a_rank_is_stopped_while_saving(
+    victim: int, how: str, shared: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = manager_of(training, shared_path, async_save=how == "async", shared_writes=shared)
+        manager.save(1).wait()
+        at_save = snapshot(training)
+        train(training, 1, 2)
+        before = snapshot(training)
+        with monkeypatch.context() as patch:
+            if dist.get_rank() == victim:
+                patch.setattr(ImageWriter, "finish", Stop(ImageWriter.finish))
+            error, seconds = result_of(lambda: manager.save(2).wait(), victim)
+        for message in raised_everywhere(CommitError, error):
+            assert f"rank {victim}" in message
+        assert_in_time(seconds, victim)
+        after = snapshot(training)
+        with everywhere():
+            assert_same(after, before)
+            assert manager.latest_step() == 1
+        manager.load()
+        loaded = snapshot(training)
+        with everywhere():
+            assert_same(loaded, at_save)
+        train(training, 1, 3)
+        manager.save(3).wait()
+        manager.close()
+        with everywhere():
+            assert manager.latest_step() == 3
+            assert [path.name for path in shared_path.rglob(".*")] == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("stage", "function"), [("before", "plan_load"), ("while", "fill_tensors")])
+def test_a_rank_is_stopped_while_loading(
+    victim: int, stage: str, function: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or dead, which to the others is the same."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = manager_of(training, shared_path)
+        manager.save(1).wait()
+        at_save = snapshot(training)
+        train(training, 1, 2)
+        before = snapshot(training)
+        with monkeypatch.context() as patch:
+            if dist.get_rank() == victim:
+                patch.setattr(loading, function, Stop(getattr(loading, function)))
+            error, seconds = result_of(manager.load, victim)
+        for message in raised_everywhere(AgreementError, error):
+            assert f"rank {victim}" in message
+            assert ("are now undefined" in message) == (stage == "while")
+        assert_in_time(seconds, victim)
+        after = snapshot(training)
+        with everywhere():
+            if stage == "before":
+                assert_same(after, before)
+        poison(training)
+        manager.load()
+        loaded = snapshot(training)
+        manager.close()
+        with everywhere():
+            assert_same(loaded, at_save)
