@@ -200,6 +200,15 @@ def test_a_silent_rank_0_is_named_by_the_deadline(seats: Seats) -> None:
         assert "for rank 0" in message
 
 
+@pytest.mark.parametrize("timeout_s", [0.5, 4.0, 600.0])
+def test_who_is_not_rank_0_waits_two_seconds_longer_at_most(timeout_s: float) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    started = time.monotonic()
+    deadlines = [Agreement(store, rank, WORLD, "test", timeout_s).begin(TOPIC)._deadline for rank in range(WORLD)]
+    assert deadlines[0] - started == pytest.approx(timeout_s, abs=0.1)
+    assert deadlines[0] < deadlines[1] < deadlines[0] + 2.0
+
+
 def test_the_deadline_starts_after_a_rank_s_own_work(seats: Seats) -> None:
     """Writing may take longer than any wait: a slow rank must not find its own deadline over."""
     agreements = seats(SHORT_S)

@@ -1,8 +1,11 @@
 """A disk that says no: the same error on all ranks, the checkpoint before untouched, nothing left behind."""
 
+import ctypes
 import errno
 import os
+import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +24,10 @@ TIMEOUT_S = 30.0
 
 # A checkpoint of two ranks (tests/storage/checkpoints.py) is 2.5 MiB: one fits, a second does not.
 SMALL_DISK = "size=4m"
+TWICE_THE_SPACE = "size=8m"
+
+NOBODY = 65534
+PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
 @pytest.fixture
@@ -205,16 +212,91 @@ def test_a_file_in_the_place_of_a_step(tmp_path: Path, save: Save) -> None:
     assert remains(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, save: Save) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    assert save(tmp_path, 1) == [None] * WORLD
-    tmp_path.chmod(0o555)
-    try:
-        assert_refused(save(tmp_path, 2), errno.EACCES)
-    finally:
-        tmp_path.chmod(0o755)
-    assert checkpoints(tmp_path) == {1: 1}
+@pytest.fixture
+def without_rights() -> Iterator[Path]:
+    """A folder of a user who is not root, who this process is meanwhile."""
+    place = Path(tempfile.mkdtemp())  # not pytest's, whose folders no other user may enter
+    if os.geteuid() != 0:
+        yield place
+    else:
+        os.chown(place, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+        # Else it may not look into /proc/self any more.
+        assert ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1) == 0
+        try:
+            yield place
+        finally:
+            os.seteuid(0)
+    place.chmod(0o755)
+    shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("folder", ["", "global_steps_2"])
+def test_a_folder_that_cannot_be_written(without_rights: Path, save: Save, folder: str) -> None:
+    assert save(without_rights, 1) == [None] * WORLD
+    closed = without_rights / folder
+    closed.mkdir(exist_ok=True)
+    closed.chmod(0o555)
+    assert_refused(save(without_rights, 2), errno.EACCES)
+    assert checkpoints(without_rights) == {1: 1}
+    if closed.exists():
+        closed.chmod(0o755)
+    assert save(without_rights, 3) == [None] * WORLD
+    assert checkpoints(without_rights) == {1: 1, 3: 3}
+
+
+@pytest.mark.parametrize("gone", ["staging", "step", "root"])
+@pytest.mark.parametrize("when", ["written", "sealed"])
+def test_a_folder_that_is_deleted_under_a_save(
+    tmp_path: Path, save: Save, gone: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a person who makes room, or a program that cleans up."""
+    root = tmp_path / "root"
+    assert save(root, 1) == [None] * WORLD
+    saved = tmp_path / "saved"
+    shutil.copytree(root, saved)
+
+    def delete(staging: Path) -> None:
+        shutil.rmtree({"staging": staging, "step": staging.parent, "root": root}[gone])
+
+    with monkeypatch.context() as patch:
+        if when == "written":
+            check_files = commit.check_files
+            patch.setattr(commit, "check_files", lambda staging, files: (delete(staging), check_files(staging, files)))
+        else:
+            seal = commit.seal
+            patch.setattr(commit, "seal", lambda staging, manifest: (seal(staging, manifest), delete(staging)))
+        errors = save(root, 2)
+    assert [type(error) for error in errors] == [CommitError] * WORLD
+    assert all("staging-" in str(error) for error in errors)
+    assert checkpoints(root) == ({} if gone == "root" else {1: 1})
+    assert save(root, 3) == [None] * WORLD
+    assert checkpoints(root) == ({3: 3} if gone == "root" else {1: 1, 3: 3})
+    assert remains(root) in ([], ["global_steps_2"])
+
+
+def test_a_disk_that_fills_up_anywhere(small_disk: Path, save: Save) -> None:
+    """With no room at all, with room for some of the files, for all but the manifest or the tracker, and for all."""
+    assert save(small_disk, 1) == [None] * WORLD
+    subprocess.run(["mount", "-o", f"remount,{TWICE_THE_SPACE}", str(small_disk)], check=True)
+    ballast = small_disk / "ballast"
+    space = os.statvfs(small_disk)
+    needed = sum(path.stat().st_blocks * 512 for path in small_disk.rglob("*")) // space.f_frsize
+    ends = set[bool]()
+    for room in [*range(0, needed - 24, 53), *range(needed - 24, needed + 15, 3)]:
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, (space.f_bfree - room) * space.f_frsize)
+        errors = save(small_disk, 2)
+        ends.add(errors == [None] * WORLD)
+        if errors == [None] * WORLD:
+            assert checkpoints(small_disk) == {1: 1, 2: 2}
+            shutil.rmtree(layout.step_dir(small_disk, 2))
+        else:
+            assert_refused(errors, errno.ENOSPC)
+            assert checkpoints(small_disk) == {1: 1}
+            assert [name for name in remains(small_disk) if name != "global_steps_2"] == []
+        ballast.unlink()
+    assert ends == {True, False}
 
 
 def test_a_mount_that_is_read_only(small_disk: Path, save: Save) -> None:
