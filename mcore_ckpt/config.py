@@ -98,10 +98,17 @@ def _is_step_count(value: object) -> bool:
 
 
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles of a step, each once. Raises ValueError for a string, which would be one role per letter."""
+    """The roles of a step, each once.
+
+    Raises ValueError for a string, which would be one role per letter, and for roles that are one folder where the file
+    system does not tell capital letters from small ones.
+    """
     if isinstance(roles, str):
         raise ValueError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
-    return tuple(dict.fromkeys(map(layout.check_role, roles)))
+    unique = tuple(dict.fromkeys(map(layout.check_role, roles)))
+    if len({role.lower() for role in unique}) < len(unique):
+        raise ValueError(f"roles {unique} differ in capital letters alone: on some file systems they are one folder")
+    return unique
 
 
 def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ HUGGINGFACE_DIR = "huggingface"
 
 _STEP_DIR = re.compile(r"global_steps?_(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+# Its staging folder has a longer name, and file systems take 255 bytes.
+_ROLE_LENGTH = 128
 # Of roles, and of folders that are put in place as theirs are and have any name: "Qwen2.5-7B".
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-global_steps?_[0-9]+-[0-9a-f]+")
@@ -56,9 +58,11 @@ def parse_step(name: str) -> int | None:
 
 
 def check_role(role: str) -> str:
-    """A role is a folder's name. Raises ValueError if it could be anything else, such as a path."""
+    """A role is a folder's name. Raises ValueError if it could be anything else, such as a path, or is too long."""
     if not _ROLE.fullmatch(role):
         raise ValueError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
+    if len(role) > _ROLE_LENGTH:
+        raise ValueError(f"role {role!r} has {len(role)} letters: use {_ROLE_LENGTH} at most")
     return role
 
 

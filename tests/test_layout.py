@@ -42,6 +42,18 @@ def test_a_dense_file_is_never_an_experts_file(tp: int, pp: int, ep: int) -> Non
     assert layout.model_file(tp, pp).count("_") + 1 == layout.expert_file(tp, pp, ep).count("_")
 
 
+def test_no_name_is_longer_than_file_systems_take() -> None:
+    longest = Path("root") / "global_steps_4611686018427387903" / layout.check_role("a" * 128)
+    attempt = "f" * 32
+    under_way = f".{layout.trainer_file(Path(), longest.name).name}.{attempt}"  # storage.files.replace_file
+    assert layout.is_trainer_file_under_way(under_way, longest.name)
+    names = [layout.staging_dir(longest, attempt).name, layout.replaced_dir(longest, attempt).name, under_way]
+    names.append(layout.deleted_dir(longest.parent, attempt).name)
+    assert max(map(len, names)) <= 255
+    with pytest.raises(ValueError, match="129 letters"):
+        layout.check_role("a" * 129)
+
+
 @given(steps, roles, attempts)
 def test_formatted_names_are_parsed(step: int, role: str, attempt: str) -> None:
     step_path = layout.step_dir(Path("root"), step)

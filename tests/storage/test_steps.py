@@ -70,6 +70,17 @@ def test_a_damaged_manifest_does_not_count(role_dir: Path) -> None:
     assert str(path) in steps.list_steps(role_dir.parent.parent)[0].reason
 
 
+def test_a_manifest_of_a_newer_format_does_not_count_and_says_so(role_dir: Path) -> None:
+    make(role_dir, 3)
+    manifest = b'{"format":"mcore_ckpt","format_version":12,"files":"in another form"}'
+    (role_dir / layout.MANIFEST_FILE).write_bytes(manifest)
+    (status,) = steps.list_steps(role_dir.parent.parent)
+    assert not status.is_complete
+    assert str(role_dir / layout.MANIFEST_FILE) in status.reason
+    assert "format version 12 is newer than 1" in status.reason
+    assert "upgrade" in status.reason
+
+
 def test_the_other_spelling_of_a_step(tmp_path: Path) -> None:
     make(tmp_path / "global_step_7" / ROLE, 3)
     make(layout.step_dir(tmp_path, 5) / ROLE, 2)

@@ -1,0 +1,33 @@
+"""Names of tensors are not names of files: of any length, and with anything in them."""
+
+from pathlib import Path
+
+import torch
+from checkpoints import write_alone
+
+from mcore_ckpt import layout
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import ReadRange, ShardKey
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.storage.reader import read_index, read_ranges
+from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
+
+NAMES = ("decoder." + "a" * 255, "b" * 5000, "../../up/and/away", "Weight", "weight", "ä ß 層 🙂", "nul\0line\n")
+
+
+def test_names_no_file_system_would_take(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(3, 5) for name in NAMES}
+    writes = tuple(TensorWrite((n,), ShardKey(n, "model"), Region.whole((3, 5)), t, (3, 5)) for n, t in tensors.items())
+    written = write_alone(tmp_path, WriteRequest(layout.model_file(0, 0), "model", writes))
+    loaded = torch.load(tmp_path / written.path, weights_only=True)
+    assert list(loaded) == list(NAMES)
+    record = FileRecord(written.path, written.kind, 0, written.size, written.crc32, written.index, ())
+    shards = {shard.key.name: shard for shard in read_index(tmp_path, record).shards}
+    found = {name: torch.zeros(3, 5) for name in NAMES}
+    reads = [(ReadRange(shards[name], Rows(0, 0, 15)), tensor) for name, tensor in found.items()]
+    read_ranges(tmp_path, {record.path: record}, reads)
+    for name in NAMES:
+        assert torch.equal(found[name], tensors[name])
+        assert torch.equal(loaded[name], tensors[name])
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model_states.pt"]
