@@ -8,6 +8,7 @@ whether the file changes while this process, by its own monotonic clock, looks o
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -61,8 +62,12 @@ class TrainerLock:
         self._seen_at = 0.0
 
     def look(self) -> None:
-        """Begins to watch whoever holds the lock: what is seen long before `take` need not be waited for there."""
-        self._notice(_read(self._path))
+        """Begins to watch whoever holds the lock: what is seen long before `take` need not be waited for there.
+
+        Raises nothing: who only loads need not be able to read it.
+        """
+        with contextlib.suppress(OSError):
+            self._notice(_read(self._path))
 
     def take(self, patience_s: float) -> None:
         """Returns when this process holds the lock; at once if it does already.

@@ -264,6 +264,16 @@ def test_a_forked_child_leaves_the_lock_alone(lock: TrainerLock, path: Path) -> 
     assert named(path) == HERE
 
 
+def test_looking_raises_nothing(lock: TrainerLock, tmp_path: Path, path: Path) -> None:
+    """A job that only loads may have no right to read the file, or no root at all."""
+    path.mkdir()
+    lock.look()
+    with pytest.raises(OSError, match="Is a directory"):
+        lock.take(0)
+    (tmp_path / "file").write_bytes(b"")
+    TrainerLock(tmp_path / "file" / "root", ROLE).look()
+
+
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
