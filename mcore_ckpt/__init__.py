@@ -11,8 +11,18 @@ if TYPE_CHECKING:
     from mcore_ckpt.loading import LoadReport, LoadResult
     from mcore_ckpt.manager import CheckpointManager
     from mcore_ckpt.saving import SaveReport
+    from mcore_ckpt.storage.retention import pin, unpin
 
-__all__ = ["CheckpointConfig", "CheckpointManager", "LoadReport", "LoadResult", "SaveHandle", "SaveReport"]
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointManager",
+    "LoadReport",
+    "LoadResult",
+    "SaveHandle",
+    "SaveReport",
+    "pin",
+    "unpin",
+]
 
 # Imported when they are asked for (PEP 562): they need torch, which takes seconds, and Python imports this file before
 # any other of the package, so that `mcore-ckpt --help` would wait for it.
@@ -23,6 +33,8 @@ _MODULES = {
     "LoadResult": "loading",
     "SaveHandle": "background",
     "SaveReport": "saving",
+    "pin": "storage.retention",
+    "unpin": "storage.retention",
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
@@ -74,8 +76,11 @@ class SaveHandle:
         assert self._report is not None
         return self._report
 
-    def run(self, stall_s: float | None) -> None:
-        """Ends the save, on the calling thread. Raises nothing: `wait` does."""
+    def run(self, stall_s: float | None) -> Callable[[], None] | None:
+        """Ends the save, on the calling thread. Raises nothing: `wait` does.
+
+        Returns what is left to be done if it is committed: deleting old steps, which may take long.
+        """
         assert self._save is not None
         save = self._save
         try:
@@ -91,8 +96,7 @@ class SaveHandle:
             self._progress = save.progress()
             self._save = None
             self._ended.set()
-        if self._exception is None:
-            save.after_commit()
+        return None if self._exception is not None else save.after_commit
 
 
 class BackgroundSaves:
@@ -117,25 +121,41 @@ class BackgroundSaves:
     def launch(self, handle: SaveHandle, stall_s: float) -> None:
         """Ends a save on a thread of its own. None may be under way."""
         self._handle = handle
+        self._start(partial(self._run, handle, stall_s))
+
+    def run(self, handle: SaveHandle) -> None:
+        """Ends a save on the calling thread. What is left to be done after the commit does not hold it up: it is done
+        on a thread, which the next call of `settle` waits for."""
+        rest = handle.run(None)
+        if rest is not None:
+            self._start(rest)
+
+    def _run(self, handle: SaveHandle, stall_s: float) -> None:
+        try:
+            rest = handle.run(stall_s)
+        finally:
+            if handle.exception is not None:
+                # Now: there may be no next call to raise it.
+                what = "; going on without a checkpoint" if self._warns else ""
+                logger.error("the save of step %d has failed%s: %s", handle.step, what, handle.exception)
+        if rest is not None:
+            rest()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                _under_way.discard(self)
+
         # A daemon, or the interpreter would wait for it without an end in sight: _finish_all does, with one.
-        self._thread = threading.Thread(target=self._run, args=(stall_s,), name="mcore_ckpt save", daemon=True)
+        self._thread = threading.Thread(target=run, name="mcore_ckpt save", daemon=True)
         _under_way.add(self)
         try:
             self._thread.start()
         except RuntimeError:  # a system that grants no thread makes a save slower, and must not make it fail
             self._thread = None
-            self._run(stall_s)
-
-    def _run(self, stall_s: float) -> None:
-        assert self._handle is not None
-        try:
-            self._handle.run(stall_s)
-        finally:
-            _under_way.discard(self)
-            if self._handle.exception is not None:
-                # Now: there may be no next call to raise it.
-                what = "; going on without a checkpoint" if self._warns else ""
-                logger.error("the save of step %d has failed%s: %s", self._handle.step, what, self._handle.exception)
+            run()
 
     def settle(self) -> None:
         """Waits until no save is under way, which every save sees to by its deadlines."""

@@ -40,7 +40,9 @@ class CheckpointConfig:
             that is not distributed): each may "read" it, or one of them does and they "broadcast" it, which is faster
             where the network between ranks is, and the file system is not.
         max_host_bytes: most host memory this rank may keep for copies of its state; None for as much as it takes.
-        max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all.
+        max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all. Older ones are deleted after
+            the commit, beside the training; pinned ones (`mcore_ckpt.pin`) stay.
+        keep_every: steps that are multiples of this stay too, whatever their age; needs max_to_keep.
         roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
         vocab_size: how many tokens there are, without the rows that megatron pads embeddings with; needed only to load
             under another tensor-parallel size what padding alone does not explain. None: the HuggingFace config's.
@@ -67,6 +69,7 @@ class CheckpointConfig:
     load_replicas: str = "read"
     max_host_bytes: int | None = None
     max_to_keep: int | None = None
+    keep_every: int | None = None
     roles: tuple[str, ...] | None = None
     vocab_size: int | None = None
     timeout_s: float = 600.0
@@ -78,6 +81,10 @@ class CheckpointConfig:
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
         if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
             raise ValueError(f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint")
+        if not _is_step_count(self.keep_every):
+            raise ValueError(f"keep_every is {self.keep_every!r}: use 1 or more, or None")
+        if self.keep_every is not None and self.max_to_keep is None:
+            raise ValueError("keep_every is given without max_to_keep, which keeps every step: give both")
         if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
             raise ValueError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
         if not self.timeout_s > 0:

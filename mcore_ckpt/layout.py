@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# More than any step has digits, with some white space.
+TRACKER_BYTES = 64
 MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
+# In a step's folder: retention leaves the step alone.
+PINNED_FILE = ".pinned"
 # In a staging folder: the manifest of what the HuggingFace model of the same save is made from.
 WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"

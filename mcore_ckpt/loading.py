@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
+from mcore_ckpt.storage.read_lock import reading
 from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.transaction import failure_among, raise_failure
 from mcore_ckpt.storage.verify import verify_files
@@ -113,22 +115,24 @@ def load_checkpoint(
     skipped: list[str] = []
     changed = False
     for number, (saved_step, role_dir) in enumerate(candidates):
-        try:
-            if verify == "full":
-                _verify_together(session, role_dir)
-            plan = _plan_together(session, role_dir)
-            changed = True
-            nbytes = _apply_together(session, plan, check=verify != "off")
-        except CheckpointError as error:
-            damaged = isinstance(error, CheckpointCorruptError)
-            if not damaged and not changed:
-                raise
-            if not damaged or session.config.strict or number == len(candidates) - 1:
-                raise _final(error, skipped, changed) from error
-            logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
-            skipped.append(str(error))
-            continue
-        nbytes += _load_hf_model(session, plan.role_dir)
+        # One rank's lock tells every process that may want to delete the step.
+        with reading([role_dir]) if session.agreement.is_coordinator else nullcontext():
+            try:
+                if verify == "full":
+                    _verify_together(session, role_dir)
+                plan = _plan_together(session, role_dir)
+                changed = True
+                nbytes = _apply_together(session, plan, check=verify != "off")
+            except CheckpointError as error:
+                damaged = isinstance(error, CheckpointCorruptError)
+                if not damaged and not changed:
+                    raise
+                if not damaged or session.config.strict or number == len(candidates) - 1:
+                    raise _final(error, skipped, changed) from error
+                logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
+                skipped.append(str(error))
+                continue
+            nbytes += _load_hf_model(session, plan.role_dir)
         _warn_of_new_layout(session, plan)
         report = LoadReport(role_dir, nbytes, time.monotonic() - started, tuple(skipped))
         return LoadResult(plan.manifest.step, plan.extra_state, report)
@@ -200,7 +204,7 @@ def _candidates(session: Session, step: int | None, path: Path | None) -> Record
         reasons = "".join(f"\n  {_reason(status, session.role)}" for status in reversed(statuses))
         raise CheckpointNotFoundError(f"{session.root}: {what} of {session.role}{reasons}")
     if step is None:
-        steps.warn_if_tracker_differs(session.root, good[-1].step)
+        steps.warn_if_tracker_differs(session.root, good)
     return {"candidates": [(status.step, str(status.path / session.role)) for status in reversed(good)]}
 
 

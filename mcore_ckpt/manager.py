@@ -153,7 +153,7 @@ class CheckpointManager:
         if self._session.config.async_save:
             self._background.launch(handle, time.perf_counter() - started)
         else:
-            handle.run(None)
+            self._background.run(handle)
             handle.wait()
         return handle
 

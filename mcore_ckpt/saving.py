@@ -20,10 +20,11 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
-from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.requests import WrittenFile
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
 from mcore_ckpt.storage.transaction import Attempt, commit_together
 from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
 
@@ -312,6 +313,6 @@ def _delete_old(session: Session, step: int) -> None:
     if session.config.max_to_keep is None:
         return
     try:
-        steps.delete_old_steps(session.root, session.config.max_to_keep, commit.new_attempt(), step)
+        delete_old_steps(session.root, Policy(session.config.max_to_keep, session.config.keep_every), step)
     except OSError as error:
         logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)

@@ -97,9 +97,34 @@ def test_a_handle_of_a_save_under_way_and_of_one_that_is_committed() -> None:
 def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
     save = FakeSave()
     handle = handle_of(save)
-    handle.run(None)
+    background = saves()
+    background.run(handle)
     assert (handle.wait(), save.thread, save.stall_s) == (REPORT, threading.current_thread(), None)
+    background.settle()
     assert save.deleting.is_set()
+
+
+def test_deleting_old_steps_does_not_hold_up_the_trainer_and_the_next_save_waits_for_it() -> None:
+    save = FakeSave()
+    save.may_delete.clear()
+    background = saves()
+    background.run(handle_of(save))
+    assert save.deleting.wait(LONG_S), "the trainer is here while the old steps are still being deleted"
+    assert not background.busy
+    settling = threading.Thread(target=background.settle, daemon=True)
+    settling.start()
+    assert settling.is_alive()
+    save.may_delete.set()
+    settling.join(LONG_S)
+    assert not settling.is_alive()
+
+
+def test_a_failed_save_deletes_nothing() -> None:
+    save = FakeSave(CommitError("rank 1: full"))
+    background = saves()
+    background.run(handle_of(save))
+    background.settle()
+    assert not save.deleting.is_set()
 
 
 @pytest.mark.parametrize(

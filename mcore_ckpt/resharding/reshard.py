@@ -102,7 +102,7 @@ def select(source: Path, step: int | None = None) -> Selection:
         reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses))
         raise CheckpointNotFoundError(f"{source}: {what}{reasons}")
     if step is None:
-        steps.warn_if_tracker_differs(source, complete[-1].step)
+        steps.warn_if_tracker_differs(source, complete)
     return _selection(complete[-1])
 
 

@@ -38,14 +38,14 @@ def open_staging(role_dir: Path, attempt: str) -> Path:
         role_dir.parent.mkdir(parents=True, exist_ok=True)
         try:
             staging.mkdir()
-            break
+            write_owner(staging)
+            return staging
         except FileNotFoundError:
-            # Another role found the step's folder empty in this instant, and removed it. Some file systems (/proc) say
-            # the same of any folder, for ever.
+            # Another role has in this instant removed the step's folder, which was empty or too old. Some file systems
+            # (/proc) say the same of any folder, for ever.
             if not tries_left:
                 raise
-    write_owner(staging)
-    return staging
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None:
@@ -152,12 +152,38 @@ def sweep(root: Path, role: str, alone: bool) -> None:
         return
     for entry in list(root.iterdir()):
         if layout.is_deleted_dir(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+            if _is_deleted_for_good(entry, alone):
+                shutil.rmtree(entry, ignore_errors=True)
         elif alone and (layout.is_tracker_under_way(entry.name) or layout.is_trainer_file_under_way(entry.name, role)):
             entry.unlink(missing_ok=True)
     for steps in layout.step_dirs(root).values():
         for step_path in steps:
             _sweep_step(step_path, role, alone)
+
+
+def find_remains(root: Path, role: str | None = None) -> list[Path]:
+    """What processes that died have left below a folder of steps: of one role, or of all.
+
+    What may belong to a process that lives, on this host or on another, is not in it, and neither is a checkpoint
+    that the next start puts back.
+    """
+    found = [entry for entry in _entries(root) if layout.is_deleted_dir(entry.name)]
+    found = [entry for entry in found if _is_deleted_for_good(entry, alone=False)]
+    for steps in layout.step_dirs(root).values():
+        for entry in (entry for step_path in steps for entry in _entries(step_path)):
+            work = layout.parse_work_dir(entry.name)
+            if work is None or role not in (None, work.role) or not _is_remains(entry, alone=False):
+                continue
+            if work.purpose == "staging" or (entry.parent / work.role).exists():
+                found.append(entry)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []  # retention of another process has just deleted it
 
 
 def sweep_beside(folder: Path) -> None:
@@ -169,11 +195,7 @@ def sweep_beside(folder: Path) -> None:
 def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
     if (step_path / role / layout.OWNER_FILE).exists() and _is_remains(step_path / role, alone):
         (step_path / role / layout.OWNER_FILE).unlink(missing_ok=True)
-    try:
-        entries = list(step_path.iterdir())
-    except FileNotFoundError:
-        return  # another role's retention has just deleted it
-    for entry in entries:
+    for entry in _entries(step_path):
         work = layout.parse_work_dir(entry.name)
         if work is None or work.role != role:
             continue
@@ -206,9 +228,9 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
 
 def is_being_written(step_path: Path) -> bool:
     """Whether a save that may still be under way has its staging folder in a step."""
-    for entry in os.listdir(step_path):
-        work = layout.parse_work_dir(entry)
-        owner = read_owner(step_path / entry) if work is not None and work.purpose == "staging" else None
+    for entry in _entries(step_path):
+        work = layout.parse_work_dir(entry.name)
+        owner = read_owner(entry) if work is not None and work.purpose == "staging" else None
         if owner is not None and (owner.is_alive_here or not owner.is_on_this_host):
             return True
     return False
@@ -219,3 +241,8 @@ def _is_remains(folder: Path, alone: bool) -> bool:
     if owner is None:
         return alone
     return not owner.is_alive_here if owner.is_on_this_host else alone
+
+
+def _is_deleted_for_good(deleted: Path, alone: bool) -> bool:
+    """Whether who deletes a step is past putting it back, or dead."""
+    return read_owner(deleted) is None or _is_remains(deleted, alone)

@@ -56,8 +56,12 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a small file so that a reader, or a crash, finds either the old bytes or the new."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    write_file(temporary, [data])
-    os.replace(temporary, path)
+    try:
+        write_file(temporary, [data])
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk each try would leave one
+        raise
     sync_dir(path.parent)
 
 

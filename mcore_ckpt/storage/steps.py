@@ -1,4 +1,4 @@
-"""Which steps are on disk, which of them are complete, and which may go.
+"""Which steps are on disk, and which of them are complete.
 
 The manifests are the truth, the tracker a hint.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.files import replace_file, sync_dir
+from mcore_ckpt.storage.files import replace_file
 from mcore_ckpt.storage.reader import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -23,13 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepStatus:
-    """One step folder: the roles that have committed, those any of them declares, and what is wrong with the others."""
+    """One step folder: the roles that have committed, those any of them declares, and what is wrong with the others.
+
+    `pinned`: retention leaves it alone (storage/retention.py).
+    """
 
     step: int
     path: Path
     committed: frozenset[str]
     declared: frozenset[str]
     problems: tuple[str, ...]
+    pinned: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -85,7 +88,8 @@ def step_status(path: Path) -> StepStatus:
         else:
             problems.append(f"{role_dir}: its manifest is of {role} at step {saved_step}")
             declared.add(role_dir.name)
-    return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems))
+    pinned = (path / layout.PINNED_FILE).exists()
+    return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems), pinned)
 
 
 def _entries(path: Path) -> list[Path]:
@@ -103,22 +107,31 @@ def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[i
 
 
 def read_tracker(root: Path) -> int | None:
-    """The step the tracker names; None if there is no tracker or it is torn."""
+    """The step the tracker names; None if there is no tracker, or it holds anything else. Raises nothing."""
     try:
-        return layout.parse_tracker((root / layout.TRACKER_FILE).read_text())
+        # Without waiting, and not all of it: it may be anything, a pipe or a terabyte.
+        descriptor = os.open(root / layout.TRACKER_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            data = os.read(descriptor, layout.TRACKER_BYTES)
+        finally:
+            os.close(descriptor)
+        return layout.parse_tracker(data.decode())
     except (OSError, UnicodeDecodeError):
         return None
 
 
 def update_tracker(root: Path) -> int | None:
-    """Makes the tracker name the newest complete step, which is returned."""
-    complete = complete_steps(root)
-    if not complete:
-        return None
-    newest = complete[-1].step
-    if read_tracker(root) != newest:
+    """Makes the tracker name the newest complete step, which is returned. Raises OSError."""
+    while True:
+        complete = complete_steps(root)
+        if not complete:
+            return None
+        newest = complete[-1].step
+        if read_tracker(root) == newest:
+            return newest
         replace_file(root / layout.TRACKER_FILE, str(newest).encode())
-    return newest
+        # Once more: another role may have completed a newer step between the look and the write, and have moved the
+        # tracker there before it was moved back here.
 
 
 def move_tracker(root: Path) -> int | None:
@@ -130,15 +143,32 @@ def move_tracker(root: Path) -> int | None:
         return None
 
 
-def warn_if_tracker_differs(root: Path, newest: int) -> None:
-    tracked = read_tracker(root)
-    if tracked is not None and tracked != newest:
+def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
+    """Says so if the tracker does not name the newest of the complete steps. Raises nothing.
+
+    Args:
+        root: the folder of the steps.
+        complete: at least one, the oldest first.
+    """
+    path, tracked, newest = root / layout.TRACKER_FILE, read_tracker(root), complete[-1].step
+    if tracked == newest or not os.path.lexists(path):
+        return
+    if tracked is None:
+        logger.warning("%s does not name a step; loading the newest complete one, %d", path, newest)
+    elif tracked in [status.step for status in complete]:
         logger.warning(
             "%s names step %d, but the newest complete step is %d: loading that. Use load(step=%d) for the other",
-            root / layout.TRACKER_FILE,
+            path,
             tracked,
             newest,
             tracked,
+        )
+    else:
+        logger.warning(
+            "%s names step %d, where there is nothing complete to load; loading the newest complete step, %d",
+            path,
+            tracked,
+            newest,
         )
 
 
@@ -154,42 +184,3 @@ def tracker_problems(root: Path) -> list[str]:
         newest = f"the newest complete step is {complete[-1].step}" if complete else "no step is complete"
         return [f"{path}: names step {tracked}, but {newest}"]
     return []
-
-
-def delete_old_steps(root: Path, max_to_keep: int, attempt: str, committed: int | None = None) -> list[int]:
-    """Deletes steps that are not among the newest `max_to_keep` complete ones of any role; returns those deleted.
-
-    `committed`, the step just saved, stays: after a rollback it is not the newest.
-    Counted from what is on disk. A folder without any manifest of ours is somebody else's and stays.
-    """
-    statuses = list_steps(root)
-    by_role: dict[str, list[int]] = {}
-    for status in statuses:
-        for role in status.committed if status.is_complete else ():
-            by_role.setdefault(role, []).append(status.step)
-    kept = {step for steps in by_role.values() for step in steps[-max_to_keep:]} | {committed}
-    if not by_role or all(len(steps) <= max_to_keep for steps in by_role.values()):
-        return []
-    # An incomplete step older than all that stay can never be the one to come back to.
-    oldest_kept = min(step for step in kept if step is not None)
-    doomed = [
-        status
-        for status in statuses
-        if (
-            (status.is_complete and status.step not in kept)
-            or (status.step < oldest_kept and (status.committed or status.problems))
-        )
-        # Another role's save may still be on its way into it.
-        and not commit.is_being_written(status.path)
-    ]
-    for status in doomed:
-        _delete_step(status.path, attempt)
-    return [status.step for status in doomed]
-
-
-def _delete_step(path: Path, attempt: str) -> None:
-    # Renamed first: a step that is half deleted must not look like one that is there.
-    doomed = layout.deleted_dir(path, attempt)
-    os.rename(path, doomed)
-    sync_dir(path.parent)
-    shutil.rmtree(doomed, ignore_errors=True)

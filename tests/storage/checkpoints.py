@@ -14,12 +14,15 @@ from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.staging.capture import FileTensors, capture_in_place
 from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.storage.agreement import Agreement, Record
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
+from mcore_ckpt.storage.owner import Owner
 from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
 from mcore_ckpt.storage.transaction import Attempt, commit_together, open_together
 from mcore_ckpt.storage.writer import Exchange, ImageWriter, pickle_plain, write_plain
 from mcore_ckpt.topology import RankCoordinates, Topology
@@ -147,7 +150,7 @@ def finish(agreement: Agreement, attempt: Attempt, root: Path, step: int, versio
 
 def delete_old(root: Path, step: int, keep: int | None) -> None:
     if keep is not None:
-        steps.delete_old_steps(root, keep, commit.new_attempt(), step)
+        delete_old_steps(root, Policy(keep), step)
 
 
 def _written(item: Record) -> WrittenFile:
@@ -235,6 +238,20 @@ def remains(root: Path) -> list[str]:
 
 def _is_work(name: str) -> bool:
     return layout.parse_work_dir(name) is not None or layout.is_deleted_dir(name)
+
+
+def own(folder: Path, owner: Owner) -> None:
+    record = {"host": owner.host, "pid": owner.pid, "start": owner.start}
+    (folder / layout.OWNER_FILE).write_bytes(fields.encode(record))
+
+
+def dead_owner(pid: int) -> Owner:
+    return Owner(Owner.this_process().host, pid, 1)
+
+
+def other_host() -> Owner:
+    me = Owner.this_process()
+    return Owner(me.host + "-another", me.pid, me.start)
 
 
 class Crash(BaseException):

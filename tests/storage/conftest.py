@@ -1,5 +1,7 @@
 """What several tests of the storage layer begin with."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,13 @@ from mcore_ckpt.storage.manifest import FileRecord
 @pytest.fixture
 def role_dir(tmp_path: Path) -> Path:
     return layout.step_dir(tmp_path, 7) / ROLE
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
 
 
 @pytest.fixture(autouse=True)

@@ -228,7 +228,9 @@ def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, 
             if job.background:
                 background.launch(handle, 0.0)
             else:
-                handle.run(None)
+                after = handle.run(None)
+                if after is not None:
+                    after()
             handle.wait()
         except CheckpointError as error:
             report["error"] = [type(error).__name__, str(error)]

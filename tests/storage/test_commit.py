@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,10 @@ from checkpoints import (
     alone_in_the_world,
     checkpoints,
     crash,
+    dead_owner,
     make,
+    other_host,
+    own,
     read_version,
     remains,
     save_together,
@@ -36,27 +37,6 @@ def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "two renames":
         monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
     return str(request.param)
-
-
-@pytest.fixture
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def own(folder: Path, owner: Owner) -> None:
-    record = {"host": owner.host, "pid": owner.pid, "start": owner.start}
-    (folder / layout.OWNER_FILE).write_bytes(fields.encode(record))
-
-
-def dead_owner(pid: int) -> Owner:
-    return Owner(Owner.this_process().host, pid, 1)
-
-
-def other_host() -> Owner:
-    me = Owner.this_process()
-    return Owner(me.host + "-another", me.pid, me.start)
 
 
 def tree(folder: Path) -> dict[str, bytes]:

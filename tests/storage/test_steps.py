@@ -2,26 +2,23 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import (
-    ATTEMPT,
     ROLE,
     Crash,
     alone_in_the_world,
     checkpoints,
     crash,
     make,
-    read_version,
-    remains,
     save_together,
-    stage,
 )
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage import steps
 
 # -- which steps count ------------------------------------------------------------------------------------
 
@@ -94,29 +91,110 @@ def test_the_other_spelling_of_a_step(tmp_path: Path) -> None:
 # -- the tracker ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"release", b"-7", b"7.0", b"7 8", b"1" * 30, b"\xff", b"\xd9\xa7"])
-def test_a_tracker_of_garbage_is_none(tmp_path: Path, content: bytes) -> None:
+GARBAGE = {
+    "empty": b"",
+    "a-line": b"\n",
+    "of-megatron": b"release",
+    "negative": b"-7",
+    "a-fraction": b"7.0",
+    "two": b"7 8",
+    "long": b"1" * 30,
+    "binary": bytes(range(256)),
+    "not-text": b"\xff",
+    "other-digits": b"\xd9\xa7",
+    "huge": b"7" * (1 << 20),
+}
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)  # opened as a file is, it would wait for a writer for ever
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE.keys())
+def test_a_tracker_of_garbage_is_none(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / layout.TRACKER_FILE).write_bytes(content)
     assert steps.read_tracker(tmp_path) is None
     make(layout.step_dir(tmp_path, 7) / ROLE, 3)
+    steps.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    assert "does not name a step; loading the newest complete one, 7" in caplog.text
     assert steps.update_tracker(tmp_path) == 7
     assert (tmp_path / layout.TRACKER_FILE).read_bytes() == b"7"
 
 
-def test_no_tracker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_it", [folder, dangling_link, link_to_itself, pipe])
+def test_a_tracker_that_is_no_file(
+    tmp_path: Path, make_it: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_it(tmp_path / layout.TRACKER_FILE)
+    make(layout.step_dir(tmp_path, 7) / ROLE, 3)
+    assert steps.read_tracker(tmp_path) is None
+    steps.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    assert "does not name a step" in caplog.text
+    steps.move_tracker(tmp_path)
+    if make_it is folder:
+        assert "the tracker could not be updated" in caplog.text
+    else:
+        assert steps.read_tracker(tmp_path) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_steps_7", layout.TRACKER_FILE]
+    assert checkpoints(tmp_path) == {7: 3}
+
+
+def test_no_tracker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert steps.read_tracker(tmp_path) is None
     assert steps.update_tracker(tmp_path) is None
     assert os.listdir(tmp_path) == []
+    make(layout.step_dir(tmp_path, 7) / ROLE, 3)
+    steps.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("content", [b"12", b"12\n"])
-def test_a_tracker_that_disagrees_is_a_hint(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_points_nowhere(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / layout.TRACKER_FILE).write_bytes(content)
     assert steps.read_tracker(tmp_path) == 12
     make(layout.step_dir(tmp_path, 7) / ROLE, 3)
-    steps.warn_if_tracker_differs(tmp_path, 7)
-    assert "names step 12, but the newest complete step is 7" in caplog.text
-    assert "load(step=12)" in caplog.text
+    steps.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    assert "names step 12, where there is nothing complete to load; loading the newest complete step, 7" in caplog.text
+
+
+def test_a_tracker_that_names_an_older_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (7, 12):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    (tmp_path / layout.TRACKER_FILE).write_bytes(b"7")
+    steps.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
+    assert "names step 7, but the newest complete step is 12" in caplog.text
+    assert "load(step=7)" in caplog.text
+
+
+def test_two_roles_that_move_the_tracker_at_once_leave_it_at_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between one role's look at the steps and its write, another completes a newer step and moves the tracker."""
+    make(layout.step_dir(tmp_path, 7) / ROLE, 3)
+    replace, others = steps.replace_file, [8, 9]
+
+    def late(path: Path, data: bytes) -> None:
+        if others:
+            step = others.pop(0)
+            make(layout.step_dir(tmp_path, step) / "critic", step)
+            replace(path, str(step).encode())
+        replace(path, data)
+
+    monkeypatch.setattr(steps, "replace_file", late)
+    assert steps.update_tracker(tmp_path) == 9
+    assert steps.read_tracker(tmp_path) == 9
 
 
 def test_a_crash_while_the_tracker_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,85 +210,8 @@ def test_a_crash_while_the_tracker_is_written(tmp_path: Path, monkeypatch: pytes
     assert steps.read_tracker(tmp_path) == 8
 
 
-# -- retention --------------------------------------------------------------------------------------------
-
-
-def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 10):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    assert steps.delete_old_steps(tmp_path, 2, ATTEMPT) == [1, 2]
-    assert checkpoints(tmp_path) == {3: 3, 10: 10}
-    assert steps.delete_old_steps(tmp_path, 2, ATTEMPT) == []
-    assert sorted(os.listdir(tmp_path)) == ["global_steps_10", "global_steps_3"]
-
-
-def test_retention_keeps_what_is_not_of_ours(tmp_path: Path) -> None:
-    foreign = tmp_path / "global_step_7" / "actor"
-    foreign.mkdir(parents=True)
-    (foreign / "model_world_size_8_rank_0.pt").write_bytes(b"of verl")
-    (tmp_path / "global_steps_8").mkdir()
-    (tmp_path / "iter_0000001").mkdir()
-    for step in (9, 10, 11):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    assert steps.delete_old_steps(tmp_path, 1, ATTEMPT) == [9, 10]
-    assert (foreign / "model_world_size_8_rank_0.pt").read_bytes() == b"of verl"
-    assert sorted(os.listdir(tmp_path)) == ["global_step_7", "global_steps_11", "global_steps_8", "iter_0000001"]
-
-
-def test_retention_does_not_count_incomplete_steps(tmp_path: Path) -> None:
-    """Else the last one to come back to might go."""
-    make(layout.step_dir(tmp_path, 1) / ROLE, 1)
-    make(layout.step_dir(tmp_path, 2) / ROLE, 2, ("actor", "critic"))
-    make(layout.step_dir(tmp_path, 3) / ROLE, 3)
-    make(layout.step_dir(tmp_path, 4) / ROLE, 4, ("actor", "critic"))
-    (layout.step_dir(tmp_path, 5) / ROLE).mkdir(parents=True)
-    assert steps.delete_old_steps(tmp_path, 2, ATTEMPT) == []
-    assert steps.delete_old_steps(tmp_path, 1, ATTEMPT) == [1, 2]
-    assert checkpoints(tmp_path) == {3: 3}
-    assert layout.step_dir(tmp_path, 4).is_dir()
-
-
-def test_retention_keeps_a_step_that_a_role_is_saving(tmp_path: Path) -> None:
-    """A role that is behind: its folder must not go from under its hands."""
-    staging, attempt = stage(layout.step_dir(tmp_path, 1) / "critic", 4)
-    for step in (2, 3):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    assert steps.delete_old_steps(tmp_path, 1, ATTEMPT) == [2]
-    commit.publish(staging, layout.step_dir(tmp_path, 1) / "critic", attempt)
-    assert read_version(layout.step_dir(tmp_path, 1) / "critic") == 4
-
-
-def test_a_crash_while_a_step_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", crash)
-        with pytest.raises(Crash):
-            steps.delete_old_steps(tmp_path, 1, ATTEMPT)
-    assert checkpoints(tmp_path) == {2: 2}
-    assert len(remains(tmp_path)) == 1
-    commit.sweep(tmp_path, ROLE, alone=False)
-    assert remains(tmp_path) == []
-
-
 def test_a_save_refuses_a_file_in_the_place_of_its_step(tmp_path: Path) -> None:
     layout.step_dir(tmp_path, 7).write_bytes(b"not a folder")
     with pytest.raises(CheckpointError, match="FileExistsError"):
         save_together(alone_in_the_world(), tmp_path, 7, 3)
     assert layout.step_dir(tmp_path, 7).read_bytes() == b"not a folder"
-
-
-def test_the_step_just_saved_stays_after_a_rollback(tmp_path: Path) -> None:
-    for step in (60, 100):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    assert steps.delete_old_steps(tmp_path, 1, commit.new_attempt(), committed=60) == []
-    assert checkpoints(tmp_path) == {60: 60, 100: 100}
-
-
-def test_a_role_s_retention_leaves_another_role_its_newest(tmp_path: Path) -> None:
-    for step in (8, 9):
-        for role in (ROLE, "critic"):
-            make(layout.step_dir(tmp_path, step) / role, step, roles=(role,))
-    make(layout.step_dir(tmp_path, 10) / ROLE, 10, roles=(ROLE,))
-    assert steps.delete_old_steps(tmp_path, 1, commit.new_attempt(), committed=10) == [8]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_steps_10", "global_steps_9"]

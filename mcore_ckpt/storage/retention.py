@@ -1,0 +1,276 @@
+"""Which steps may go, and how they go without taking anything along that somebody needs.
+
+`judge` is the rule, and pure. Everything is counted from what is on disk, so it does not matter who deletes: a trainer
+after its commit, one that was started anew, or `mcore-ckpt prune` beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.storage import commit
+from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.owner import write_owner
+from mcore_ckpt.storage.read_lock import unread
+from mcore_ckpt.storage.steps import StepStatus, list_steps
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What stays beside pinned steps.
+
+    Attributes:
+        max_to_keep: so many of the newest complete steps of each role; None: all steps.
+        keep_every: and steps that are multiples of this, 0 included.
+    """
+
+    max_to_keep: int | None = None
+    keep_every: int | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a step stays, and why."""
+
+    status: StepStatus
+    stays: bool
+    reason: str
+
+
+def judge(statuses: Sequence[StepStatus], policy: Policy, committed: int | None = None) -> list[Verdict]:
+    """The rule, for each of the statuses, which are ordered by step.
+
+    What is not understood stays: folders without a manifest of ours, and manifests that are damaged, of a newer
+    format, or copied from another step.
+
+    Args:
+        statuses: of all step folders of a root, ordered by step.
+        policy: what is to stay.
+        committed: the step just saved. It stays: after a rollback it is not among the newest.
+    """
+    newest = _newest(statuses, policy.max_to_keep)
+    # While nothing is complete, another role may still be on its way to the first step.
+    oldest_needed = min([*newest, *([] if committed is None else [committed])]) if newest else 0
+    verdicts = []
+    for status in statuses:
+        reason = _why_it_stays(status, policy, newest, oldest_needed, committed)
+        if reason is not None:
+            verdicts.append(Verdict(status, True, reason))
+        elif status.is_complete:
+            verdicts.append(Verdict(status, False, f"not among the newest {policy.max_to_keep} of any role"))
+        else:
+            verdicts.append(Verdict(status, False, f"older than all that are needed, and {status.reason}"))
+    return verdicts
+
+
+def _newest(statuses: Sequence[StepStatus], count: int | None) -> dict[int, list[str]]:
+    """The newest complete steps of each role: roles may save at steps of their own."""
+    of_role: dict[str, list[int]] = defaultdict(list)
+    for status in statuses:
+        for role in status.committed if status.is_complete else ():
+            of_role[role].append(status.step)
+    newest: dict[int, list[str]] = defaultdict(list)
+    for role, steps in sorted(of_role.items()):
+        for step in steps[-count:] if count is not None else steps:
+            newest[step].append(role)
+    return newest
+
+
+def _why_it_stays(
+    status: StepStatus,
+    policy: Policy,
+    newest: dict[int, list[str]],
+    oldest_needed: int,
+    committed: int | None,
+) -> str | None:
+    if status.pinned:
+        return "pinned"
+    if not status.is_complete:
+        if status.problems or not status.committed:
+            return f"not understood, so not ours to delete: {status.reason}"
+        if policy.max_to_keep is None or status.step >= oldest_needed:
+            return f"may still become complete: {status.reason}"
+        return None  # nobody can come back to it
+    if policy.max_to_keep is None:
+        return "every complete step stays"
+    if status.step in newest:
+        return f"among the newest {policy.max_to_keep} of {', '.join(newest[status.step])}"
+    if policy.keep_every is not None and status.step % policy.keep_every == 0:
+        return f"a multiple of {policy.keep_every}"
+    return "just saved" if status.step == committed else None
+
+
+def delete_old_steps(root: Path, policy: Policy, committed: int | None = None) -> list[int]:
+    """Deletes what `judge` lets go; returns the steps deleted. What somebody reads or writes is left for the next time.
+
+    Raises OSError.
+    """
+    deleted = []
+    for verdict in judge(list_steps(root), policy, committed):
+        if verdict.stays:
+            continue
+        obstacle = delete_step(verdict.status)
+        if obstacle is None:
+            deleted.append(verdict.status.step)
+        else:
+            logger.info("step %d is too old, but stays for now: %s", verdict.status.step, obstacle)
+    return deleted
+
+
+def delete_step(status: StepStatus) -> str | None:
+    """Deletes one step that was judged. Returns why it stays after all, or None.
+
+    Raises OSError.
+    """
+    try:
+        with unread(status.path / role for role in sorted(status.committed)) as alone:
+            obstacle = obstacle_to(status, status.path) if alone else "it is being read"
+            if obstacle is not None:
+                return obstacle
+            doomed = layout.deleted_dir(status.path, commit.new_attempt())
+            obstacle = _move_away(status, doomed)
+            if obstacle is not None:
+                return obstacle
+    except FileNotFoundError:
+        return "another process is deleting it"
+    shutil.rmtree(doomed, ignore_errors=True)
+    return None
+
+
+def _move_away(status: StepStatus, doomed: Path) -> str | None:
+    """Renames a step out of sight, unless something has come into it since it was judged."""
+    # Half deleted it must not look like a step, and until the last look below no sweep may take it: it may come back.
+    with suppress(OSError):  # on a full disk deleting is what is needed most
+        write_owner(status.path)
+    try:
+        os.rename(status.path, doomed)
+    except OSError:
+        (status.path / layout.OWNER_FILE).unlink(missing_ok=True)
+        raise
+    obstacle = obstacle_to(status, doomed)
+    if obstacle is not None:
+        (doomed / layout.OWNER_FILE).unlink(missing_ok=True)
+        os.rename(doomed, status.path)
+    sync_dir(status.path.parent)
+    return obstacle
+
+
+def obstacle_to(status: StepStatus, path: Path) -> str | None:
+    """What has changed since a step was judged, or is under way in it; `path` is where it is now."""
+    if path.is_symlink():
+        return "it is a link, and what it names may be somebody else's"
+    if (path / layout.PINNED_FILE).exists():
+        return "it was pinned"
+    if commit.is_being_written(path):
+        return "a save is under way in it"
+    if {entry.name for entry in path.iterdir() if _is_committed(entry)} != status.committed:
+        return "it has just changed"
+    return None
+
+
+def _is_committed(entry: Path) -> bool:
+    return layout.is_role(entry.name) and (entry / layout.MANIFEST_FILE).exists()
+
+
+# -- pins ------------------------------------------------------------------------------------------------
+
+
+def pin(root: str | Path, step: int) -> None:
+    """Keeps a step whatever `max_to_keep` says, until `unpin`. Any process may; pinned twice is pinned.
+
+    Raises:
+        CheckpointNotFoundError: it is not a complete step.
+        OSError.
+
+    Example:
+        >>> pin("checkpoints", 12000)  # doctest: +SKIP
+    """
+    status = _status(Path(root), step)
+    if not status.is_complete:
+        raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
+    try:
+        (status.path / layout.PINNED_FILE).touch()
+        sync_dir(status.path)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{status.path}: was deleted before it could be pinned") from None
+
+
+def unpin(root: str | Path, step: int) -> None:
+    """Lets retention count a step again.
+
+    Raises:
+        CheckpointNotFoundError: there is no such step.
+        OSError.
+    """
+    status = _status(Path(root), step)
+    (status.path / layout.PINNED_FILE).unlink(missing_ok=True)
+    sync_dir(status.path)
+
+
+def _status(root: Path, step: int) -> StepStatus:
+    found = [status for status in list_steps(root) if status.step == step]
+    if not found:
+        raise CheckpointNotFoundError(f"{root}: there is no step {step}")
+    return found[0]
+
+
+# -- by hand ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrunedFolder:
+    """A step, or what a process that died has left (`step` is None): whether it stays, why, and its bytes."""
+
+    path: Path
+    step: int | None
+    stays: bool
+    reason: str
+    nbytes: int
+
+
+def prune(root: Path, policy: Policy, *, role: str | None = None, dry_run: bool = False) -> list[PrunedFolder]:
+    """Deletes what a trainer with this policy would, and remains of dead processes; tells what of each folder.
+
+    Args:
+        root: the folder of the steps.
+        policy: what is to stay. The newest complete step always does.
+        role: touch only steps that have this role, and its remains. A step goes with all its roles.
+        dry_run: tell, and delete nothing.
+
+    Raises OSError.
+    """
+    folders = []
+    for verdict in judge(list_steps(root), policy):
+        status, stays, reason = verdict.status, verdict.stays, verdict.reason
+        if role is not None and role not in status.committed | status.declared:
+            stays, reason = True, f"without {role}"
+        nbytes = _nbytes(status.path)
+        if not stays:
+            obstacle = obstacle_to(status, status.path) if dry_run else delete_step(status)
+            stays, reason = obstacle is not None, obstacle or reason
+        folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
+    for path in commit.find_remains(root, role):
+        folders.append(PrunedFolder(path, None, False, "left by a process that died", _nbytes(path)))
+        if not dry_run:
+            shutil.rmtree(path, ignore_errors=True)
+    return folders
+
+
+def _nbytes(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
