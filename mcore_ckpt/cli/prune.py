@@ -1,0 +1,111 @@
+"""`mcore-ckpt prune`: old steps and what crashes have left, deleted by hand as a trainer would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli import UsageError
+from mcore_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.storage.retention import PrunedFolder
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Deletes old steps as a trainer with the same max_to_keep and keep_every does, and what processes that died have left.
+Without --max-to-keep every step stays. Pinned steps, the newest complete one, steps that somebody is writing or
+reading, and folders that are not understood always stay. May run beside trainers."""
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Add the parser of `prune`."""
+    parser = subparsers.add_parser(
+        "prune", help="delete old steps, and what crashes have left", description=DESCRIPTION
+    )
+    parser.add_argument("root", type=Path, metavar="ROOT", help="folder of steps")
+    parser.add_argument("--max-to-keep", type=_count, metavar="N", help="newest complete steps of each role to keep")
+    parser.add_argument("--keep-every", type=_count, metavar="N", help="also keep steps that are multiples of this")
+    parser.add_argument("--role", help="touch only steps that have this role; they go with all their roles")
+    parser.add_argument(
+        "--pin", type=int, metavar="STEP", action="append", default=[], help="from now on never delete this step"
+    )
+    parser.add_argument("--unpin", type=int, metavar="STEP", action="append", default=[], help="undo --pin")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: use 1 or more")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Delete, or say what would be deleted; 0 when that is done."""
+    # torch takes a second to import, which `--help` need not wait for.
+    from mcore_ckpt.storage.retention import Policy, pin, prune, unpin
+
+    if args.keep_every is not None and args.max_to_keep is None:
+        raise UsageError("--keep-every without --max-to-keep, which keeps every step: give both")
+    if args.dry_run and (args.pin or args.unpin):
+        raise UsageError("--dry-run changes nothing, so it goes with neither --pin nor --unpin")
+    if not args.root.is_dir():
+        raise UsageError(f"{args.root}: there is no such folder")
+    try:
+        for step in args.pin:
+            pin(args.root, step)
+        for step in args.unpin:
+            unpin(args.root, step)
+        folders = prune(args.root, Policy(args.max_to_keep, args.keep_every), role=args.role, dry_run=args.dry_run)
+    except OSError as error:
+        raise CheckpointError(f"{args.root}: {error}") from error
+    if args.json:
+        print(json.dumps(_as_json(folders, args.dry_run)))
+    else:
+        _show(folders, args.root, args.dry_run)
+    return 0
+
+
+def _show(folders: Sequence[PrunedFolder], root: Path, dry_run: bool) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for folder in folders:
+        word = "keep  " if folder.stays else "delete"
+        line = f"{word}  {folder.nbytes / 1e9:10.3f} GB  {folder.path.relative_to(root)}: {folder.reason}"
+        console.print(line, markup=False)
+    gone = [folder for folder in folders if not folder.stays]
+    word = "would be deleted" if dry_run else "deleted"
+    console.print(
+        f"{len(gone)} of {len(folders)} folders {word}, {_nbytes(gone) / 1e9:.3f} GB; "
+        f"{_nbytes([folder for folder in folders if folder.stays]) / 1e9:.3f} GB stay"
+    )
+
+
+def _nbytes(folders: Sequence[PrunedFolder]) -> int:
+    return sum(folder.nbytes for folder in folders)
+
+
+def _as_json(folders: Sequence[PrunedFolder], dry_run: bool) -> dict[str, Any]:
+    """What a program may want to know."""
+    return {
+        "dry_run": dry_run,
+        "deleted_bytes": _nbytes([folder for folder in folders if not folder.stays]),
+        "folders": [
+            {
+                "path": str(folder.path),
+                "step": folder.step,
+                "deleted": not folder.stays,
+                "reason": folder.reason,
+                "bytes": folder.nbytes,
+            }
+            for folder in folders
+        ],
+    }
