@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointManager",
     "LoadReport",
     "LoadResult",
+    "Recovery",
     "SaveHandle",
     "SaveReport",
     "pin",

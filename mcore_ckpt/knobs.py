@@ -54,5 +54,8 @@ HEAR_OUT_S = 1.5
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 
+# How long a resuming trainer waits before it tries again what may pass (seconds): at first, doubled each time.
+RETRY_FIRST_S = 1.0
+
 # How long an interpreter that ends waits for other ranks to commit a save under way (seconds).
 EXIT_WAIT_S = 60.0

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,30 @@ class CheckpointManager:
             return load_checkpoint(
                 self._session, step, None if path is None else Path(path), self._background.failure(), verify
             )
+
+    @property
+    def root(self) -> Path:
+        """The folder of all steps."""
+        return self._session.root
+
+    @property
+    def role(self) -> str:
+        """The name of this manager's folder in each step."""
+        return self._session.role
+
+    def agree(self, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
+        """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values.
+
+        Raises:
+            AgreementError: the requests differ, a rank is missing, or `answer` failed with a foreign exception.
+            CheckpointError: what `answer` raised; the same on all ranks.
+        """
+
+        def combine(records: Sequence[Record]) -> Record:
+            same_everywhere(records, topic)
+            return answer()
+
+        return decide(self._session.agreement, topic, lambda: request, combine)
 
     def latest_step(self) -> int | None:
         """The newest complete step of this role, or None. What one rank sees: no agreement, no check of the bytes."""

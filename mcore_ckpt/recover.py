@@ -1,0 +1,220 @@
+"""How a trainer comes back by itself: the newest step that all its roles can be loaded from, together.
+
+`recover` loads; `resumable_steps` only looks, for a driver whose roles live in other processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import (
+    AgreementError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+)
+from mcore_ckpt.loading import LoadResult
+from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.storage.read_lock import reading
+from mcore_ckpt.storage.steps import StepStatus, list_steps, warn_if_tracker_differs
+
+logger = logging.getLogger(__name__)
+
+AUTO, OFF = "auto", "off"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Where training goes on.
+
+    Attributes:
+        step: the step that every role was loaded from; None: start from the beginning, nothing has been loaded.
+        results: by role, what its manager has loaded.
+        skipped: why newer steps were not taken, the newest first.
+    """
+
+    step: int | None = None
+    results: Mapping[str, LoadResult] = MappingProxyType({})
+    skipped: tuple[str, ...] = ()
+
+
+def recover(
+    managers: CheckpointManager | Sequence[CheckpointManager],
+    resume: str | int | Path = AUTO,
+    *,
+    retries: int = 1,
+) -> Recovery:
+    """Loads all managers from one and the same step. Every rank calls it, with the same arguments.
+
+    If a role's part of a step is damaged, all roles go to the next older step together. What may pass (a rank that is
+    late, a file that cannot be opened just now) is tried again with growing pauses first.
+
+    Args:
+        managers: one for each role, all of one root.
+        resume: "auto": the newest step that is complete and has all roles, or the beginning if there is no checkpoint
+            at all. "off": the beginning. A step, or a path (of a step's folder, or for one manager of its role's
+            folder, of other programs' too): that one and no other.
+        retries: how often each step is tried again.
+
+    Raises:
+        CheckpointNotFoundError: what was asked for is not there; or, with "auto", there are checkpoints but no step is
+            complete for these roles. The message lists them all. Nothing has been changed.
+        CheckpointCorruptError: none that was tried can be loaded. The message lists them, and says what state is left.
+        CheckpointMismatchError: a checkpoint is sound, but is of another model. There is no older one to go to.
+        AgreementError: a rank is missing, after all retries.
+        ValueError: arguments that make no sense.
+
+    Example:
+        >>> recovery = recover([actor, critic], config.resume)  # doctest: +SKIP
+        >>> step = recovery.step or 0  # doctest: +SKIP
+    """
+    by_role = _by_role(managers)
+    if isinstance(resume, bool):
+        raise ValueError(f"resume is {resume}: use 'auto', 'off', a step or a path")
+    first = next(iter(by_role.values()))
+    request = {"resume": str(resume), "roles": list(by_role), "retries": retries}
+    first.agree("resuming", request, dict)
+    if resume == OFF:
+        return Recovery()
+    if resume != AUTO and not isinstance(resume, int):
+        return _from_path(by_role, Path(resume), retries)
+    wanted = None if resume == AUTO else int(resume)
+
+    def answer() -> dict[str, Any]:
+        found = resumable_steps(first.root, tuple(by_role), wanted)
+        return {"steps": [(status.step, str(status.path)) for status in found]}
+
+    found = _retried(lambda: first.agree("finding a step to resume from", request, answer), retries)
+    steps = [(step, Path(folder)) for step, folder in found["steps"]]
+    return _newest(by_role, steps, retries) if steps else Recovery()
+
+
+def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
+    """The steps that are complete and have all these roles, the newest first. Looks at manifests alone, on one rank.
+
+    Args:
+        root: the folder of the steps.
+        roles: those that are to be loaded.
+        step: this one only.
+
+    Returns:
+        None of them only if nothing below `root` says that there ever was a checkpoint: then, and only then, may
+        training start from the beginning.
+
+    Raises:
+        CheckpointNotFoundError: there are checkpoints, but none is complete with these roles; lists each with
+            its reason. Or `step` is given, and is not.
+    """
+    root = Path(root)
+    statuses = [status for status in list_steps(root) if step in (None, status.step)]
+    good = [status for status in statuses if status.is_complete and set(roles) <= status.committed]
+    if good:
+        if step is None:
+            warn_if_tracker_differs(root, good)
+        return good[::-1]
+    reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or _holds_something(status)]
+    if step is None and not reasons and os.path.lexists(root / layout.TRACKER_FILE):
+        reasons.append(f"{root / layout.TRACKER_FILE}: is there, but no step is (of another program, or moved away?)")
+    if step is None and not reasons:
+        return []
+    of = f"complete with {', '.join(roles)}"
+    text = (
+        f"there are checkpoints, but no step is {of}: resume='off' would start from the beginning all the same; "
+        "a checkpoint of another program is loaded by its path"
+        if step is None
+        else f"there is no step {step} that is {of}"
+    )
+    raise CheckpointNotFoundError(f"{root}: {text}{_listed('found', reasons)}")
+
+
+def _holds_something(status: StepStatus) -> bool:
+    """Whether a step folder is more than what a save that never ended has left."""
+    try:
+        return any(not entry.name.startswith(".") for entry in status.path.iterdir())
+    except FileNotFoundError:
+        return False  # another process has just deleted it
+
+
+def _reason(status: StepStatus, roles: Sequence[str]) -> str:
+    missing = [role for role in roles if role not in status.committed]
+    return f"{status.path}: complete, but without {', '.join(missing)}" if status.is_complete else status.reason
+
+
+def _by_role(managers: CheckpointManager | Sequence[CheckpointManager]) -> dict[str, CheckpointManager]:
+    listed = [managers] if isinstance(managers, CheckpointManager) else list(managers)
+    by_role = {manager.role: manager for manager in listed}
+    if not listed or len(by_role) != len(listed):
+        raise ValueError(f"managers of {[manager.role for manager in listed]}: use one for each role, and at least one")
+    roots = sorted({str(manager.root) for manager in listed})
+    if len(roots) > 1:
+        raise ValueError(f"the managers have several roots: {', '.join(roots)}: a step is one unit below one root")
+    return by_role
+
+
+def _from_path(by_role: Mapping[str, CheckpointManager], path: Path, retries: int) -> Recovery:
+    # A step's folder, or what a single role has.
+    of_step = len(by_role) > 1 or (path / next(iter(by_role))).is_dir()
+    results = _load_all(by_role, {role: {"path": path / role if of_step else path} for role in by_role}, retries)
+    steps = {role: result.step for role, result in results.items()}
+    if len(set(steps.values())) > 1:
+        raise CheckpointCorruptError(f"{path}: its roles are of several steps, {steps}, and do not belong together")
+    return Recovery(next(iter(steps.values())), results)
+
+
+def _newest(by_role: Mapping[str, CheckpointManager], steps: Sequence[tuple[int, Path]], retries: int) -> Recovery:
+    skipped: list[str] = []
+    for step, folder in steps:
+        # Until all roles have it: between two of them retention of another process could take the step.
+        with reading(folder / role for role in by_role):
+            try:
+                results = _load_all(by_role, dict.fromkeys(by_role, {"step": step}), retries)
+            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+                logger.warning("step %d cannot be loaded by all roles: %s", step, error)
+                skipped.append(str(error))
+                continue
+            except CheckpointError as error:
+                raise type(error)(f"{error}{_listed('tried before', skipped)}") from error
+        return Recovery(step, results, tuple(skipped))
+    raise CheckpointCorruptError(
+        f"no step can be loaded by all of {', '.join(by_role)}, whose state may now be of several steps: load another "
+        f"checkpoint before training on{_listed('tried', skipped)}"
+    )
+
+
+def _load_all(
+    by_role: Mapping[str, CheckpointManager], which: Mapping[str, dict[str, Any]], retries: int
+) -> dict[str, LoadResult]:
+    """Every role's part of one step, or an error that says which roles are no longer what they were."""
+    results: dict[str, LoadResult] = {}
+    for role, manager in by_role.items():
+        try:
+            results[role] = _retried(partial(manager.load, **which[role]), retries)
+        except CheckpointError as error:
+            loaded = f". Already loaded: {', '.join(results)}" if results else ""
+            raise type(error)(f"{role}: {error}{loaded}") from error
+    return results
+
+
+def _listed(what: str, reasons: Sequence[str]) -> str:
+    return "".join(f"\n  {what}: {reason}" for reason in reasons)
+
+
+def _retried(work: Callable[[], Any], retries: int) -> Any:
+    """Tries again what may pass. All ranks see an error of such a kind, so all do."""
+    for number in range(retries):
+        try:
+            return work()
+        except (OSError, AgreementError) as error:
+            pause = knobs.RETRY_FIRST_S * 2**number
+            logger.warning("trying again in %g s: %s", pause, error)
+            time.sleep(pause)
+    return work()
