@@ -9,10 +9,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mcore_ckpt import knobs, layout
@@ -43,7 +42,7 @@ class Recovery:
     """
 
     step: int | None = None
-    results: Mapping[str, LoadResult] = MappingProxyType({})
+    results: Mapping[str, LoadResult] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
 
 
@@ -176,7 +175,7 @@ def _newest(by_role: Mapping[str, CheckpointManager], steps: Sequence[tuple[int,
         # Until all roles have it: between two of them retention of another process could take the step.
         with reading(folder / role for role in by_role):
             try:
-                results = _load_all(by_role, dict.fromkeys(by_role, {"step": step}), retries)
+                results = _load_all(by_role, {role: {"step": step} for role in by_role}, retries)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 logger.warning("step %d cannot be loaded by all roles: %s", step, error)
                 skipped.append(str(error))

@@ -131,19 +131,21 @@ def save_together(agreement: Agreement, root: Path, step: int, version: int, kee
         delete_old(root, step, keep)
 
 
-def begin(agreement: Agreement, root: Path, step: int, failure: Record | None = None) -> Attempt:
-    role_dir = layout.step_dir(root, step) / ROLE
+def begin(agreement: Agreement, root: Path, step: int, failure: Record | None = None, role: str = ROLE) -> Attempt:
+    role_dir = layout.step_dir(root, step) / role
     return open_together(agreement, f"saving step {step}", role_dir, failure=failure)
 
 
-def finish(agreement: Agreement, attempt: Attempt, root: Path, step: int, version: int) -> None:
+def finish(
+    agreement: Agreement, attempt: Attempt, root: Path, step: int, version: int, roles: Sequence[str] = (ROLE,)
+) -> None:
     def write(staging: Path) -> Record:
         return {"files": [asdict(file) for file in write_files(staging, agreement, version, agreement.world_size)]}
 
     def describe(records: Sequence[Record]) -> Manifest:
         files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
         commit.check_files(attempt.staging, files)
-        return manifest_of(files, agreement.world_size, step, attempt.number, ROLE, (ROLE,))
+        return manifest_of(files, agreement.world_size, step, attempt.number, attempt.role_dir.name, roles)
 
     commit_together(agreement, f"saving step {step}", attempt, write, describe, lambda: steps.update_tracker(root))
 

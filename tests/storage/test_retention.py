@@ -1,15 +1,24 @@
 """Which steps may go, and that nothing else goes with them."""
 
+import errno
+import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import ROLE, Crash, checkpoints, crash, dead_owner, make, own, read_version, remains, stage
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mcore_ckpt import layout
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
+from mcore_ckpt import layout, pin, unpin
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.storage import commit, reader, retention
+from mcore_ckpt.storage.read_lock import reading
+from mcore_ckpt.storage.retention import Policy, delete_old_steps, judge
+from mcore_ckpt.storage.steps import StepStatus, complete_steps, list_steps
 
 
 def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:
@@ -87,3 +96,280 @@ def test_a_role_s_retention_leaves_another_role_its_newest(tmp_path: Path) -> No
     make(layout.step_dir(tmp_path, 10) / ROLE, 10, roles=(ROLE,))
     assert delete_old_steps(tmp_path, Policy(1), committed=10) == [8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_steps_10", "global_steps_9"]
+
+
+# -- the rule -----------------------------------------------------------------------------------------------
+
+ROLES = ("actor", "critic", "ref")
+
+
+@st.composite
+def statuses(draw: st.DrawFn) -> list[StepStatus]:
+    found = []
+    for step in sorted(draw(st.sets(st.integers(0, 60), max_size=12))):
+        committed = draw(st.frozensets(st.sampled_from(ROLES)))
+        declared = committed | draw(st.frozensets(st.sampled_from(ROLES), max_size=1))
+        problems = ("damaged",) if not draw(st.integers(0, 5)) else ()
+        if problems:
+            declared |= {"damaged"}
+        found.append(StepStatus(step, Path(f"{step}"), committed, declared, problems, draw(st.booleans())))
+    return found
+
+
+def complete_of(found: list[StepStatus], role: str) -> list[int]:
+    return [status.step for status in found if status.is_complete and role in status.committed]
+
+
+@given(statuses(), st.integers(1, 4), st.none() | st.integers(1, 20), st.data())
+def test_what_stays(found: list[StepStatus], keep: int, every: int | None, data: st.DataObject) -> None:
+    committed = data.draw(st.none() | st.sampled_from([status.step for status in found] or [0]))
+    verdicts = judge(found, Policy(keep, every), committed)
+    assert [verdict.status for verdict in verdicts] == found
+    gone = [verdict.status for verdict in verdicts if not verdict.stays]
+    wanted = {step for role in ROLES for step in complete_of(found, role)[-keep:]}
+    for status in found:
+        complete_and_old = status.is_complete and status.step not in wanted and status.step != committed
+        spared = status.pinned or (every is not None and status.step % every == 0)
+        if status.is_complete:
+            assert (status in gone) == (complete_and_old and not spared)
+    for status in gone:
+        assert status.committed, "a folder without a manifest of ours is somebody else's"
+        assert not status.problems, "what cannot be read may be of a newer version, or somebody's copy"
+        assert not status.pinned
+        assert status.step != committed
+        if not status.is_complete:
+            assert status.step < min(wanted), "another role may still be on its way into it"
+    # Whoever comes back finds what he would have found.
+    complete = [status for status in found if status.is_complete]
+    assert not complete or complete[-1] not in gone
+
+
+@given(statuses(), st.integers(1, 4), st.none() | st.integers(1, 20))
+def test_judging_again_changes_nothing(found: list[StepStatus], keep: int, every: int | None) -> None:
+    """As after a restart: what is counted is what is there."""
+    policy = Policy(keep, every)
+    left = [verdict.status for verdict in judge(found, policy) if verdict.stays]
+    assert all(verdict.stays for verdict in judge(left, policy))
+
+
+@given(statuses(), st.integers(1, 3), st.none() | st.integers(1, 20))
+def test_keeping_more_deletes_less(found: list[StepStatus], keep: int, every: int | None) -> None:
+    def gone(policy: Policy) -> set[int]:
+        return {verdict.status.step for verdict in judge(found, policy) if not verdict.stays}
+
+    assert gone(Policy(keep + 1, every)) <= gone(Policy(keep, every)) <= gone(Policy(keep))
+    assert gone(Policy(None)) == gone(Policy(None, every)) == set()
+
+
+def test_while_nothing_is_complete_nothing_goes(tmp_path: Path) -> None:
+    """The critic is late for step 1; the actor has saved steps 1 and 2."""
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / "actor", step, ("actor", "critic"))
+    assert delete_old_steps(tmp_path, Policy(1), committed=2) == []
+    make(layout.step_dir(tmp_path, 1) / "critic", 1, ("actor", "critic"))
+    assert [status.step for status in complete_steps(tmp_path)] == [1]
+
+
+def test_every_n_th(tmp_path: Path) -> None:
+    for step in (0, 50, 100, 150, 200, 250):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    assert delete_old_steps(tmp_path, Policy(1, keep_every=100)) == [50, 150]
+    assert checkpoints(tmp_path) == {0: 0, 100: 100, 200: 200, 250: 250}
+
+
+@pytest.mark.parametrize("how", ["newer", "damaged", "copied"])
+def test_what_is_not_understood_stays(tmp_path: Path, how: str) -> None:
+    for step in (1, 2, 3):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    manifest = layout.step_dir(tmp_path, 1) / ROLE / layout.MANIFEST_FILE
+    if how == "newer":
+        manifest.write_bytes(manifest.read_bytes().replace(b'"format_version":1', b'"format_version":2'))
+    elif how == "damaged":
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+    else:
+        shutil.copy(layout.step_dir(tmp_path, 2) / ROLE / layout.MANIFEST_FILE, manifest)
+    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+    assert manifest.exists()
+
+
+def test_a_step_that_is_a_link_stays(tmp_path: Path) -> None:
+    """Only the link could be taken away, and what it names is on another disk, maybe of another run."""
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path / "elsewhere", step) / ROLE, step)
+    for step in (3, 4):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    layout.step_dir(tmp_path, 1).symlink_to(layout.step_dir(tmp_path / "elsewhere", 1))
+    assert delete_old_steps(tmp_path, Policy(1)) == [3]
+    assert checkpoints(tmp_path) == {1: 1, 4: 4}
+
+
+# -- pins ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    pin(tmp_path, 2)
+    pin(str(tmp_path), 2)
+    assert [status.pinned for status in list_steps(tmp_path)] == [False, True, False, False]
+    assert delete_old_steps(tmp_path, Policy(1)) == [1, 3]
+    # A pin is of the step, whoever saves it again.
+    make(layout.step_dir(tmp_path, 2) / ROLE, 22)
+    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert checkpoints(tmp_path) == {2: 22, 4: 4}
+    unpin(tmp_path, 2)
+    unpin(tmp_path, 2)
+    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+
+
+def test_what_cannot_be_pinned(tmp_path: Path) -> None:
+    make(layout.step_dir(tmp_path, 1) / "actor", 1, ("actor", "critic"))
+    with pytest.raises(CheckpointNotFoundError, match=r"step 1 cannot be pinned: .*not committed by critic"):
+        pin(tmp_path, 1)
+    with pytest.raises(CheckpointNotFoundError, match="there is no step 2"):
+        pin(tmp_path, 2)
+    with pytest.raises(CheckpointNotFoundError, match="there is no step 2"):
+        unpin(tmp_path, 2)
+
+
+# -- what comes into a step while it is on its way out ----------------------------------------------------------
+
+
+def opens_a_save(step_path: Path) -> None:
+    commit.open_staging(step_path / "critic", commit.new_attempt())
+
+
+def commits(step_path: Path) -> None:
+    make(step_path / "critic", 5)
+
+
+def pins(step_path: Path) -> None:
+    pin(step_path.parent, 1)
+
+
+@pytest.mark.parametrize("comes", [opens_a_save, commits, pins])
+def test_a_step_comes_back_if_something_has_come_into_it(
+    tmp_path: Path, comes: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last look at it and the rename."""
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    first = layout.step_dir(tmp_path, 1)
+    looks: list[Path] = []
+
+    def late(status: StepStatus, path: Path) -> str | None:
+        obstacle = obstacle_to(status, path)
+        looks.append(path)
+        if len(looks) == 1:
+            comes(first)
+        return obstacle
+
+    obstacle_to = retention.obstacle_to
+    monkeypatch.setattr(retention, "obstacle_to", late)
+    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert len(looks) == 2
+    assert read_version(first / ROLE) == 1
+    assert not (first / layout.OWNER_FILE).exists()
+    assert sorted(os.listdir(tmp_path)) == ["global_steps_1", "global_steps_2"]
+
+
+def test_two_that_delete_at_once(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    old = list_steps(tmp_path)[0]
+    assert delete_old_steps(tmp_path, Policy(2)) == [1]
+    assert retention.delete_step(old) == "another process is deleting it"
+    assert checkpoints(tmp_path) == {2: 2, 3: 3}
+
+
+def test_a_full_disk_does_not_keep_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(retention, "write_owner", full)
+    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+
+
+# -- readers ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_another_process_reads_stays_until_it_has_read(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    (begun, begins), (may_end, end) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(end)
+        with reading([layout.step_dir(tmp_path, 1) / ROLE]):
+            os.write(begins, b"x")
+            os.read(may_end, 1)
+        os._exit(0)
+    assert os.read(begun, 1) == b"x"
+    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert checkpoints(tmp_path) == {1: 1, 2: 2}
+    os.close(end)
+    os.waitpid(pid, 0)
+    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+
+
+def test_a_reader_that_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
+    """A data loader's worker lives as long as the training, with all descriptors of its parent."""
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    ours, theirs = os.pipe()
+    with reading([layout.step_dir(tmp_path, 1) / ROLE]):
+        pid = os.fork()
+        if pid == 0:
+            os.close(theirs)
+            os.read(ours, 1)
+            os._exit(0)
+        assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    os.close(theirs)
+    os.waitpid(pid, 0)
+
+
+def test_reading_what_is_not_there_is_the_reader_s_to_say(tmp_path: Path) -> None:
+    with reading([tmp_path / "none"]):
+        pass
+
+
+@pytest.mark.parametrize("opened", range(6))
+def test_without_locks_a_step_that_goes_while_it_is_read_is_read_whole_or_not_at_all(
+    tmp_path: Path, opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes after the reader has opened so many files."""
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    role_dir = layout.step_dir(tmp_path, 1) / ROLE
+    left, open_file = [opened], os.open
+
+    def counting(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith(str(role_dir)):
+            left[0] -= 1
+            if left[0] == -1:
+                assert delete_old_steps(tmp_path, Policy(1)) == [1]
+        return open_file(path, *args, **kwargs)
+
+    monkeypatch.setattr(reader.os, "open", counting)
+    with reading([role_dir]), pytest.raises((CheckpointNotFoundError, CheckpointCorruptError), match="missing"):
+        read_version(role_dir)
+    assert checkpoints(tmp_path) == {2: 2}
+
+
+def test_a_file_that_is_open_stays_readable(tmp_path: Path) -> None:
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    path = layout.step_dir(tmp_path, 1) / ROLE / layout.model_file(0, 0)
+    data = path.read_bytes()
+    with path.open("rb") as file:
+        assert delete_old_steps(tmp_path, Policy(1)) == [1]
+        assert file.read() == data
