@@ -186,8 +186,9 @@ def test_only_the_newest_checkpoints_are_kept(shared_path: Path) -> None:
         # counted on disk, whoever wrote them
         manager = manager_of(training, shared_path, max_to_keep=2)
         for step in (4, 5):
-            manager.save(step).wait()
-            # One rank deletes, after the commit that the others waited for.
+            manager.save(step)
+            # One rank deletes, beside the training, after the commit that the others waited for.
+            manager.wait()
             dist.barrier()
             with everywhere():
                 assert steps_in(shared_path) == {step - 1, step}

@@ -26,7 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager, recover
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer, hf_config
 from mcore_ckpt.cli.demo.text import (
     MICRO_BATCH_SIZE,
@@ -67,10 +67,11 @@ def main() -> None:
             processing_class=byte_tokenizer(),
             config=CheckpointConfig(save_contents=("model", "optimizer", "extra", "hf_model"), max_to_keep=2),
         )
-        if manager.latest_step() is not None:
-            result = manager.load()
-            assert result.extra_state is not None, "every save below hands one over"
-            step, text.position = result.step, result.extra_state["data_position"]
+        recovery = recover(manager)
+        if recovery.step is not None:
+            extra_state = recovery.results["actor"].extra_state
+            assert extra_state is not None, "every save below hands one over"
+            step, text.position = recovery.step, extra_state["data_position"]
             progress.report(resumed_from=step)
 
     while step < args.steps:
