@@ -1,0 +1,72 @@
+"""A step that another process deletes while it is loaded: left alone, or an error on all ranks, never torn."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from agreement import everywhere, gather, raised_everywhere
+from checkpointing import manager_of
+from layouts import LAYOUTS
+from snapshot import assert_same, poison, snapshot
+from test_fallback import save_twice
+from training import build, parallel
+
+from mcore_ckpt import loading
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
+
+DP2 = LAYOUTS["dp2-bf16"]
+
+
+def no_locks(descriptor: int, operation: int) -> None:
+    raise OSError("No locks available")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("locks", ["locks", "no-locks"])
+def test_a_step_that_is_deleted_while_it_is_loaded(
+    shared_path: Path, locks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if locks == "no-locks":
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    deleted: list[int] = []
+    apply = loading._apply_together
+
+    def late(*args: object) -> int:
+        """All ranks have their plans, none has read a tensor; another process has saved step 2 and keeps one."""
+        if dist.get_rank() == 0:
+            deleted.extend(delete_old_steps(shared_path, Policy(1)))
+        dist.barrier()
+        return apply(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading, "_apply_together", late)
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        states = save_twice(training, shared_path)
+        poison(training)
+        manager = manager_of(training, shared_path)
+        error = None
+        try:
+            manager.load(step=1)
+        except CheckpointError as raised:
+            error = raised
+        found = snapshot(training)
+        if locks == "locks":
+            with everywhere():
+                assert error is None
+                assert deleted == []
+                assert_same(found, states[0])
+            assert gather(dist.get_rank() or delete_old_steps(shared_path, Policy(1))) == [[1], 1]
+        else:
+            assert gather(deleted) == [[1], []]
+            for message in raised_everywhere(CheckpointCorruptError, error):
+                assert "missing" in message
+                assert "undefined" in message
+            monkeypatch.setattr(loading, "_apply_together", apply)
+            result = manager.load()
+            found = snapshot(training)
+            with everywhere():
+                assert result.step == 2
+                assert_same(found, states[1])
+        manager.close()
