@@ -145,6 +145,8 @@ def delete_step(status: StepStatus) -> str | None:
     except FileNotFoundError:
         return "another process is deleting it"
     shutil.rmtree(doomed, ignore_errors=True)
+    if doomed.exists():
+        logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, doomed)
     return None
 
 
