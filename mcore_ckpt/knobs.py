@@ -39,6 +39,21 @@ STREAM_BYTES = 128 << 20
 HF_FILE_BYTES = 5_000_000_000
 HF_LEAST_FILE_BYTES = 1_000_000_000
 
+# What is read whole is refused beyond these sizes (bytes): a file may claim any. A manifest takes some 200 bytes for
+# each file and tensor, an index 500 for each tensor and 11 for each MiB; a pickle 300 for each tensor.
+MANIFEST_BYTES = 128 << 20
+# How many tensors all files together may say that they hold: each takes 8 bytes of who looks for them.
+MANIFEST_HELD = 100_000_000
+INDEX_BYTES = 256 << 20
+DIRECTORY_BYTES = 256 << 20
+PICKLE_BYTES = 1 << 30
+# `common.pt`, random states, and what the trainer hands over: saving refuses more, too.
+PLAIN_BYTES = 4 << 30
+# config.json, tokenizers, indexes of HuggingFace weights.
+HF_JSON_BYTES = 256 << 20
+# The tracker, and who writes where.
+SMALL_BYTES = 4096
+
 # How long a rank that waits for others pauses before it asks the key-value store again (seconds): at least this, or
 # this for each rank of the job if that is more; and at most.
 POLL_FIRST_S = 0.0005

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# More than any step has digits, with some white space.
-TRACKER_BYTES = 64
 MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
 # In a step's folder: retention leaves the step alone.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.storage.files import sync_dir, write_file
+from mcore_ckpt.storage.files import FOLDER_MODE, make_folder, sync_dir, write_file
 from mcore_ckpt.storage.owner import read_owner, write_owner
 from mcore_ckpt.storage.requests import WrittenFile
 
@@ -35,9 +35,9 @@ def open_staging(role_dir: Path, attempt: str) -> Path:
     """Makes the folder ranks write into. Raises OSError."""
     staging = layout.staging_dir(role_dir, attempt)
     for tries_left in reversed(range(_TRIES)):
-        role_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(role_dir.parent)
         try:
-            staging.mkdir()
+            staging.mkdir(FOLDER_MODE)
             write_owner(staging)
             return staging
         except FileNotFoundError:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
 
+# As the umask says, but never writable for everybody, whatever it says.
+FILE_MODE = 0o664
+FOLDER_MODE = 0o775
+
 
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Writes a new file and waits until its bytes are on the disk. Raises OSError, FileExistsError included."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         for part in parts:
             _write_all(descriptor, memoryview(part))
@@ -27,7 +33,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
 def make_folders(base: Path, path: str) -> None:
     """Makes the folders of `path` below `base`, which must be there: one that was discarded must not come back."""
     for parent in reversed(Path(path).parents[:-1]):
-        (base / parent).mkdir(exist_ok=True)
+        (base / parent).mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def sync_file(path: Path) -> None:
@@ -63,6 +69,57 @@ def replace_file(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)  # on a full disk each try would leave one
         raise
     sync_dir(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those above it, where they are not there. Raises OSError."""
+    for parent in (*reversed(path.parents), path):
+        # Not `parents=True`: those would be made with all permissions that the umask leaves.
+        if not parent.is_dir():
+            parent.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file with, links followed. Raises OSError, for what is no file, too."""
+    # Before opening: a pipe waits for a writer, a device may do anything. And again after: names can change.
+    _check_regular(os.stat(path).st_mode, path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        _check_regular(os.fstat(descriptor).st_mode, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "a folder, pipe, socket or device, where a file should be", str(path))
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`. Raises CheckpointCorruptError if links lead out of the folder.
+
+    The folder may be reached by links: that is up to whoever names it.
+    """
+    path = folder / name
+    base = os.path.realpath(folder)
+    found = os.path.realpath(path)
+    if os.path.commonpath((base, found)) != base:
+        raise CheckpointCorruptError(f"{path}: is a link, or below one, that leads out of {folder}: it was not read")
+    return path
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """A whole file. Raises OSError, also for what is no file; CheckpointCorruptError if it is larger than `most`."""
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise CheckpointCorruptError(f"{path}: has {size} bytes, more than {most}: it is not what its name says")
+        return read_exact(descriptor, size, 0, path)
+    finally:
+        os.close(descriptor)
 
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:

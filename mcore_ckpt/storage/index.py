@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from mcore_ckpt.sharding.plan import ShardKey, StoredShard
@@ -15,6 +16,12 @@ BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
 _VERSION = 1
+
+# As many as torch has.
+_MOST_AXES = 64
+_MOST_ELEMENTS = 2**62
+# Each is compared with each. The most seen are the 6 of Qwen3-Next's fused projection.
+_MOST_PIECES = 64
 
 _REGION_FIELDS = ("global_shape", "local_shape", "pieces", "flat")
 # By what the file says: true and 1.0 are no 1.
@@ -125,13 +132,14 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
     aliases = tuple(
         _read_alias(fields.as_dict(item, "aliases"), regions) for item in fields.get_list(record, "aliases")
     )
+    _check_names(shards, aliases)
     _check_places(shards, payload_end)
     return FileIndex(shards, aliases)
 
 
 def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> StoredShard:
-    key = ShardKey(fields.get_str(record, "name"), fields.get_str(record, "kind"))
-    region, dtype = _region_of(record, key, regions), fields.get_str(record, "dtype")
+    key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
+    region, dtype = _region_of(record, key, regions), fields.get_name(record, "dtype")
     nbytes, crcs = fields.get_int(record, "nbytes"), fields.get_ints(record, "crc32")
     try:
         expected = region.numel * item_bytes(dtype)
@@ -143,15 +151,18 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
 
 
 def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
-    key = ShardKey(fields.get_str(record, "name"), fields.get_str(record, "kind"))
+    key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
     return Alias(
-        key, fields.get_str(record, "same_as"), _region_of(record, key, regions), fields.get_str(record, "dtype")
+        key, fields.get_name(record, "same_as"), _region_of(record, key, regions), fields.get_name(record, "dtype")
     )
 
 
 def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> Region:
     """Layers are alike, and so are a parameter and its moments: most regions of a file have been read already."""
-    text = repr([record.get(name, ...) for name in _REGION_FIELDS])
+    try:
+        text = repr([record.get(name, ...) for name in _REGION_FIELDS])
+    except RecursionError:
+        raise fields.FieldError(f"tensor {key}: its region is nested deep") from None
     region = regions.get(text)
     if region is None:
         region = regions[text] = _read_region(record, key)
@@ -159,14 +170,17 @@ def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> R
 
 
 def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
-    local_shape = fields.get_ints(record, "local_shape")
+    local_shape, global_shape = (_shape(record, name, key) for name in ("local_shape", "global_shape"))
     pieces = []
-    for item in fields.get_list(record, "pieces"):
+    items = fields.get_list(record, "pieces")
+    if len(items) > _MOST_PIECES:
+        raise fields.FieldError(f"tensor {key}: is in {len(items)} pieces, more than {_MOST_PIECES}")
+    for item in items:
         parts = [fields.as_ints(part, "pieces") for part in fields.as_list(item, "pieces")]
         if len(parts) != 3:
             raise fields.FieldError(f"tensor {key}: a piece has {len(parts)} parts, not 3")
         pieces.append(Piece(*parts))
-    whole = Region(fields.get_ints(record, "global_shape"), local_shape, tuple(pieces), Region.whole(local_shape).flat)
+    whole = Region(global_shape, local_shape, tuple(pieces), Region.whole(local_shape).flat)
     flat = fields.get_ints(record, "flat") if "flat" in record else whole.flat
     if len(flat) != 2:
         raise fields.FieldError(f"tensor {key}: 'flat' is {flat}, not [start, stop]")
@@ -176,6 +190,20 @@ def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
     except ValueError as error:
         raise fields.FieldError(f"tensor {key}: {error}") from None
     return region
+
+
+def _shape(record: Mapping[str, Any], name: str, key: ShardKey) -> tuple[int, ...]:
+    shape = fields.get_ints(record, name)
+    # Without empty axes: torch multiplies all of them.
+    if len(shape) > _MOST_AXES or prod(max(length, 1) for length in shape) > _MOST_ELEMENTS:
+        raise fields.FieldError(f"tensor {key}: no tensor has a {name} of {fields.shown(shape)}")
+    return shape
+
+
+def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
+    keys = {shard.key for shard in shards} | {alias.key for alias in aliases}
+    if len(keys) < len(shards) + len(aliases):
+        raise fields.FieldError("it lists a tensor twice")
 
 
 def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:

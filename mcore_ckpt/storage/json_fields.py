@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 _MAX_INT = 2**62
+# Longer than any tensor's, and than any path that a system takes.
+_MAX_NAME = 4096
 
 
 class FieldError(ValueError):
@@ -24,9 +27,18 @@ def decode(data: bytes) -> dict[str, Any]:
     Raises:
         FieldError: anything else: nesting too deep for the parser, NaN, text that UTF-8 cannot hold.
     """
+    value = parse(data)
     try:
-        value = json.loads(data)
         encode(value)
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"not JSON: {error}") from None
+    return value
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A JSON object of other programs, which may hold NaN. Raises FieldError, also for a name that is there twice."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -34,11 +46,33 @@ def decode(data: bytes) -> dict[str, Any]:
     return value
 
 
-def get_str(record: Mapping[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        raise FieldError(f"{key!r} is {value!r}, not a string")
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        # Which of the two counts is not the same in all parsers: one may check what another uses.
+        names = [name for name, _ in pairs]
+        raise FieldError(f"{next(name for name in value if names.count(name) > 1)!r} is there twice")
     return value
+
+
+def shown(value: Any) -> str:
+    """A value for a message, shortened: it may be of any length and depth."""
+    return reprlib.repr(value)
+
+
+def as_name(value: Any, key: str) -> str:
+    """A name that can be printed: a terminal obeys control characters."""
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_NAME:
+        raise FieldError(f"{key!r} is {shown(value)}, not a name")
+    return value
+
+
+def get_name(record: Mapping[str, Any], key: str) -> str:
+    return as_name(record.get(key), key)
+
+
+def get_names(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    return tuple(as_name(value, key) for value in get_list(record, key))
 
 
 def get_int(record: Mapping[str, Any], key: str) -> int:
@@ -48,7 +82,7 @@ def get_int(record: Mapping[str, Any], key: str) -> int:
 def as_int(value: Any, key: str) -> int:
     """A non-negative integer that fits a file offset."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
-        raise FieldError(f"{key!r} is {value!r}, not a non-negative integer")
+        raise FieldError(f"{key!r} is {shown(value)}, not a non-negative integer")
     return value
 
 
@@ -70,16 +104,8 @@ def get_list(record: Mapping[str, Any], key: str) -> list[Any]:
 
 def as_list(value: Any, key: str) -> list[Any]:
     if not isinstance(value, list):
-        raise FieldError(f"{key!r} is {value!r}, not a list")
+        raise FieldError(f"{key!r} is {shown(value)}, not a list")
     return value
-
-
-def get_strs(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    values = get_list(record, key)
-    for value in values:
-        if not isinstance(value, str):
-            raise FieldError(f"{key!r} holds {value!r}, not a string")
-    return tuple(values)
 
 
 def get_dict(record: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -88,5 +114,5 @@ def get_dict(record: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def as_dict(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FieldError(f"{key!r} is {value!r}, not an object")
+        raise FieldError(f"{key!r} is {shown(value)}, not an object")
     return value

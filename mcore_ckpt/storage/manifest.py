@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mcore_ckpt import layout
+from mcore_ckpt import knobs, layout
 from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.topology import RankCoordinates, Topology
 
 FORMAT = "mcore_ckpt"
 FORMAT_VERSION = 1
+
+
+# Of a path, in bytes: what Linux takes between two slashes.
+_MOST_PART_BYTES = 255
 
 
 class NewerFormatError(ValueError):
@@ -119,16 +123,16 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
     versions = fields.get_dict(record, "versions")
     return Manifest(
         step=fields.get_int(record, "step"),
-        role=fields.get_str(record, "role"),
-        roles=fields.get_strs(record, "roles"),
-        attempt=fields.get_str(record, "attempt"),
-        created=fields.get_str(record, "created"),
-        versions={key: fields.get_str(versions, key) for key in versions},
-        contents=fields.get_strs(record, "contents"),
+        role=fields.get_name(record, "role"),
+        roles=fields.get_names(record, "roles"),
+        attempt=fields.get_name(record, "attempt"),
+        created=fields.get_name(record, "created"),
+        versions={fields.as_name(key, "versions"): fields.get_name(versions, key) for key in versions},
+        contents=fields.get_names(record, "contents"),
         topology=Topology(**_ints_of(Topology, fields.get_dict(record, "topology"))),
         ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in fields.get_list(record, "ranks")),
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
-        tensors=fields.get_strs(record, "tensors"),
+        tensors=fields.get_names(record, "tensors"),
         files=tuple(_read_file(item) for item in fields.get_list(record, "files")),
     )
 
@@ -155,8 +159,8 @@ def _read_file(item: Any) -> FileRecord:
         index = IndexPlace(**_ints_of(IndexPlace, record["index"]))
         holds = tuple(_read_run(run) for run in fields.get_list(record, "holds"))
     return FileRecord(
-        path=fields.get_str(record, "path"),
-        kind=fields.get_str(record, "kind"),
+        path=fields.get_name(record, "path"),
+        kind=fields.get_name(record, "kind"),
         rank=fields.get_int(record, "rank"),
         size=fields.get_int(record, "size"),
         crc32=fields.get_int(record, "crc32"),
@@ -176,25 +180,54 @@ def _check_manifest(manifest: Manifest) -> None:
     for role in (manifest.role, *manifest.roles):
         if not layout.is_role(role):
             raise fields.FieldError(f"role {role!r} is not a folder name")
-    if len(manifest.ranks) != manifest.topology.world_size:
-        raise fields.FieldError(f"it lists {len(manifest.ranks)} ranks of {manifest.topology.world_size}")
+    _check_topology(manifest)
+    if len(set(manifest.tensors)) != len(manifest.tensors):
+        raise fields.FieldError("it lists a tensor twice")
     seen: set[str] = set()
+    held = 0
     for file in manifest.files:
         _check_path(file.path, seen)
         if file.rank >= len(manifest.ranks):
             raise fields.FieldError(f"{file.path} was written by rank {file.rank} of {len(manifest.ranks)}")
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} leaves the file")
-        for first, last in file.holds:
-            if not first <= last < len(manifest.tensors):
-                raise fields.FieldError(f"{file.path} holds tensors {first} to {last} of {len(manifest.tensors)}")
+        held += _count_held(file, len(manifest.tensors))
+    if held > knobs.MANIFEST_HELD:
+        raise fields.FieldError(f"its files hold {held} tensors together, more than {knobs.MANIFEST_HELD}")
+
+
+def _check_topology(manifest: Manifest) -> None:
+    sizes, ranks = asdict(manifest.topology), manifest.ranks
+    world = sizes.pop("world_size")
+    if len(ranks) != world:
+        raise fields.FieldError(f"it lists {len(ranks)} ranks of {world}")
+    virtual = sizes.pop("vpp")
+    if virtual < 1 or any(not 1 <= size <= world for size in sizes.values()):
+        raise fields.FieldError(f"no {world} ranks are cut into {manifest.topology}")
+    for number, rank in enumerate(ranks):
+        if any(at >= sizes[name] for name, at in vars(rank).items()):
+            raise fields.FieldError(f"rank {number} is {rank} of {manifest.topology}")
+
+
+def _count_held(file: FileRecord, count: int) -> int:
+    """How many tensors a file holds. Raises FieldError unless the runs ascend, so that each is there once."""
+    held, least = 0, 0
+    for first, last in file.holds:
+        if not least <= first <= last < count:
+            raise fields.FieldError(f"{file.path} holds tensors {first} to {last} of {count}")
+        held += last + 1 - first
+        least = last + 1
+    return held
 
 
 def _check_path(path: str, seen: set[str]) -> None:
-    """A path names one file below the role's folder, in one way only."""
+    """A path names one file below the role's folder, in one way only, on any file system."""
     parts = path.split("/")
-    if not path or "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in parts):
+    if "\\" in path or any(part in ("", ".", "..") for part in parts):
         raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
-    if path in seen:
+    if any(len(part.encode()) > _MOST_PART_BYTES for part in parts):
+        raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
+    # Some file systems take names that differ in case only for one.
+    if path.casefold() in seen:
         raise fields.FieldError(f"path {path!r} is listed twice")
-    seen.add(path)
+    seen.add(path.casefold())

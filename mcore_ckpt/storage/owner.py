@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt import layout
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import inside, read_small, write_file
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Owner:
     @staticmethod
     def of(record: Mapping[str, Any]) -> Owner:
         """The inverse of `asdict`. Raises FieldError."""
-        return Owner(fields.get_str(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
+        return Owner(fields.get_name(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
 
     @property
     def is_on_this_host(self) -> bool:
@@ -62,12 +64,13 @@ def _start_of(pid: int) -> int | None:
 
 
 def write_owner(folder: Path) -> None:
-    (folder / layout.OWNER_FILE).write_bytes(fields.encode(asdict(Owner.this_process())))
+    write_file(folder / layout.OWNER_FILE, [fields.encode(asdict(Owner.this_process()))])
 
 
 def read_owner(folder: Path) -> Owner | None:
     """The owner of a staging folder, or None if it does not say."""
     try:
-        return Owner.of(fields.decode((folder / layout.OWNER_FILE).read_bytes()))
-    except (OSError, fields.FieldError):
+        record = fields.decode(read_small(inside(folder, layout.OWNER_FILE), knobs.SMALL_BYTES))
+        return Owner.of(record)
+    except (OSError, CheckpointCorruptError, fields.FieldError):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +16,11 @@ from mcore_ckpt import _native, knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.storage.dtypes import item_bytes
-from mcore_ckpt.storage.files import read_exact
+from mcore_ckpt.storage.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, decode_index
 from mcore_ckpt.storage.json_fields import FieldError
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, NewerFormatError, decode_manifest
+from mcore_ckpt.storage.pt_values import decode_pt
 
 
 def read_manifest(role_dir: Path, manifest_file: str) -> Manifest:
@@ -30,9 +30,9 @@ def read_manifest(role_dir: Path, manifest_file: str) -> Manifest:
         CheckpointNotFoundError: it is missing, so the folder is not a checkpoint.
         CheckpointCorruptError: it is damaged, or of a newer format.
     """
-    path = role_dir / manifest_file
+    path = inside(role_dir, manifest_file)
     try:
-        data = path.read_bytes()
+        data = read_small(path, knobs.MANIFEST_BYTES)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             f"{path}: missing, so this folder is not a checkpoint (a save that did not finish?)"
@@ -49,11 +49,11 @@ def read_manifest(role_dir: Path, manifest_file: str) -> Manifest:
 def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
     """A descriptor of a file whose size is the manifest's.
 
-    Raises CheckpointCorruptError if it is missing or of another size.
+    Raises CheckpointCorruptError if it is missing, of another size, no file, or a link out of the folder.
     """
-    path = role_dir / record.path
+    path = inside(role_dir, record.path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         raise CheckpointCorruptError(
             f"{path}: missing; the manifest says it has {record.size} bytes, written by rank {record.rank}"
@@ -75,6 +75,7 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
     """A file's index, its checksum and numbers checked. Raises CheckpointCorruptError."""
     path = role_dir / record.path
     assert record.index is not None
+    _check_size(path, "an index", record.index.size, knobs.INDEX_BYTES)
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.index.size, record.index.offset, path)
     if zlib.crc32(data) != record.index.crc32:
@@ -87,20 +88,28 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
         raise CheckpointCorruptError(f"{path}: index: {error}") from None
 
 
+def _check_size(path: Path, what: str, size: int, most: int) -> None:
+    if size > most:
+        raise CheckpointCorruptError(
+            f"{path}: the manifest speaks of {what} of {size} bytes: more than {most} are not read into memory"
+        )
+
+
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
     """A small `.pt` file, whole, its checksum checked, without running anything in it.
 
     Raises CheckpointCorruptError.
     """
     path = role_dir / record.path
+    _check_size(path, "a small file", record.size, knobs.PLAIN_BYTES)
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.size, 0, path)
     if zlib.crc32(data) != record.crc32:
         raise CheckpointCorruptError(f"{path}: has a wrong CRC: damaged, or another file of that name")
     try:
-        value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many types for a bad pickle
-        raise CheckpointCorruptError(f"{path}: does not open under weights_only=True: {error}") from error
+        value = decode_pt(data)
+    except Exception as error:  # torch may raise any type for bytes that are no tensor
+        raise CheckpointCorruptError(f"{path}: does not hold plain values alone: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointCorruptError(f"{path}: holds a {type(value).__name__}, not a dict")
     return value

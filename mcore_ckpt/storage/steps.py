@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mcore_ckpt import layout
+from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.storage.files import replace_file
+from mcore_ckpt.storage.files import read_small, replace_file
 from mcore_ckpt.storage.reader import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -109,14 +109,8 @@ def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[i
 def read_tracker(root: Path) -> int | None:
     """The step the tracker names; None if there is no tracker, or it holds anything else. Raises nothing."""
     try:
-        # Without waiting, and not all of it: it may be anything, a pipe or a terabyte.
-        descriptor = os.open(root / layout.TRACKER_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            data = os.read(descriptor, layout.TRACKER_BYTES)
-        finally:
-            os.close(descriptor)
-        return layout.parse_tracker(data.decode())
-    except (OSError, UnicodeDecodeError):
+        return layout.parse_tracker(read_small(root / layout.TRACKER_FILE, knobs.SMALL_BYTES).decode())
+    except (OSError, CheckpointCorruptError, UnicodeDecodeError):
         return None
 
 

@@ -16,6 +16,7 @@ from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.file_plan import FilePlan
 from mcore_ckpt.storage.files import make_folders, write_file
 from mcore_ckpt.storage.manifest import IndexPlace
+from mcore_ckpt.storage.pt_values import decode_pt
 from mcore_ckpt.storage.requests import ImageWrite, WrittenFile
 
 
@@ -135,14 +136,17 @@ class ImageWriter:
 
 
 def pickle_plain(value: Mapping[str, Any]) -> bytes:
-    """A small `.pt` file's bytes. Raises ValueError if they would not open under `weights_only=True`."""
+    """A small `.pt` file's bytes. Raises ValueError if `read_plain` or torch (`weights_only`) would not open it."""
     stream = io.BytesIO()
     torch.save(dict(value), stream)
     data = stream.getvalue()
+    if len(data) > knobs.PLAIN_BYTES:
+        raise ValueError(f"has {len(data)} bytes, more than the {knobs.PLAIN_BYTES} of a small file")
     try:
         torch.load(io.BytesIO(data), weights_only=True)
+        decode_pt(data)
     except Exception as error:
-        raise ValueError(f"would not open under weights_only=True: {error}") from error
+        raise ValueError(f"would not open again: {error}") from error
     return data
 
 

@@ -26,9 +26,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, recover
+from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer, hf_config
 from mcore_ckpt.cli.demo.text import (
+from mcore_ckpt.recover import recover
     MICRO_BATCH_SIZE,
     SEQUENCE_LENGTH,
     VOCAB_SIZE,
