@@ -134,7 +134,8 @@ class TensorFinder:
         if len(lengths) != len(steps) or len(lengths) > _MOST_AXES or min((start, *lengths, *steps)) < 0:
             raise PickleError(f"{words}, strides {str(steps)[:200]}")
         # The product without empty axes: torch multiplies all of them.
-        if prod(tuple(max(length, 1) for length in lengths)) > _MOST_ELEMENTS or max(steps, default=0) > _MOST_ELEMENTS:
+        counted: list[int] = [max(length, 1) for length in lengths]
+        if prod(counted) > _MOST_ELEMENTS or max(steps, default=0) > _MOST_ELEMENTS:
             raise PickleError(f"{words}: more elements than there are numbers for")
         last = start + sum((length - 1) * step for length, step in zip(lengths, steps, strict=True))
         if start * dtype.itemsize > stored.nbytes or (prod(lengths) and (last + 1) * dtype.itemsize > stored.nbytes):
@@ -156,7 +157,18 @@ def parameter(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
+def with_attributes(function: Any, kind: Any, args: Any, *_: Any) -> Any:
+    """`torch._tensor._rebuild_from_type_v2`: of it only the tensor says anything new."""
+    if not isinstance(function, Call) or not isinstance(args, tuple):
+        raise PickleError("a tensor that nothing makes")
+    return function(*args)
+
+
 PARAMETERS: dict[tuple[str, str], Any] = {
+    # Not to be called: they stand beside the function that makes the tensor.
+    ("torch", "Tensor"): "torch.Tensor",
+    ("torch.nn.parameter", "Parameter"): "torch.nn.Parameter",
+    ("torch._tensor", "_rebuild_from_type_v2"): Call(with_attributes),
     ("torch._utils", "_rebuild_parameter"): Call(parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Call(parameter),
 }

@@ -302,8 +302,8 @@ class Unpickler:
     def _state(self) -> None:
         state = self._stack.pop()
         made = self._stack[-1]
-        if type(made) is OrderedDict and state == {}:
-            return
+        if type(made) is OrderedDict and isinstance(state, dict):
+            return  # what a state dict says of the versions of its modules
         self._build(made, state)
 
 

@@ -36,9 +36,9 @@ def test_code_is_not_run(tmp_path: Path) -> None:
     trace = tmp_path / "it_ran"
     torch.save({"args": Hostile(trace)}, tmp_path / "common.pt")
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(trace)))
-    with pytest.raises(CheckpointCorruptError, match=r"common\.pt: .*weights_only"):
+    with pytest.raises(CheckpointCorruptError, match=r"common\.pt: .*holds more than data"):
         load_safely(tmp_path / "common.pt", "common.pt")
-    with pytest.raises(CheckpointCorruptError, match=r"\.metadata: .*mkdir does not belong"):
+    with pytest.raises(CheckpointCorruptError, match=r"\.metadata: .*mkdir.* does not belong"):
         load_metadata(tmp_path / ".metadata")
     assert not trace.exists()
     assert pickle.loads(pickle.dumps(Hostile(trace))) is None

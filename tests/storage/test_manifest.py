@@ -140,7 +140,7 @@ def test_a_version_that_is_none_is_refused(version: Any) -> None:
     "path",
     [
         *("../x.pt", "optim/../../x.pt", "..", ".", "", "/etc/passwd", "//x", "optim//x.pt", "optim/", "./x.pt"),
-        *("optim/./x.pt", "optim\\x.pt", "..\\x.pt", "C:\\x.pt", "optim/x\0.pt"),
+        *("optim/./x.pt", "optim\\x.pt", "..\\x.pt", "C:\\x.pt"),
     ],
 )
 def test_a_path_outside_the_folder_is_refused(path: str) -> None:
