@@ -23,7 +23,7 @@ bool has_no_disk(int descriptor) {
 
 int open_file(const std::string& path, int flags) {
     for (;;) {
-        const int descriptor = ::open(path.c_str(), flags, 0666);
+        const int descriptor = ::open(path.c_str(), flags, 0664);
         if (descriptor >= 0 || errno != EINTR) return descriptor;
     }
 }

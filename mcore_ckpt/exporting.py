@@ -33,7 +33,7 @@ from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Record, decide
-from mcore_ckpt.storage.files import sync_dir, write_file
+from mcore_ckpt.storage.files import FOLDER_MODE, sync_dir, write_file
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.requests import WrittenFile
@@ -179,7 +179,7 @@ def _export(session: Session, source: CheckpointSource, folder: Path) -> list[Wr
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
     useful = max(1, min(session.topology.world_size, nbytes // knobs.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=knobs.HF_FILE_BYTES, least_files=useful)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(FOLDER_MODE, exist_ok=True)
     # A training that has diverged has a checkpoint all the same.
     weights = write_files(plan, _own_files(session, len(plan.files)), source, folder, allow_nan=True)
     index = write_index(plan, folder) if session.agreement.is_coordinator else None

@@ -49,8 +49,9 @@ DIRECTORY_BYTES = 256 << 20
 PICKLE_BYTES = 1 << 30
 # `common.pt`, random states, and what the trainer hands over: saving refuses more, too.
 PLAIN_BYTES = 4 << 30
-# config.json, tokenizers, indexes of HuggingFace weights.
+# config.json and indexes of HuggingFace weights; tokenizers and what else is copied.
 HF_JSON_BYTES = 256 << 20
+HF_ASSET_BYTES = 2 << 30
 # The tracker, and who writes where.
 SMALL_BYTES = 4096
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt import layout
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import open_regular, read_exact, read_small
+from mcore_ckpt.storage.pt_archive import ArchiveError, PtArchive
 from mcore_ckpt.storage.pt_image import INDEX_RECORD
 
 ForeignKind = Literal["verl_ranks", "torch_dist"]
@@ -73,15 +76,22 @@ def step_of(path: Path) -> int:
 def _has_our_index(file: Path) -> bool:
     """A folder of ours whose manifest is gone is no checkpoint, and nobody else's either."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            return INDEX_RECORD in archive.namelist()
-    except (OSError, zipfile.BadZipFile):
+        descriptor = open_regular(file)
+    except OSError:
         return False
+    try:
+        size = os.fstat(descriptor).st_size
+        archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)
+        return INDEX_RECORD in archive.names
+    except (CheckpointCorruptError, ArchiveError):
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _has_config(folder: Path) -> bool:
     try:
-        config = json.loads((folder / TORCH_DIST_CONFIG).read_bytes())
-    except (OSError, ValueError):
+        config = fields.parse(read_small(folder / TORCH_DIST_CONFIG, knobs.HF_JSON_BYTES))
+    except (OSError, CheckpointCorruptError, fields.FieldError):
         return False
-    return isinstance(config, dict) and "sharded_backend" in config
+    return "sharded_backend" in config

@@ -284,10 +284,7 @@ def _fill_array(made: numpy.ndarray[Any, Any], state: Any) -> None:
         raise PickleError("an array of no numbers")
     if min(lengths, default=0) < 0 or prod(lengths) * dtype.itemsize != len(data):
         raise PickleError(f"an array of shape {str(lengths)[:200]} of {len(data)} bytes")
-    values = numpy.frombuffer(data, dtype).reshape(lengths, order="F" if by_column else "C")
-    made.dtype = dtype
-    made.resize(lengths, refcheck=False)
-    made[...] = values
+    numpy.ndarray.__setstate__(made, (1, lengths, dtype, by_column, data))  # type: ignore[arg-type]
 
 
 def _short(error: Exception) -> str:

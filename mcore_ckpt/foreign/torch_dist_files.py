@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -19,14 +19,21 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.foreign.kinds import TORCH_DIST_CONFIG
 from mcore_ckpt.foreign.pickles import load_metadata, load_safely
+from mcore_ckpt.foreign.pt_files import PtTensor, read_bytes, read_pt
+from mcore_ckpt.sharding.regions import Box
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import inside, open_regular, read_exact, read_small
 
 _METADATA_FILE = ".metadata"
+_MOST_AXES = 64
+_MOST_ELEMENTS = 2**62
 _COMMON_FILE = "common.pt"
 
 
@@ -65,17 +72,47 @@ def read_metadata(folder: Path) -> Metadata:
     metadata = load_metadata(folder / _METADATA_FILE)
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
         raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is not what megatron writes")
+    try:
+        _check_metadata(metadata)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is damaged: {error}") from None
     return metadata
+
+
+def _check_metadata(metadata: Metadata) -> None:
+    """Raises TypeError, ValueError or AttributeError unless every part is of its type, and in the tensor it is of."""
+    for key, stored in metadata.state_dict_metadata.items():
+        fields.as_name(key, "a key")
+        if isinstance(stored, TensorStorageMetadata):
+            _check_tensor(key, stored)
+        elif not isinstance(stored, BytesStorageMetadata):
+            raise TypeError(f"{key} is a {type(stored).__name__}")
+    assert metadata.storage_data is not None
+    for index, place in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+            raise TypeError(f"{fields.shown(index)} is at {fields.shown(place)}")
+        fields.as_name(place.relative_path, "relative_path")
+        fields.as_ints([place.offset, place.length], "a place in a file")
+
+
+def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
+    size = fields.as_ints(list(stored.size), key)
+    if not isinstance(stored.properties.dtype, torch.dtype) or len(size) > _MOST_AXES or prod(size) > _MOST_ELEMENTS:
+        raise ValueError(f"{key} has a shape of {fields.shown(size)}")
+    for chunk in stored.chunks:
+        offsets, sizes = fields.as_ints(list(chunk.offsets), key), fields.as_ints(list(chunk.sizes), key)
+        if not Box(offsets, sizes).within(size):
+            raise ValueError(f"{key} of shape {size} has a part of {sizes} at {offsets}")
 
 
 def stored_file(folder: Path, key: str, stored: Any) -> Path:
     """The file of an entry of the metadata's `storage_data`. Raises CheckpointCorruptError for one elsewhere."""
     name = getattr(stored, "relative_path", None)
-    if not isinstance(name, str) or Path(name).name != name:
+    if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
         raise CheckpointCorruptError(
             f"{folder}: {key}: {_METADATA_FILE} names {name!r}, which is not a file of this folder"
         )
-    return folder / name
+    return inside(folder, name)
 
 
 class TorchDistFiles:
@@ -145,9 +182,8 @@ class TorchDistFiles:
         folder = self._objects.get(key)
         if folder is None:
             raise CheckpointMismatchError(f"{self.path}: wanted the object {key}, found no such object")
-        target = _BytesTarget()
-        self._run(folder, key, [_object_item(key)], target)
-        objects = load_safely(target.data, f"{folder.path}: object {key}")
+        data = _read_object(folder, key)
+        objects = load_safely(data, f"{folder.path}: object {key}")
         if not isinstance(objects, list) or len(objects) != 1:
             raise CheckpointCorruptError(f"{folder.path}: object {key}: wanted a list of one, found {type(objects)}")
         return objects[0]
@@ -167,7 +203,8 @@ class TorchDistFiles:
             raise CheckpointCorruptError(
                 f"{folder.path}: tensor {wanted.key}: {_METADATA_FILE} says where {found} of {needed} elements are"
             )
-        self._run(folder, wanted.key, items, _TensorTarget(wanted.memory))
+        for item in items:
+            _read_item(folder, wanted.key, item, wanted.memory)
         self._read.add(wanted.key)
         self.nbytes += found * wanted.memory.element_size()
 
@@ -186,49 +223,62 @@ class TorchDistFiles:
             )
         return found
 
-    def _run(self, folder: _Folder, key: str, items: Sequence[ReadItem], target: Any) -> None:
-        storage = folder.metadata.storage_data
-        for item in items:
-            stored_file(folder.path, key, storage.get(item.storage_index))
-        reader = FileSystemReader(folder.path)
-        reader.storage_data = storage
-        try:
-            # Opens each tensor under weights_only=True, and hands objects over unopened.
-            reader.read_data(LoadPlan(list(items)), target)
-        except Exception as error:  # a damaged file raises anything
+
+def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:
+    """Fills the part of the memory that one stored chunk has.
+
+    Not by torch's `FileSystemReader.read_data` (2.13): it opens what a file holds with `torch.load`.
+    """
+    stored = folder.metadata.storage_data[item.storage_index]
+    path = stored_file(folder.path, key, stored)
+    _check_plain_bytes(path, key, stored)
+    tensor = read_pt(path, stored.offset, stored.length)
+    if not isinstance(tensor, PtTensor) or not tensor.is_dense or tensor.dtype != memory.dtype:
+        raise CheckpointCorruptError(
+            f"{path}: tensor {key}: wanted a tensor of {memory.dtype} at byte {stored.offset}, found {tensor}"
+        )
+    whole = folder.metadata.state_dict_metadata[key]
+    if not isinstance(whole, TensorStorageMetadata) or prod(tensor.shape) > prod(whole.size):
+        raise CheckpointCorruptError(
+            f"{path}: tensor {key}: a part of it has {list(tensor.shape)}, more than all of it"
+        )
+    data = bytearray(read_bytes(tensor))
+    source = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
+    source, part = source.view(tensor.shape), memory
+    try:
+        for axis, length in enumerate(item.lengths):
+            source = source.narrow(axis, item.storage_offsets[axis], length)
+            part = part.narrow(axis, item.dest_offsets[axis], length)
+        part.copy_(source)
+    except (IndexError, RuntimeError) as error:
+        raise CheckpointCorruptError(
+            f"{path}: tensor {key}: has {list(tensor.shape)} at byte {stored.offset}, which is not what {_METADATA_FILE} "
+            f"says: {error}"
+        ) from None
+
+
+def _read_object(folder: _Folder, key: str) -> bytes:
+    stored = folder.metadata.storage_data.get(MetadataIndex(key))
+    path = stored_file(folder.path, key, stored)
+    _check_plain_bytes(path, key, stored)
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path}: cannot be opened: {error}") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if stored.length > knobs.PLAIN_BYTES or stored.offset + stored.length > size:
             raise CheckpointCorruptError(
-                f"{folder.path}: {key}: cannot be read: {type(error).__name__}: {str(error)[:400]}"
-            ) from error
+                f"{path}: object {key}: {stored.length} bytes from byte {stored.offset} on, of {size}: cut or too large"
+            )
+        return read_exact(descriptor, stored.length, stored.offset, path)
+    finally:
+        os.close(descriptor)
 
 
-class _TensorTarget:
-    """What FileSystemReader.read_data asks of a planner, for tensors."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        part = self._memory
-        for axis, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            part = part.narrow(axis, offset, length)
-        return part
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """`resolve_tensor` has handed out the memory itself."""
-
-
-class _BytesTarget:
-    """What FileSystemReader.read_data asks of a planner, for objects: their bytes, never opened."""
-
-    data = b""
-
-    def load_bytes(self, item: ReadItem, value: Any) -> None:
-        self.data = value.getvalue()
-
-
-def _object_item(key: str) -> ReadItem:
-    index, nothing = MetadataIndex(key), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+def _check_plain_bytes(path: Path, key: str, stored: Any) -> None:
+    if getattr(stored, "transform_descriptors", None):
+        raise UnsupportedError(f"{path}: {key}: is stored {stored.transform_descriptors}")
 
 
 def _overlap(wanted: WantedPart, stored: tuple[int, ...]) -> int:
@@ -241,6 +291,11 @@ def _overlap(wanted: WantedPart, stored: tuple[int, ...]) -> int:
 
 
 def _check_backend(file: Path) -> None:
-    backend = json.loads(file.read_bytes()).get("sharded_backend")
+    try:
+        backend = fields.parse(read_small(file, knobs.HF_JSON_BYTES)).get("sharded_backend")
+    except (OSError, fields.FieldError) as error:
+        raise CheckpointCorruptError(f"{file}: cannot be read: {error}") from None
     if backend != "torch_dist":
-        raise UnsupportedError(f"{file}: the checkpoint was written by the backend {backend!r}; torch_dist can be read")
+        raise UnsupportedError(
+            f"{file}: the checkpoint was written by the backend {fields.shown(backend)}; torch_dist can be read"
+        )

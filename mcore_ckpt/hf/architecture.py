@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt import knobs
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.hf.config_rules import HfConfig, Rule
 from mcore_ckpt.hf.table import Sizes, Table
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import linked_file, read_small
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class HfModel:
         return f"{self.architecture.model_type} of {len(self.layers)} layers{extra}"
 
 
+_MOST_COUNTED = 100_000
+_MOST_OF_A_SIZE = 2**40
+# Of all layers together.
+_MOST_EXPERTS = 1_000_000
+
 _architectures: dict[str, Architecture] = {}
 
 
@@ -137,11 +144,7 @@ def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
             "add one with mcore_ckpt.hf.register_architecture"
         )
     refuse_quantized(config)
-    try:
-        found = architecture.read(config)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UnsupportedError(f"config.json: cannot be that of a {model_type}: {error!r}") from error
-    return HfModel(architecture, config, found, (*architecture.table.ignored, *ignored))
+    return HfModel(architecture, config, _known(architecture, config), (*architecture.table.ignored, *ignored))
 
 
 def refuse_quantized(config: HfConfig) -> None:
@@ -156,15 +159,32 @@ def refuse_quantized(config: HfConfig) -> None:
         )
 
 
+def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
+    for name, value in config.items():
+        # As many layers, heads or experts as are said are counted through.
+        if name.startswith(("num_", "n_")) and isinstance(value, int) and value > _MOST_COUNTED:
+            raise UnsupportedError(f"config.json: {name} is {value}, more than {_MOST_COUNTED}: no such model exists")
+    try:
+        known = architecture.read(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedError(f"config.json: cannot be that of a {architecture.model_type}: {error!r}") from error
+    for name, size in known.sizes.items():
+        if type(size) is not int or not 0 <= size <= _MOST_OF_A_SIZE:
+            raise UnsupportedError(f"config.json: the size {name} of the model is {fields.shown(size)}")
+    layers = len(known.layers) + len(known.mtp_layers)
+    if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS:
+        raise UnsupportedError(
+            f"config.json: {layers} layers of {known.sizes['experts']} experts: no such model exists"
+        )
+    return known
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The object in a folder's `config.json`. Raises CheckpointNotFoundError, UnsupportedError."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        return fields.parse(read_small(linked_file(folder, "config.json"), knobs.HF_JSON_BYTES))
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{path}: missing: {folder} is not the folder of a HuggingFace model") from None
-    except (OSError, ValueError) as error:
+    except (OSError, CheckpointCorruptError, fields.FieldError) as error:
         raise UnsupportedError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise UnsupportedError(f"{path}: holds a {type(config).__name__}, not an object")
-    return config

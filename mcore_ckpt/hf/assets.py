@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt import layout
-from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.hf.mcore_config import config_of_weights
-from mcore_ckpt.storage.files import sync_file, write_file
+from mcore_ckpt.storage.files import FOLDER_MODE, linked_file, make_folder, read_small, sync_file, write_file
 from mcore_ckpt.storage.requests import WrittenFile
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
     """
     if hf_config is None and processing_class is None:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     before = set(folder.rglob("*"))
     for source in (hf_config, _generation_config(hf_config), processing_class):
         if source is not None:
@@ -71,6 +73,8 @@ def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
     """Files that somebody else wrote below a role's `huggingface/`, made durable, for the manifest."""
     written = []
     for path in sorted(set(paths)):
+        # transformers makes files with all permissions that the umask leaves.
+        path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
         sync_file(path)
         data = path.read_bytes()
         name = f"{layout.HUGGINGFACE_DIR}/{path.relative_to(folder).as_posix()}"
@@ -92,8 +96,8 @@ def copy_assets(source: Path, folder: Path) -> list[Path]:
         # The hub's cache is made of links.
         if path.suffix in _ASSETS and path.is_file() and not path.name.startswith(".") and not _is_index(path.name):
             target = folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            write_file(target, [path.read_bytes()])
+            target.parent.mkdir(FOLDER_MODE, exist_ok=True)
+            write_file(target, [_read(source, path)])
             written.append(target)
     return written
 
@@ -114,6 +118,14 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
                     "could load the model (trust_remote_code): add the file, or remove auto_map if transformers knows "
                     "the architecture itself"
                 )
+
+
+def _read(source: Path, path: Path) -> bytes:
+    """A file that becomes part of what others get: nothing that a link fetches from elsewhere. Raises OSError."""
+    try:
+        return read_small(linked_file(source, str(path.relative_to(source))), knobs.HF_ASSET_BYTES)
+    except CheckpointCorruptError as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
 
 
 def _is_index(name: str) -> bool:

@@ -35,6 +35,7 @@ from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record, decide
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.files import FOLDER_MODE
 from mcore_ckpt.storage.manifest import IndexPlace, encode_manifest
 from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.requests import WrittenFile
@@ -145,7 +146,7 @@ def _write(
         indexed = [_from_record(file) for record in records for file in record["files"]]
         commit.check_files(staging, [(rank, names.file) for rank, names in enumerate(indexed)])
         folder = staging / layout.HUGGINGFACE_DIR
-        folder.mkdir()
+        folder.mkdir(FOLDER_MODE)
         assets = [(0, file) for file in written_assets(folder, copy_assets(catalog.contents.folder, folder))]
         target, role_dir, attempt = where
         manifest = describe(catalog.manifest, target, indexed, assets, (role_dir.name,), attempt)

@@ -47,7 +47,7 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide
 from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
-from mcore_ckpt.storage.files import sync_file, write_file
+from mcore_ckpt.storage.files import FILE_MODE, FOLDER_MODE, sync_file, write_file
 
 _COMMON_FILE = "common.pt"
 _METADATA_FILE = ".metadata"
@@ -279,7 +279,7 @@ def _file(number: int) -> str:
 def _write_file(catalog: FolderCatalog, chunks: Sequence[_Chunk], path: Path) -> list[list[int]]:
     """Writes the chunks one behind the other; where each is: offset and length."""
     places = []
-    with path.open("xb") as stream:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as stream:
         for chunk in chunks:
             start = stream.tell()
             torch.save(_read(catalog, chunk), stream)
@@ -322,7 +322,7 @@ def _write_rest(catalog: FolderCatalog, plan: _Plan, places: dict[int, list[list
     config |= {"common_backend": "torch", "common_backend_version": 1}
     write_file(staging / TORCH_DIST_CONFIG, [json.dumps(config).encode()])
     folder = staging / layout.HUGGINGFACE_DIR
-    folder.mkdir()
+    folder.mkdir(FOLDER_MODE)
     for path in (*copy_assets(catalog.contents.folder, folder), folder, staging):
         sync_file(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt import knobs
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -35,6 +35,8 @@ from mcore_ckpt.hf.source import TensorInfo, TensorSource
 from mcore_ckpt.hf.table import Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import read_small
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _CONFIG_FILE = "fsdp_config.json"
@@ -44,6 +46,7 @@ _PEFT_PREFIX = "base_model.model."
 _ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
 _BASE_LAYER = ".base_layer."
 
+_MOST_RANKS = 1_000_000
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -198,13 +201,13 @@ def _describe(found: Mapping[int, Mapping[int, Path]]) -> str:
 
 def _said_world_size(path: Path) -> int | None:
     try:
-        said: Any = json.loads(path.read_bytes())["world_size"]
+        said: Any = fields.parse(read_small(path, knobs.HF_JSON_BYTES))["world_size"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error!r}") from None
-    if not isinstance(said, int) or said < 1:
-        raise CheckpointCorruptError(f"{path}: world_size is {said!r}, not a positive number")
+    if type(said) is not int or not 1 <= said <= _MOST_RANKS:
+        raise CheckpointCorruptError(f"{path}: world_size is {fields.shown(said)}, not a positive number")
     return said
 
 

@@ -6,8 +6,9 @@ The format: 8 bytes that say how long the header is, the header (JSON: dtype, sh
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,14 +16,20 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.sharding.regions import Shape
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import open_regular, read_exact, read_small
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 # As the safetensors library refuses larger ones.
 _MAX_HEADER_BYTES = 100_000_000
+# As many as torch has.
+_MOST_AXES = 64
+_MOST_ELEMENTS = 2**62
 
 _DTYPES = {
     "F64": torch.float64,
@@ -86,20 +93,22 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
 def read_file(path: Path) -> list[HfStored]:
     """The tensors of one file. Raises CheckpointCorruptError."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as stream:
-            head = stream.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            length = struct.unpack("<Q", read_exact(descriptor, 8, 0, path))[0] if size > 8 else -1
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointCorruptError(f"{path}: is not a safetensors file, or was cut")
-            header = json.loads(stream.read(length))
+            header = fields.parse(read_exact(descriptor, length, 8, path))
+        finally:
+            os.close(descriptor)
         tensors = [_tensor(path, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{path}: missing") from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path}: bad header: {error!r}") from None
+    except fields.FieldError as error:
+        raise CheckpointCorruptError(f"{path}: bad header: {error}") from None
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = 8 + length
     for tensor in tensors:
@@ -111,27 +120,32 @@ def read_file(path: Path) -> list[HfStored]:
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> HfStored:
-    dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
+    fields.as_name(name, "a tensor's name")
+    record = fields.as_dict(entry, name)
+    dtype, lengths = fields.get_name(record, "dtype"), fields.get_ints(record, "shape")
+    offsets = fields.get_ints(record, "data_offsets")
     if dtype not in _DTYPES:
-        raise ValueError(f"tensor {name}: dtype {dtype!r} is not known")
-    # bool is an int, and int() would take 2.5 for 2.
-    if not all(type(number) is int for number in (*shape, begin, stop)):
-        raise ValueError(f"tensor {name}: shape {shape} at {begin} to {stop}: not whole numbers")
-    lengths = tuple(shape)
+        raise fields.FieldError(f"tensor {name}: dtype {dtype!r} is not known")
+    # Without empty axes: torch multiplies all of them.
+    if len(lengths) > _MOST_AXES or prod(length or 1 for length in lengths) > _MOST_ELEMENTS or len(offsets) != 2:
+        raise fields.FieldError(f"tensor {name}: shape {fields.shown(lengths)} at {fields.shown(offsets)}")
     nbytes = prod(lengths) * _DTYPES[dtype].itemsize
-    if min(lengths, default=0) < 0 or stop - begin != nbytes or begin < 0:
-        raise ValueError(f"tensor {name}: shape {lengths} of {dtype} is not {stop - begin} bytes")
-    return HfStored(name, _DTYPES[dtype], lengths, path, start + begin, nbytes)
+    if offsets[1] - offsets[0] != nbytes:
+        raise fields.FieldError(
+            f"tensor {name}: shape {fields.shown(lengths)} of {dtype} is not {offsets[1] - offsets[0]} bytes"
+        )
+    return HfStored(name, _DTYPES[dtype], lengths, path, start + offsets[0], nbytes)
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
     """Which file has a tensor, from the index of several. Raises CheckpointCorruptError."""
     try:
-        where = json.loads(path.read_bytes())["weight_map"]
-        pairs = {str(name): str(file) for name, file in where.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointCorruptError(f"{path}: cannot be read: {error!r}") from None
+        index = fields.parse(read_small(path, knobs.HF_JSON_BYTES))
+        where = fields.get_dict(index, "weight_map")
+        pairs = {fields.as_name(name, "a tensor's name"): fields.as_name(file, name) for name, file in where.items()}
+    except (OSError, fields.FieldError) as error:
+        raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from None
     for file in pairs.values():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise CheckpointCorruptError(f"{path}: names {file!r}, which is not a file beside it")

@@ -44,6 +44,8 @@ _SECTION = re.compile(
     r"(.*\.linear_fc1\.(?:weight|bias))_([wv])"
     rf"|(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_SECTIONS[2:])})"
 )
+# Layers, experts, or layers times experts.
+_MOST_ALIKE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,10 @@ def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tupl
         of, size = _key(key), tuple(stored.size)
         if len(size) < len(of.axes) or (of.section is not None and len(size) == len(of.axes)):
             raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without axes of {of.axes}")
+        if prod(size[: len(of.axes)]) > _MOST_ALIKE:
+            raise CheckpointCorruptError(
+                f"{folder}: tensor {key}: has shape {list(size)}: more {of.axes} than any model"
+            )
         yield key, (of, stored)
 
 
@@ -178,7 +184,11 @@ def _infos(of: _Key, stored: TensorStorageMetadata, shape: Shape) -> dict[str, T
 
 
 def _name(of: _Key, index: Sequence[int]) -> str:
-    return of.name.format(**dict(zip(of.axes, index, strict=True)))
+    name = of.name
+    for axis, number in zip(of.axes, index, strict=True):
+        # Not `format`: a key may have braces of its own.
+        name = name.replace(f"{{{axis}}}", str(number))
+    return name
 
 
 # -- chunks ------------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.resharding.survey import SavedTensor
+from mcore_ckpt.storage import json_fields as fields
+from mcore_ckpt.storage.files import inside, read_small
 from mcore_ckpt.topology import Topology
 
 # By the weight that is cut, what it is made of, and the field of config.json.
@@ -33,8 +34,8 @@ def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], sav
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     first = {kind: next((t for t in tensors if t.name.endswith(kind) and t.seen), None) for kind in _HEADS}
-    for kind, fields in _HEADS.items():
-        for what, field in fields.items():
+    for kind, counted in _HEADS.items():
+        for what, field in counted.items():
             tensor, count = first[kind], config.get(field)
             if tensor is None or not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 continue
@@ -48,7 +49,7 @@ def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], sav
 def config_beside(role_dir: Path) -> dict[str, Any]:
     """The configuration beside a checkpoint; empty where there is none."""
     try:
-        config = json.loads((role_dir / layout.HUGGINGFACE_DIR / "config.json").read_bytes())
-    except (OSError, ValueError):
+        path = inside(role_dir, f"{layout.HUGGINGFACE_DIR}/config.json")
+        return fields.parse(read_small(path, knobs.HF_JSON_BYTES))
+    except (OSError, CheckpointCorruptError, fields.FieldError):
         return {}  # it is beside the weights as a service: nothing here depends on it
-    return config if isinstance(config, dict) else {}

@@ -110,6 +110,13 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def linked_file(folder: Path, name: str) -> Path:
+    """As `inside`, but the links that the HuggingFace hub's cache is made of are followed."""
+    path = folder / name
+    blobs = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(folder))), "blobs")
+    return path if os.path.dirname(os.path.realpath(path)) == blobs else inside(folder, name)
+
+
 def read_small(path: Path, most: int) -> bytes:
     """A whole file. Raises OSError, also for what is no file; CheckpointCorruptError if it is larger than `most`."""
     descriptor = open_regular(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from mcore_ckpt import knobs
@@ -68,6 +68,11 @@ class PtArchive:
         order = self._root + "byteorder"
         if order in self._entries and (self.place("byteorder")[1] > 16 or self.read("byteorder") != b"little"):
             raise ArchiveError("it was written by a big-endian machine")
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all records, with the folder they are in."""
+        return self._entries.keys()
 
     def place(self, name: str) -> tuple[int, int]:
         """Where in the file a record's bytes begin, and how many they are. `name`: below the archive's own folder."""

@@ -134,8 +134,7 @@ class TensorFinder:
         if len(lengths) != len(steps) or len(lengths) > _MOST_AXES or min((start, *lengths, *steps)) < 0:
             raise PickleError(f"{words}, strides {str(steps)[:200]}")
         # The product without empty axes: torch multiplies all of them.
-        counted: list[int] = [max(length, 1) for length in lengths]
-        if prod(counted) > _MOST_ELEMENTS or max(steps, default=0) > _MOST_ELEMENTS:
+        if prod([length or 1 for length in lengths]) > _MOST_ELEMENTS or max(steps, default=0) > _MOST_ELEMENTS:
             raise PickleError(f"{words}: more elements than there are numbers for")
         last = start + sum((length - 1) * step for length, step in zip(lengths, steps, strict=True))
         if start * dtype.itemsize > stored.nbytes or (prod(lengths) and (last + 1) * dtype.itemsize > stored.nbytes):

@@ -45,7 +45,9 @@ Build = Callable[[Any, Any], None]
 
 
 def refuse_global(module: str, name: str) -> PickleError:
-    return PickleError(f"{module[:80]!r}.{name[:80]!r} does not belong into it: written by whom? Nothing was run")
+    # A terminal obeys what is no letter.
+    shown = ascii(f"{module}.{name}"[:200])[1:-1]
+    return PickleError(f"{shown} does not belong into it: written by whom? Nothing was run")
 
 
 def check_key(key: Any) -> None:

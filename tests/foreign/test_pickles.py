@@ -38,7 +38,7 @@ def test_code_is_not_run(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(trace)))
     with pytest.raises(CheckpointCorruptError, match=r"common\.pt: .*holds more than data"):
         load_safely(tmp_path / "common.pt", "common.pt")
-    with pytest.raises(CheckpointCorruptError, match=r"\.metadata: .*mkdir.* does not belong"):
+    with pytest.raises(CheckpointCorruptError, match=r"\.metadata: .*mkdir does not belong"):
         load_metadata(tmp_path / ".metadata")
     assert not trace.exists()
     assert pickle.loads(pickle.dumps(Hostile(trace))) is None

@@ -29,7 +29,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer, hf_config
 from mcore_ckpt.cli.demo.text import (
-from mcore_ckpt.recover import recover
     MICRO_BATCH_SIZE,
     SEQUENCE_LENGTH,
     VOCAB_SIZE,
@@ -37,6 +36,7 @@ from mcore_ckpt.recover import recover
     HeldOutText,
     StandardLibraryText,
 )
+from mcore_ckpt.recover import recover
 
 TENSOR_PARALLEL = 2
 PIPELINE_PARALLEL = 2
