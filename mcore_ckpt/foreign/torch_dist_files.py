@@ -252,7 +252,7 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
         part.copy_(source)
     except (IndexError, RuntimeError) as error:
         raise CheckpointCorruptError(
-            f"{path}: tensor {key}: has {list(tensor.shape)} at byte {stored.offset}, which is not what {_METADATA_FILE} "
+            f"{path}: tensor {key}: has {list(tensor.shape)} at byte {stored.offset}, not what {_METADATA_FILE} "
             f"says: {error}"
         ) from None
 

@@ -173,9 +173,7 @@ def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
             raise UnsupportedError(f"config.json: the size {name} of the model is {fields.shown(size)}")
     layers = len(known.layers) + len(known.mtp_layers)
     if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS:
-        raise UnsupportedError(
-            f"config.json: {layers} layers of {known.sizes['experts']} experts: no such model exists"
-        )
+        raise UnsupportedError(f"config.json: {layers} layers of {known.sizes['experts']} experts: none has so many")
     return known
 
 

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.hf.architecture import HfModel
 from mcore_ckpt.hf.table import Block, Row, Section, Sizes, Table, ValueChange, shape_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
@@ -109,7 +109,16 @@ def _only_stacked(table: Table) -> Table:
     return Table(model=(), layer=table.stacked)
 
 
-def _spelled_out(model: HfModel, table: Table) -> Iterator[tuple[HfTensor, bool]]:
+def _spelled_out(model: HfModel, table: Table) -> list[tuple[HfTensor, bool]]:
+    try:
+        return list(_spell_out(model, table))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"config.json: the sizes of this {model.describe()} contradict each other: {error}"
+        ) from None
+
+
+def _spell_out(model: HfModel, table: Table) -> Iterator[tuple[HfTensor, bool]]:
     """Each tensor, and whether it is of multi-token prediction."""
     first = [row for row in table.model if not _is_last(row)]
     last = [row for row in table.model if _is_last(row)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -29,6 +30,9 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "UntypedStorage": torch.uint8,
 }
+
+# Not the quantized ones, which have scales, nor those below a byte, with which torch (2.13) can do nothing.
+_DTYPE = re.compile(r"b?float\d\w*|u?int(?:8|16|32|64)|bool|complex\d+|double|float|half|short|int|long")
 
 # As many as torch has.
 _MOST_AXES = 64
@@ -101,7 +105,7 @@ class TensorFinder:
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         # Not getattr: torch imports some of its modules when they are asked for.
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+        if module == "torch" and _DTYPE.fullmatch(name) and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         return self._known.get((module, name))
 
@@ -136,8 +140,9 @@ class TensorFinder:
         # The product without empty axes: torch multiplies all of them.
         if prod([length or 1 for length in lengths]) > _MOST_ELEMENTS or max(steps, default=0) > _MOST_ELEMENTS:
             raise PickleError(f"{words}: more elements than there are numbers for")
+        count = prod(lengths)
         last = start + sum((length - 1) * step for length, step in zip(lengths, steps, strict=True))
-        if start * dtype.itemsize > stored.nbytes or (prod(lengths) and (last + 1) * dtype.itemsize > stored.nbytes):
+        if start * dtype.itemsize > stored.nbytes or (count and (last + 1) * dtype.itemsize > stored.nbytes):
             raise PickleError(f"{words} leaves its storage of {stored.nbytes} bytes")
         return self._make(TensorPlace(stored, dtype, start, lengths, steps, _flags(flags)))
 
