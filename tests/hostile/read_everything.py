@@ -1,0 +1,111 @@
+"""Reads all that is in a folder with every reader there is, in a process of its own: test_outside.py watches it.
+
+`read_everything.py FOLDER`: looks for FOLDER/root (ours), dist (torch_dist), hf (HuggingFace), *.pt. Between looking for
+the files BEGIN and END of no folder, for who traces its system calls. Prints what Python's audit hook saw meanwhile.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.foreign import kinds
+from mcore_ckpt.foreign.pickles import load_safely
+from mcore_ckpt.foreign.pt_files import read_pt
+from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
+from mcore_ckpt.hf import mapping, sources, torch_dist_source
+from mcore_ckpt.hf.architecture import known_architectures
+from mcore_ckpt.hf.compare import open_folder
+from mcore_ckpt.hf.folder_catalog import FolderCatalog, read_contents
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import ReadRange
+from mcore_ckpt.storage import steps
+from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
+
+BEGIN, END = "/mcore_ckpt-begin", "/mcore_ckpt-end"
+_TOLD = ("open", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "import")
+
+refused: list[str] = []
+
+
+def attempt(read: Callable[[], Any]) -> None:
+    try:
+        read()
+    except (CheckpointError, ValueError) as error:
+        if isinstance(error, ValueError) and not isinstance(error, sources.UnusableRequestError):
+            raise
+        refused.append(str(error))
+
+
+def read_ours(root: Path) -> None:
+    steps.read_tracker(root)
+    for status in steps.list_steps(root):
+        for role_dir in sorted(status.path.iterdir()):
+            attempt(lambda role_dir=role_dir: read_role(role_dir))  # type: ignore[misc]
+
+
+def read_role(role_dir: Path) -> None:
+    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    for file in manifest.files:
+        attempt(lambda file=file: read_plain(role_dir, file) if file.index is None else read_tensors(role_dir, file))  # type: ignore[misc]
+
+
+def read_tensors(role_dir: Path, file: Any) -> None:
+    for shard in read_index(role_dir, file).shards:
+        memory = torch.zeros(shard.region.numel, dtype=torch_dtype(shard.dtype))
+        read_ranges(role_dir, {file.path: file}, [(ReadRange(shard, Rows(0, 0, shard.region.numel)), memory)])
+
+
+def read_dist(folder: Path) -> None:
+    kinds.kind_of(folder)
+    attempt(lambda: torch_dist_source.open_torch_dist(folder))
+    opened = TorchDistFiles(folder, [folder])
+    attempt(lambda: opened.read_object("rng"))
+    memory = torch.zeros(1, 4, 3)
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    attempt(lambda: opened.read(WantedPart(name, (2, 4, 3), (0, 0, 0), memory)))
+
+
+def read_hf(folder: Path) -> None:
+    attempt(lambda: open_folder(folder))
+    attempt(lambda: FolderCatalog(read_contents(folder)))
+
+
+def read_all(folder: Path) -> None:
+    attempt(lambda: read_ours(folder / "root"))
+    attempt(lambda: read_dist(folder / "dist"))
+    attempt(lambda: read_hf(folder / "hf"))
+    for path in sorted(folder.glob("*.pt")):
+        for reader in (read_pt, lambda p: load_safely(p, str(p)), lambda p: load_safely(p, str(p), mmap=True)):
+            attempt(lambda path=path, reader=reader: reader(path))  # type: ignore[misc]
+
+
+def main(warm_up: Path, folder: Path) -> None:
+    known_architectures()
+    assert mapping
+    read_all(warm_up)  # what Python and torch open at first use
+    refused.clear()
+    seen: list[tuple[str, str]] = []
+    watching = [True]
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if watching[0] and event.startswith(_TOLD):
+            seen.append((event, os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes)) else ""))
+
+    sys.addaudithook(hook)
+    os.path.exists(BEGIN)
+    read_all(folder)
+    os.path.exists(END)
+    watching[0] = False
+    json.dump({"events": seen, "refused": refused}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
