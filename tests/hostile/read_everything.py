@@ -1,7 +1,8 @@
 """Reads all that is in a folder with every reader there is, in a process of its own: test_outside.py watches it.
 
-`read_everything.py FOLDER`: looks for FOLDER/root (ours), dist (torch_dist), hf (HuggingFace), *.pt. Between looking for
-the files BEGIN and END of no folder, for who traces its system calls. Prints what Python's audit hook saw meanwhile.
+`read_everything.py FIRST FOLDER` looks in both for root (ours), dist (torch_dist), hf (HuggingFace) and *.pt. Between
+looking for BEGIN and END, which are nowhere, it is FOLDER's turn: that is for who traces its system calls. Prints what
+Python's audit hook saw meanwhile.
 """
 
 import json
