@@ -104,7 +104,8 @@ def _view(memory: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     if not memory.numel():
         return torch.empty(place.shape, dtype=place.dtype)
     whole = memory[: memory.numel() // place.dtype.itemsize * place.dtype.itemsize].view(place.dtype)
-    tensor = whole.as_strided(place.shape, place.stride, place.start)
+    # Counted from the beginning of all that is mapped.
+    tensor = whole.as_strided(place.shape, place.stride, whole.storage_offset() + place.start)
     for flag in place.flags:
         tensor = torch._conj(tensor) if flag == "conj" else torch._neg_view(tensor)
     return tensor

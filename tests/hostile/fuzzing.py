@@ -502,6 +502,7 @@ PLAIN: dict[str, Any] = {
     "none": None,
     "ordered": OrderedDict(a=1),
     "tensor": torch.arange(6).reshape(2, 3),
+    "part": torch.arange(9)[3:5],
     "half": torch.ones(3, dtype=torch.bfloat16),
     "words": torch.ones(2, dtype=torch.uint16),
     (1, "key"): True,

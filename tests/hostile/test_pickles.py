@@ -175,8 +175,10 @@ def test_nothing_is_run(protocol: int, reader: str, tmp_path: Path) -> None:
 def test_what_is_plain_is_read(protocol: int, tmp_path: Path) -> None:
     stream = io.BytesIO()
     torch.save(PLAIN, stream, pickle_protocol=protocol)
-    found = decode_pt(stream.getvalue())
-    assert is_same(found, PLAIN)
+    assert is_same(decode_pt(stream.getvalue()), PLAIN)
+    (tmp_path / "file.pt").write_bytes(stream.getvalue())
+    for mmap in (False, True):
+        assert is_same(load_safely(tmp_path / "file.pt", "file.pt", mmap=mmap), PLAIN)
 
 
 # -- archives ----------------------------------------------------------------------------------------------
