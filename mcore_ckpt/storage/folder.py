@@ -1,0 +1,61 @@
+"""Where the files of one role at one step are read from: a folder of a file system, or of a remote store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mcore_ckpt import layout
+from mcore_ckpt.sharding.plan import ReadRange
+from mcore_ckpt.storage.index import FileIndex
+from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain, read_ranges
+
+
+class Folder(Protocol):
+    """What a load asks. Its string is what messages call it; errors are those of `storage.reader`."""
+
+    @property
+    def place(self) -> Path | str:
+        """Its path, or the URL of a remote one."""
+
+    def manifest(self) -> Manifest: ...
+
+    def check(self, record: FileRecord) -> None:
+        """Raises CheckpointCorruptError if a file is missing or of another size than its record says."""
+
+    def index(self, record: FileRecord) -> FileIndex: ...
+
+    def plain(self, record: FileRecord) -> dict[str, Any]: ...
+
+    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int: ...
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder that the native reader opens the files of."""
+
+    place: Path
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.place, layout.MANIFEST_FILE)
+
+    def check(self, record: FileRecord) -> None:
+        with open_file(self.place, record):
+            pass
+
+    def index(self, record: FileRecord) -> FileIndex:
+        return read_index(self.place, record)
+
+    def plain(self, record: FileRecord) -> dict[str, Any]:
+        return read_plain(self.place, record)
+
+    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
+        return read_ranges(self.place, files, reads)

@@ -1,0 +1,200 @@
+"""Uploads beside the training: the thread, what is still to go, and what the trainer may learn of it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from pathlib import Path
+
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.manifest import Manifest
+from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.remote import Remote, RemoteStep
+from mcore_ckpt.storage.upload import Upload, settle
+
+logger = logging.getLogger(__name__)
+
+
+class StepUpload:
+    """The upload of one committed checkpoint, as its handle shows it.
+
+    Attributes:
+        step: the step.
+        exception: why the last try failed, or why there will be none; None if it has not failed. A store that has
+            failed is tried again behind the next commit.
+        nbytes: of the checkpoint's files; 0 until they are in the store.
+        seconds: from the first byte to the last; 0 until then.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.exception: CheckpointError | None = None
+        self.nbytes = 0
+        self.seconds = 0.0
+        self._done = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the checkpoint is in the store, whole."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is `done` within `timeout` seconds."""
+        return self._done.wait(timeout)
+
+    def finish(self, nbytes: int, seconds: float) -> None:
+        self.exception, self.nbytes, self.seconds = None, nbytes, seconds
+        self._done.set()
+
+
+class Uploads:
+    """Copies one role's checkpoints to a remote store, one after the other, on a thread that lives while there is work.
+
+    Args:
+        remote: the store.
+        root: the folder of the local steps.
+        role: whose checkpoints.
+        max_to_keep: complete steps to keep there; None keeps all.
+    """
+
+    def __init__(self, remote: Remote, root: Path, role: str, max_to_keep: int | None) -> None:
+        self._remote = remote
+        self._root = root
+        self._role = role
+        self._max_to_keep = max_to_keep
+        self._lock = threading.Lock()
+        self._waiting: dict[int, StepUpload] = {}  # committed here, and not in the store yet
+        self._begun: dict[str, Upload] = {}  # by folder: what a failed one has sent need not go again
+        self._latest = -1
+        self._asked = False
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def committed(self, step: int) -> StepUpload:
+        """A checkpoint is there: it goes to the store, beside the training. Returns at once, raises nothing."""
+        upload = StepUpload(step)
+        with self._lock:
+            self._latest = step
+            self._waiting[step] = upload
+            self._asked = True
+            if self._thread is None:
+                self._start()
+        return upload
+
+    def wait(self, seconds: float) -> bool:
+        """Whether nothing is under way any more within `seconds`. What has failed is not waited for."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    def close(self, seconds: float) -> None:
+        """Waits as `wait`, and then ends what is under way: the next run goes on with it."""
+        if not self.wait(seconds):
+            logger.warning("%s: an upload is still under way after %g s: it ends unfinished", self._remote.url, seconds)
+        self._stop.set()
+        _open.discard(self)
+
+    def _start(self) -> None:
+        # A daemon, or the interpreter would wait for it without an end in sight: _finish_all does, with one.
+        self._thread = threading.Thread(target=self._run, name="mcore_ckpt upload", daemon=True)
+        _open.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # a system that grants no thread
+            self._thread = None
+            logger.warning("%s: no upload behind this commit: %s", self._remote.url, error)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._asked or self._stop.is_set():
+                    self._thread = None
+                    _open.discard(self)
+                    return
+                self._asked = False
+            try:
+                self._upload_missing()
+            except Exception as error:
+                reason = str(error) if isinstance(error, CheckpointError) else self._remote.redacted(error)
+                logger.warning("the remote copy is behind, and is tried again behind the next commit: %s", reason)
+
+    def _upload_missing(self) -> None:
+        there = {step.step: step for step in self._remote.steps()}
+        todo = self._todo(list(there.values()))
+        for step, told in list(self._waiting.items()):
+            if step not in todo:
+                self._give_up(step, told, CheckpointError("older than those that max_to_keep keeps"))
+        self._begun = {key: upload for key, upload in self._begun.items() if upload.manifest.step in todo}
+        for step in todo:
+            if self._asked or self._stop.is_set():
+                return  # a newer one has come meanwhile, and is worth more: this one's turn comes again
+            uploaded = self._upload(step, there.get(step, RemoteStep(step)))
+            if uploaded is not None:
+                settle(self._remote, uploaded, self._begun, self._max_to_keep, self._latest)
+
+    def _todo(self, there: list[RemoteStep]) -> list[int]:
+        """Steps to upload, the newest first: those committed here, and what earlier runs have left."""
+        newest = max((step.step for step in there if self._role in step.committed), default=-1)
+        local = [status for status in steps.list_steps(self._root) if self._role in status.committed]
+        wanted = {status.step for status in local if status.is_complete and status.step > newest} | {*self._waiting}
+        if self._max_to_keep is not None:
+            # What the policy would delete at once need not go.
+            both: dict[int, steps.Countable] = {step.step: step for step in there}
+            everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
+            wanted -= {step.step for step in steps.doomed_steps(everywhere, self._max_to_keep, self._latest)}
+        return sorted(wanted, reverse=True)
+
+    def _upload(self, step: int, there: RemoteStep) -> Manifest | None:
+        """What is in the store now; None if this step cannot be. Raises RemoteError: so will be what comes after."""
+        told = self._waiting.get(step, StepUpload(step))
+        role_dir = layout.step_dir(self._root, step) / self._role
+        started = time.monotonic()
+        try:
+            attempt = read_manifest(role_dir, layout.MANIFEST_FILE).attempt
+            with commit.kept_for_upload(role_dir, attempt):
+                upload = Upload(self._remote, role_dir, self._stop)
+                if not _is_there(upload.manifest, there):
+                    upload = self._begun.setdefault(upload.key, upload)
+                    upload.run()
+        except RemoteError as error:
+            told.exception = error
+            raise
+        except (CheckpointNotFoundError, CheckpointCorruptError, OSError) as error:
+            self._give_up(step, told, error)
+            return None
+        self._begun.pop(upload.key, None)
+        told.finish(upload.manifest.nbytes, time.monotonic() - started)
+        self._forget(step, told)
+        return upload.manifest
+
+    def _give_up(self, step: int, told: StepUpload, error: Exception) -> None:
+        told.exception = CheckpointError(f"step {step} is not uploaded: {error}")
+        self._forget(step, told)
+        logger.warning("%s: %s", self._remote.url, told.exception)
+
+    def _forget(self, step: int, told: StepUpload) -> None:
+        with self._lock:
+            # Another save of the same step may have been committed meanwhile.
+            if self._waiting.get(step) is told:
+                del self._waiting[step]
+
+
+def _is_there(manifest: Manifest, there: RemoteStep) -> bool:
+    found = there.found.get(manifest.role)
+    return found is not None and found.attempt == manifest.attempt
+
+
+# Keeps them alive: a trainer may have dropped its manager with an upload under way.
+_open: set[Uploads] = set()
+
+
+@atexit.register
+def _finish_all() -> None:
+    until = time.monotonic() + knobs.EXIT_WAIT_S
+    for uploads in list(_open):
+        uploads.close(max(0.0, until - time.monotonic()))
