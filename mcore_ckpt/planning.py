@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.folder import Folder
 from mcore_ckpt.storage.manifest import Manifest
-from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,23 +86,23 @@ class LoadPlan:
         return self.catalog.manifest
 
     @property
-    def role_dir(self) -> Path:
-        return self.catalog.role_dir
+    def folder(self) -> Folder:
+        return self.catalog.folder
 
 
-def plan_load(session: Session, role_dir: Path) -> LoadPlan:
+def plan_load(session: Session, folder: Folder) -> LoadPlan:
     """The plan of this rank. Changes nothing, and asks no other rank.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: `role_dir` is not a checkpoint, or a damaged one.
+        CheckpointNotFoundError, CheckpointCorruptError: `folder` is not a checkpoint, or a damaged one.
         CheckpointMismatchError: it does not fit; the message names file, tensor, wanted and found.
     """
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = folder.manifest()
     try:
         _check_contents(session, manifest)
-        return _plan(session, Catalog(role_dir, manifest))
+        return _plan(session, Catalog(folder, manifest))
     except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{role_dir}: {error}{_note(session, manifest)}") from error
+        raise CheckpointMismatchError(f"{folder}: {error}{_note(session, manifest)}") from error
 
 
 def _plan(session: Session, catalog: Catalog) -> LoadPlan:
@@ -160,8 +159,7 @@ def check_all_used(session: Session, plan: LoadPlan, used: Sequence[dict[str, An
                 found = catalog.shards(key, files[:1])
                 described = f", found {found[0].region.describe()}" if found else ""
                 raise CheckpointMismatchError(
-                    f"{plan.role_dir}: {files[0].path}: tensor {key}: {reason}{described}"
-                    f"{_note(session, plan.manifest)}"
+                    f"{plan.folder}: {files[0].path}: tensor {key}: {reason}{described}{_note(session, plan.manifest)}"
                 )
 
 
@@ -316,7 +314,7 @@ def _wanted(session: Session, state: ParameterState, kind: str) -> Wanted:
 
 
 def _read_common(session: Session, catalog: Catalog) -> CommonState:
-    common = read_plain(catalog.role_dir, catalog.file(layout.COMMON_FILE))
+    common = catalog.folder.plain(catalog.file(layout.COMMON_FILE))
     parts = optimizer_state.optimizer_parts(session.optimizer)
     optimizers = optimizer_state.match_parts(parts, common["optimizers"])
     check_scheduler(session.lr_scheduler, common["lr_scheduler"])
@@ -329,20 +327,19 @@ def _read_common(session: Session, catalog: Catalog) -> CommonState:
 def _check_sizes(catalog: Catalog, fills: Iterable[TensorFill]) -> None:
     """Finds missing and cut files while nothing has changed yet."""
     for path in {read.stored.file for fill in fills for read in fill.reads}:
-        with open_file(catalog.role_dir, catalog.file(path)):
-            pass
+        catalog.folder.check(catalog.file(path))
 
 
 def _read_extra(session: Session, catalog: Catalog) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
     """The generators' state or the seed to start them from, and what the trainer handed over."""
-    role_dir, saved = catalog.role_dir, catalog.manifest.topology
+    folder, saved = catalog.folder, catalog.manifest.topology
     place = saved.place_in_turn(session.coordinates.place)
     handed_over = catalog.by_path.get(layout.extra_file(*place))
-    extra = None if handed_over is None else read_plain(role_dir, handed_over)
+    extra = None if handed_over is None else folder.plain(handed_over)
     if session.topology.has_generators_of(saved):
-        rng = read_plain(role_dir, catalog.file(layout.rng_file(*place)))
+        rng = folder.plain(catalog.file(layout.rng_file(*place)))
         if "torch" in rng:
             return rng, None, extra
     # Of tensor-parallel rank 0: outside of what megatron's tracker covers, these ranks must draw the same.
     first = catalog.file(layout.rng_file(0, 0, *place[2:]))
-    return None, seed_of(read_plain(role_dir, first)), extra
+    return None, seed_of(folder.plain(first)), extra

@@ -13,8 +13,8 @@ from pathlib import Path
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey, StoredShard
+from mcore_ckpt.storage.folder import Folder, LocalFolder
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
-from mcore_ckpt.storage.reader import read_index
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +28,20 @@ class Catalog:
     """The tensors of one checkpoint.
 
     Args:
-        role_dir: its folder.
+        folder: where it is; a path is that of a local folder.
         manifest: its manifest.
     """
 
-    def __init__(self, role_dir: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path | Folder, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.role_dir = role_dir
+        self.folder = LocalFolder(folder) if isinstance(folder, Path) else folder
         self._opened: dict[str, _Opened] = {}
+
+    @property
+    def role_dir(self) -> Path:
+        """The path of a local folder."""
+        assert isinstance(self.folder, LocalFolder), f"{self.folder} is not local"
+        return self.folder.place
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -62,7 +68,7 @@ class Catalog:
     def file(self, path: str) -> FileRecord:
         """The manifest's record of a file that should be there. Raises CheckpointCorruptError if it is not listed."""
         if path not in self.by_path:
-            raise CheckpointCorruptError(f"{self.role_dir / layout.MANIFEST_FILE}: does not list {path}")
+            raise CheckpointCorruptError(f"{self.folder}/{layout.MANIFEST_FILE}: does not list {path}")
         return self.by_path[path]
 
     def files(self, key: ShardKey) -> list[FileRecord]:
@@ -88,7 +94,7 @@ class Catalog:
     def _open(self, file: FileRecord) -> _Opened:
         opened = self._opened.get(file.path)
         if opened is None:
-            index = read_index(self.role_dir, file)
+            index = self.folder.index(file)
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
             opened = _Opened({shard.key: shard for shard in index.shards}, aliases, _kinds(index.shards))
             self._opened[file.path] = opened

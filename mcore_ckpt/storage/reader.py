@@ -39,6 +39,11 @@ def read_manifest(role_dir: Path, manifest_file: str) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, path: Path | str) -> Manifest:
+    """The manifest that a file holds. Raises CheckpointCorruptError: it is damaged, or of a newer format."""
     try:
         return decode_manifest(data)
     except (FieldError, NewerFormatError) as error:
@@ -78,6 +83,12 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
     _check_size(path, "an index", record.index.size, knobs.INDEX_BYTES)
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.index.size, record.index.offset, path)
+    return parse_index(data, record, path)
+
+
+def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
+    """An index out of its bytes, checked as `read_index` does."""
+    assert record.index is not None
     if zlib.crc32(data) != record.index.crc32:
         raise CheckpointCorruptError(
             f"{path}: its index (byte {record.index.offset}) has a wrong CRC: damaged, or another file of that name"
@@ -104,6 +115,11 @@ def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
     _check_size(path, "a small file", record.size, knobs.PLAIN_BYTES)
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.size, 0, path)
+    return parse_plain(data, record, path)
+
+
+def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, Any]:
+    """What a small `.pt` file holds, checked as `read_plain` does."""
     if zlib.crc32(data) != record.crc32:
         raise CheckpointCorruptError(f"{path}: has a wrong CRC: damaged, or another file of that name")
     try:

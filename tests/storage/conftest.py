@@ -8,7 +8,7 @@ import pytest
 from checkpoints import ROLE, SMALL_KNOBS
 
 from mcore_ckpt import knobs, layout
-from mcore_ckpt.storage import catalog
+from mcore_ckpt.storage import folder
 from mcore_ckpt.storage.manifest import FileRecord
 
 
@@ -35,11 +35,11 @@ def small_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the files whose indexes a catalog reads, in order."""
     paths: list[str] = []
-    read = catalog.read_index
+    read = folder.read_index
 
     def noting(role_dir: Path, record: FileRecord) -> object:
         paths.append(record.path)
         return read(role_dir, record)
 
-    monkeypatch.setattr(catalog, "read_index", noting)
+    monkeypatch.setattr(folder, "read_index", noting)
     return paths
