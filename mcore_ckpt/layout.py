@@ -23,22 +23,29 @@ _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Its staging folder has a longer name, and file systems take 255 bytes.
 _ROLE_LENGTH = 128
 # Of roles, and of folders that are put in place as theirs are and have any name: "Qwen2.5-7B".
-_ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced)-([0-9a-f]+)")
+_ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-global_steps?_[0-9]+-[0-9a-f]+")
+_ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _TRACKER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
 class RoleWorkDir:
-    """A folder of a save that is under way, or of a checkpoint that a newer save has replaced."""
+    """A folder of a save that is under way, of a checkpoint that a newer save has replaced, or that says of one that it
+    is being copied.
+    """
 
     role: str
-    purpose: str  # "staging" or "replaced"
+    purpose: str  # "staging", "replaced" or "uploading"
     attempt: str
 
 
 def step_dir(root: Path, step: int) -> Path:
-    return root / f"global_steps_{step}"
+    return root / step_name(step)
+
+
+def step_name(step: int) -> str:
+    return f"global_steps_{step}"
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
@@ -80,6 +87,11 @@ def replaced_dir(role_dir: Path, attempt: str) -> Path:
     return role_dir.with_name(f".{role_dir.name}.replaced-{attempt}")
 
 
+def uploading_dir(role_dir: Path, attempt: str) -> Path:
+    """The folder that keeps a checkpoint from being deleted while it is copied to a remote store."""
+    return role_dir.with_name(f".{role_dir.name}.uploading-{attempt}")
+
+
 def deleted_dir(step_path: Path, attempt: str) -> Path:
     return step_path.with_name(f".deleted-{step_path.name}-{attempt}")
 
@@ -87,6 +99,16 @@ def deleted_dir(step_path: Path, attempt: str) -> Path:
 def parse_work_dir(name: str) -> RoleWorkDir | None:
     match = _ROLE_WORK_DIR.fullmatch(name)
     return RoleWorkDir(*match.groups()) if match else None
+
+
+def remote_dir(step: int, role: str, attempt: str) -> str:
+    """The folder of one save of a role below the root of a remote store."""
+    return f"{step_name(step)}/{role}/{attempt}"
+
+
+def is_attempt(name: str) -> bool:
+    """Whether a folder of a remote store is that of a save."""
+    return _ATTEMPT.fullmatch(name) is not None
 
 
 def is_deleted_dir(name: str) -> bool:

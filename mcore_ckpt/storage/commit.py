@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt import layout
@@ -125,6 +126,18 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
+@contextmanager
+def kept_for_upload(role_dir: Path, attempt: str) -> Iterator[None]:
+    """No retention, of this role or another, deletes the step meanwhile. Raises OSError, if the step is gone."""
+    mark = layout.uploading_dir(role_dir, attempt)
+    mark.mkdir(exist_ok=True)
+    try:
+        write_owner(mark)
+        yield
+    finally:
+        shutil.rmtree(mark, ignore_errors=True)
+
+
 def discard(staging: Path) -> None:
     """Removes what a failed save has written. A rank that is still writing into it fails at its next file."""
     shutil.rmtree(staging, ignore_errors=True)
@@ -226,11 +239,11 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
     return True
 
 
-def is_being_written(step_path: Path) -> bool:
-    """Whether a save that may still be under way has its staging folder in a step."""
+def is_in_use(step_path: Path) -> bool:
+    """Whether a save that may still be under way has its staging folder in a step, or a role there is being copied."""
     for entry in _entries(step_path):
         work = layout.parse_work_dir(entry.name)
-        owner = read_owner(entry) if work is not None and work.purpose == "staging" else None
+        owner = read_owner(entry) if work is not None and work.purpose != "replaced" else None
         if owner is not None and (owner.is_alive_here or not owner.is_on_this_host):
             return True
     return False

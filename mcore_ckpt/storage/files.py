@@ -145,3 +145,8 @@ def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
         target = target[count:]
         offset += count
     return bytes(data)
+
+
+def drop_from_cache(descriptor: int, offset: int, nbytes: int) -> None:
+    """Tells the system that these bytes of a file will not be read again."""
+    os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -174,7 +174,7 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
         return "it is a link, and what it names may be somebody else's"
     if (path / layout.PINNED_FILE).exists():
         return "it was pinned"
-    if commit.is_being_written(path):
+    if commit.is_in_use(path):
         return "a save is under way in it"
     if {entry.name for entry in path.iterdir() if _is_committed(entry)} != status.committed:
         return "it has just changed"
