@@ -12,6 +12,7 @@ from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_record
 from mcore_ckpt.saving import Save, SaveReport
 from mcore_ckpt.storage.agreement import Agreement, Record
+from mcore_ckpt.uploading import StepUpload
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class SaveHandle:
         self._progress = save.progress()
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
+        self._upload: StepUpload | None = None
         self.told = False
         """Whether the trainer has been told of a failure."""
 
@@ -54,6 +56,13 @@ class SaveHandle:
     def report(self) -> SaveReport | None:
         """What the save did on this rank; None until it is committed."""
         return self._report
+
+    @property
+    def upload(self) -> StepUpload | None:
+        """How the copy in the remote store comes on, once the checkpoint is committed; None but on rank 0, and without
+        `remote`.
+        """
+        return self._upload
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -84,7 +93,8 @@ class SaveHandle:
         assert self._save is not None
         save = self._save
         try:
-            self._report = save.finish(stall_s)
+            report = save.finish(stall_s)
+            self._upload, self._report = save.upload(), report
         except CheckpointError as error:
             self._exception = error
         except BaseException as error:

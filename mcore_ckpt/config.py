@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,12 @@ class CheckpointConfig:
         max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all. Older ones are deleted after
             the commit, beside the training; pinned ones (`mcore_ckpt.pin`) stay.
         keep_every: steps that are multiples of this stay too, whatever their age; needs max_to_keep.
+        remote: where checkpoints are copied to once they are committed, beside the training, and loaded from where they
+            are newer than the local ones, or these are gone: a URL that fsspec knows, such as s3://bucket/prefix,
+            gs://..., hdfs://host/path, file:///folder. None: nowhere. `max_to_keep` and `keep_every` count there, too.
+            Credentials come from the environment, as the store's own tools have them.
+        upload_timeout_s: how long `wait` and `close` wait for uploads under way, in seconds. Only rank 0 does: keep it
+            below the process group's timeout where training goes on after `wait`.
         roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
         vocab_size: how many tokens there are, without the rows that megatron pads embeddings with; needed only to load
             under another tensor-parallel size what padding alone does not explain. None: the HuggingFace config's.
@@ -70,6 +77,8 @@ class CheckpointConfig:
     max_host_bytes: int | None = None
     max_to_keep: int | None = None
     keep_every: int | None = None
+    remote: str | None = dataclasses.field(default=None, repr=False)  # it may hold a password
+    upload_timeout_s: float = 300.0
     roles: tuple[str, ...] | None = None
     vocab_size: int | None = None
     timeout_s: float = 600.0
@@ -89,6 +98,8 @@ class CheckpointConfig:
             raise ValueError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
+        if not self.upload_timeout_s >= 0:
+            raise ValueError(f"upload_timeout_s is {self.upload_timeout_s}: use seconds, or 0 to wait for no upload")
         if not _is_step_count(self.assume_optimizer_step):
             raise ValueError(f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None")
         if self.roles is not None:

@@ -44,6 +44,10 @@ class LockedError(CheckpointError):
     """Another trainer saves the same role below the same root. Nothing has been done."""
 
 
+class RemoteError(CheckpointError):
+    """A remote store does not answer, or not what it was asked. Local checkpoints are untouched."""
+
+
 class AgreementError(CheckpointError):
     """The ranks could not agree outside a save: one is missing, late, or the key-value store is gone."""
 
@@ -59,6 +63,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         CommitError,
         BusyError,
         LockedError,
+        RemoteError,
         AgreementError,
     )
 }

@@ -75,3 +75,19 @@ RETRY_FIRST_S = 1.0
 
 # How long an interpreter that ends waits for other ranks to commit a save under way (seconds).
 EXIT_WAIT_S = 60.0
+
+# Remote copies. Files on their way at a time, and what of each is in memory, a few times: a part of an upload in parts.
+UPLOAD_FILES = 4
+UPLOAD_PART_BYTES = 16 << 20
+UPLOAD_PART_MULTIPLE = 256 << 10
+# Stores allow 10,000 parts of a file: larger files have larger parts.
+UPLOAD_PARTS_MOST = 9_000
+# Requests under way at a time while a checkpoint is read from a remote store, what one asks for at most, and how many
+# bytes that nobody wants it takes along rather than being two.
+REMOTE_THREADS = 16
+REMOTE_READ_BYTES = 8 << 20
+REMOTE_GAP_BYTES = 256 << 10
+# What a store fails to do is tried so often, after pauses that double (seconds).
+REMOTE_TRIES = 6
+REMOTE_PAUSE_S = 1.0
+REMOTE_PAUSE_MOST_S = 30.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,13 @@ from mcore_ckpt.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    UnsupportedError,
 )
 from mcore_ckpt.filling import fill_tensors
 from mcore_ckpt.foreign import kinds
 from mcore_ckpt.hf.loading import load_hf
 from mcore_ckpt.planning import LoadPlan, TensorFill, check_all_used, plan_load
+from mcore_ckpt.remote_candidates import folder_of, local_candidate, newest_first, remote_steps
 from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
 from mcore_ckpt.session import Session
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -36,10 +37,9 @@ from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
+from mcore_ckpt.storage.folder import Folder, LocalFolder
 from mcore_ckpt.storage.read_lock import reading
-from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.transaction import failure_among, raise_failure
-from mcore_ckpt.storage.verify import verify_files
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class LoadReport:
     """What a load did on this rank.
 
     Attributes:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its URL if it came from the remote store.
         nbytes: read by this rank from files of tensors.
         seconds: from the call to the last agreement.
         skipped: why newer checkpoints were not taken, the newest first.
     """
 
-    path: Path
+    path: Path | str
     nbytes: int
     seconds: float
     skipped: tuple[str, ...]
@@ -111,16 +111,19 @@ def load_checkpoint(
     raise_failure(found)
     if path is not None and found["foreign"] is not None:
         return _load_foreign(session, found["foreign"], path, started)
-    candidates = [(int(number), Path(folder)) for number, folder in found["candidates"]]
+    candidates = [(candidate["step"], folder_of(session, candidate)) for candidate in found["candidates"]]
     skipped: list[str] = []
     changed = False
-    for number, (saved_step, role_dir) in enumerate(candidates):
+    for number, (saved_step, folder) in enumerate(candidates):
+        if not isinstance(folder, LocalFolder) and session.agreement.is_coordinator:
+            logger.warning("loading step %d from %s", saved_step, folder)
         # One rank's lock tells every process that may want to delete the step.
-        with reading([role_dir]) if session.agreement.is_coordinator else nullcontext():
+        locked = [folder.place] if session.agreement.is_coordinator and isinstance(folder, LocalFolder) else []
+        with reading(locked):
             try:
                 if verify == "full":
-                    _verify_together(session, role_dir)
-                plan = _plan_together(session, role_dir)
+                    _verify_together(session, folder)
+                plan = _plan_together(session, folder)
                 changed = True
                 nbytes = _apply_together(session, plan, check=verify != "off")
             except CheckpointError as error:
@@ -132,22 +135,28 @@ def load_checkpoint(
                 logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
                 skipped.append(str(error))
                 continue
-            nbytes += _load_hf_model(session, plan.role_dir)
+            nbytes += _load_hf_model(session, plan.folder)
         _warn_of_new_layout(session, plan)
-        report = LoadReport(role_dir, nbytes, time.monotonic() - started, tuple(skipped))
+        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped))
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
 
-def _load_hf_model(session: Session, role_dir: Path) -> int:
+def _load_hf_model(session: Session, folder: Folder) -> int:
     """The weights out of `huggingface/`, where they are all of the model that is asked for."""
     contents = session.config.load_contents
-    if "hf_model" not in contents or "model" in contents:
+    if not _takes_hf_weights(session):
         return 0
+    assert isinstance(folder, LocalFolder), "refused before anything has changed"
     # Loaded main parameters are the weights' own, and finer.
     optimizer = None if "optimizer" in contents else session.optimizer
-    folder = role_dir / layout.HUGGINGFACE_DIR
-    return load_hf(session.chunks, folder, optimizer=optimizer, timeout_s=session.config.timeout_s).nbytes
+    weights = folder.place / layout.HUGGINGFACE_DIR
+    return load_hf(session.chunks, weights, optimizer=optimizer, timeout_s=session.config.timeout_s).nbytes
+
+
+def _takes_hf_weights(session: Session) -> bool:
+    contents = session.config.load_contents
+    return "hf_model" in contents and "model" not in contents
 
 
 def _warn_of_new_layout(session: Session, plan: LoadPlan) -> None:
@@ -159,7 +168,7 @@ def _warn_of_new_layout(session: Session, plan: LoadPlan) -> None:
     generators = f"go on as those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
     logger.warning(
         "%s was saved on %s, this is %s: each rank's random number generators %s, and its extra_state is that of %s",
-        plan.role_dir,
+        plan.folder,
         saved,
         now,
         generators,
@@ -194,58 +203,68 @@ def _candidates(session: Session, step: int | None, path: Path | None) -> Record
     if path is not None:
         if not path.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
-        return {"candidates": [(0, str(path.absolute()))], "foreign": kinds.kind_of(path.absolute())}
+        return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}
     statuses = steps.list_steps(session.root)
     if step is not None:
         statuses = [status for status in statuses if status.step == step]
     good = [status for status in statuses if status.is_complete and session.role in status.committed]
-    if not good:
+    there = remote_steps(session, step, required=not good)
+    candidates = newest_first(session.role, good, there)
+    if not candidates:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         reasons = "".join(f"\n  {_reason(status, session.role)}" for status in reversed(statuses))
+        if session.remote is not None:
+            reasons += f"\n  {session.remote.url}: none either"
+            reasons += "".join(f"\n  {found.reason}" for found in reversed(there))
         raise CheckpointNotFoundError(f"{session.root}: {what} of {session.role}{reasons}")
-    if step is None:
+    if step is None and not candidates[0]["remote"]:
         steps.warn_if_tracker_differs(session.root, good)
-    return {"candidates": [(status.step, str(status.path / session.role)) for status in reversed(good)]}
+    return {"candidates": candidates}
 
 
 def _reason(status: steps.StepStatus, role: str) -> str:
     return status.reason if not status.is_complete else f"{status.path}: complete, but without {role}"
 
 
-def _verify_together(session: Session, role_dir: Path) -> None:
+def _verify_together(session: Session, folder: Folder) -> None:
     """All files are read by some rank each, whoever will need them."""
 
     def work() -> Record:
-        manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+        manifest = folder.manifest()
         largest_first = sorted(manifest.files, key=lambda file: (-file.size, file.path))
         mine = largest_first[session.agreement.rank :: session.topology.world_size]
-        if damages := verify_files(role_dir, mine):
+        if damages := folder.verify(mine):
             more = f" (and {len(damages) - 1} more: see mcore-ckpt verify)" if len(damages) > 1 else ""
             raise CheckpointCorruptError(damages[0].problem + more)
         return {"attempt": manifest.attempt}
 
     def combine(records: Sequence[Record]) -> Record:
-        return same_everywhere(records, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
+        return same_everywhere(records, f"{folder}: the checkpoint seen there (is it one shared file system?)")
 
-    decide(session.agreement, f"verifying {role_dir}", work, combine)
+    decide(session.agreement, f"verifying {folder}", work, combine)
 
 
-def _plan_together(session: Session, role_dir: Path) -> LoadPlan:
+def _plan_together(session: Session, folder: Folder) -> LoadPlan:
     plans: list[LoadPlan] = []
 
     def work() -> Record:
         if session.config.load_replicas == "broadcast":
             refuse_broadcast(session.chunks, session.replicas, "load_replicas='broadcast'")
-        plans.append(plan_load(session, role_dir))
+        if _takes_hf_weights(session) and not isinstance(folder, LocalFolder):
+            raise UnsupportedError(
+                f"{folder}: load_contents asks for the weights in {layout.HUGGINGFACE_DIR}/, which are not read from a "
+                "remote store: ask for 'model', or copy the folder here"
+            )
+        plans.append(plan_load(session, folder))
         return {"attempt": plans[0].manifest.attempt, "used": plans[0].used}
 
     def combine(records: Sequence[Record]) -> Record:
         seen = [{"attempt": record["attempt"]} for record in records]
-        same_everywhere(seen, f"{role_dir}: the checkpoint seen there (is it one shared file system?)")
+        same_everywhere(seen, f"{folder}: the checkpoint seen there (is it one shared file system?)")
         check_all_used(session, plans[0], [record["used"] for record in records])
         return {}
 
-    decide(session.agreement, f"checking {role_dir}", work, combine)
+    decide(session.agreement, f"checking {folder}", work, combine)
     return plans[0]
 
 
@@ -262,12 +281,12 @@ def _apply_together(session: Session, plan: LoadPlan, check: bool) -> int:
         nbytes.append(_apply(session, plan, to_read(plan.fills, shared, session.agreement.rank), check))
         return {}
 
-    decide(session.agreement, f"loading {plan.role_dir}", work, lambda _: {})
+    decide(session.agreement, f"loading {plan.folder}", work, lambda _: {})
     try:
         broadcast(shared, session.replicas)
         _make_consistent(session)
     except Exception as error:
-        raise CheckpointError(f"{plan.role_dir}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{plan.folder}: {type(error).__name__}: {error}") from error
     return nbytes[0]
 
 
@@ -276,7 +295,7 @@ def _apply(session: Session, plan: LoadPlan, fills: Sequence[TensorFill], check:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what still uses the old state must not meet the new one
     with torch.no_grad():
-        nbytes = fill_tensors(fills, partial(read_ranges, plan.role_dir, files, check=check))
+        nbytes = fill_tensors(fills, partial(plan.folder.fill, files, check=check))
     for part, state in plan.unstepped:
         optimizer_state.forget_state(part, state)
     if plan.common is not None:

@@ -18,6 +18,7 @@ from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.config import CheckpointConfig, check_roles
 from mcore_ckpt.exporting import check_exportable
 from mcore_ckpt.loading import VERIFY_WORDS, LoadResult, load_checkpoint
+from mcore_ckpt.remote_candidates import newest_first, remote_steps
 from mcore_ckpt.saving import Save, SaveResources
 from mcore_ckpt.session import Session
 from mcore_ckpt.staging.guards import Guards
@@ -32,9 +33,12 @@ from mcore_ckpt.state.unsupported import (
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere, take_seat
 from mcore_ckpt.storage.manifest import StageRecord
+from mcore_ckpt.storage.remote import Remote
+from mcore_ckpt.storage.retention import Policy
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
 from mcore_ckpt.topology import is_first_optimizer_instance, read_replicas, read_topology
+from mcore_ckpt.uploading import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -213,9 +217,15 @@ class CheckpointManager:
         return decide(self._session.agreement, topic, lambda: request, combine)
 
     def latest_step(self) -> int | None:
-        """The newest complete step of this role, or None. What one rank sees: no agreement, no check of the bytes."""
-        found = [s.step for s in steps.complete_steps(self._session.root) if self._session.role in s.committed]
-        return found[-1] if found else None
+        """The newest complete step of this role, here or in the remote store, or None. What one rank sees: no
+        agreement, no check of the bytes.
+
+        Raises RemoteError if there is none here and the store does not answer: it may have one.
+        """
+        role = self._session.role
+        here = [status for status in steps.complete_steps(self._session.root) if role in status.committed]
+        there = remote_steps(self._session, None, required=not here)
+        return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
     def before_step(self) -> None:
         """What the current CUDA stream is given from now on waits until a lazy save has copied the state.
@@ -226,17 +236,23 @@ class CheckpointManager:
         self._session.staging.hold()
 
     def wait(self) -> None:
-        """Returns once no save is under way. Every rank calls it.
+        """Returns once no save is under way, on rank 0 no upload either, or after `upload_timeout_s`. Every rank calls
+        it.
 
         Raises:
             CheckpointError: the save that was under way has failed, and nobody was told yet.
         """
         self._check_open()
         self._background.settle()
+        uploads = self._session.uploads
+        if uploads is not None and not uploads.wait(self._session.config.upload_timeout_s):
+            logger.warning("an upload is still under way, and goes on: upload_timeout_s is over")
         self._background.raise_failure()
 
     def close(self) -> None:
         """Ends a save that is under way, and frees the host memory that saves use. The manager cannot be used after.
+
+        An upload has until `upload_timeout_s`; what is not in the remote store then, the next run's saves take there.
 
         Raises:
             CheckpointError: as `wait`; the manager is closed all the same.
@@ -248,6 +264,8 @@ class CheckpointManager:
         self._session.staging.close()
         self._session.lock.release()
         self._closed = True
+        if self._session.uploads is not None:
+            self._session.uploads.close(self._session.config.upload_timeout_s)
         self._background.raise_failure()
 
     def _take_place(self) -> None:
@@ -317,6 +335,9 @@ def _session(
     if "hf_model" in config.save_contents and trainer["hf_config"] is None:
         raise ValueError("save_contents has 'hf_model', but there is no hf_config: hand one over or leave the word out")
     coordinates, topology = read_topology(len(chunks))
+    # Now, not at the first upload: a package may be missing.
+    remote = None if config.remote is None else Remote(config.remote)
+    uploads = None if remote is None else Uploads(remote, root, role, Policy(config.max_to_keep, config.keep_every))
     return Session(
         root=root,
         role=role,
@@ -333,6 +354,8 @@ def _session(
         commits=commits,
         staging=Staging(config.max_host_bytes),
         lock=TrainerLock(root, role),
+        remote=remote,
+        uploads=uploads if agreement.is_coordinator else None,
         **trainer,
     )
 
@@ -363,6 +386,7 @@ def _set_up_together(session: Session) -> None:
             "shared_writes": config.shared_writes,
             "vocab_size": session.vocab_size,
             "load_replicas": config.load_replicas,
+            "remote": session.remote and session.remote.url,
         }
 
     def combine(records: Sequence[Record]) -> Record:

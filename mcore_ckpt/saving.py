@@ -27,6 +27,7 @@ from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.storage.retention import Policy, delete_old_steps
 from mcore_ckpt.storage.transaction import Attempt, commit_together
 from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
+from mcore_ckpt.uploading import StepUpload
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +188,11 @@ class Save:
         self._resources.names.were_told(self._plan.files)
         # Of a file shared by several ranks, this rank's part.
         return self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
+
+    def upload(self) -> StepUpload | None:
+        """Lets the committed checkpoint go to the remote store. None where there is none, and but on rank 0."""
+        uploads = self._session.uploads
+        return None if uploads is None else uploads.committed(self.step)
 
     def after_commit(self) -> None:
         """Deletes what is too old: after all ranks know of the commit, because it may take long."""

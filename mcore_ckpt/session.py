@@ -12,8 +12,10 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.staging.staging import Staging
 from mcore_ckpt.storage.agreement import Agreement
 from mcore_ckpt.storage.manifest import StageRecord
+from mcore_ckpt.storage.remote import Remote
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
+from mcore_ckpt.uploading import Uploads
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +23,7 @@ class Session:
     """Everything a CheckpointManager was given and has found out, fixed for its life.
 
     `agreement` is the trainer's thread's, `commits` that of the thread that ends a save: a wait blocks its client.
-    `lock` is of use on rank 0 alone.
+    `lock` is of use on rank 0 alone, `uploads` is rank 0's alone.
     """
 
     root: Path
@@ -43,3 +45,5 @@ class Session:
     commits: Agreement
     staging: Staging
     lock: TrainerLock
+    remote: Remote | None
+    uploads: Uploads | None

@@ -14,6 +14,7 @@ from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.manifest import Manifest
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.remote import Remote, RemoteStep
+from mcore_ckpt.storage.retention import Judged, Policy, too_old
 from mcore_ckpt.storage.upload import Upload, settle
 
 logger = logging.getLogger(__name__)
@@ -58,14 +59,14 @@ class Uploads:
         remote: the store.
         root: the folder of the local steps.
         role: whose checkpoints.
-        max_to_keep: complete steps to keep there; None keeps all.
+        policy: what is to stay there.
     """
 
-    def __init__(self, remote: Remote, root: Path, role: str, max_to_keep: int | None) -> None:
+    def __init__(self, remote: Remote, root: Path, role: str, policy: Policy) -> None:
         self._remote = remote
         self._root = root
         self._role = role
-        self._max_to_keep = max_to_keep
+        self._policy = policy
         self._lock = threading.Lock()
         self._waiting: dict[int, StepUpload] = {}  # committed here, and not in the store yet
         self._begun: dict[str, Upload] = {}  # by folder: what a failed one has sent need not go again
@@ -128,25 +129,25 @@ class Uploads:
         todo = self._todo(list(there.values()))
         for step, told in list(self._waiting.items()):
             if step not in todo:
-                self._give_up(step, told, CheckpointError("older than those that max_to_keep keeps"))
+                self._give_up(step, told, CheckpointError("older than those that are kept"))
         self._begun = {key: upload for key, upload in self._begun.items() if upload.manifest.step in todo}
         for step in todo:
             if self._asked or self._stop.is_set():
                 return  # a newer one has come meanwhile, and is worth more: this one's turn comes again
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
-                settle(self._remote, uploaded, self._begun, self._max_to_keep, self._latest)
+                pinned = {status.step for status in steps.list_steps(self._root) if status.pinned}
+                settle(self._remote, uploaded, self._begun, self._policy, pinned, self._latest)
 
     def _todo(self, there: list[RemoteStep]) -> list[int]:
         """Steps to upload, the newest first: those committed here, and what earlier runs have left."""
         newest = max((step.step for step in there if self._role in step.committed), default=-1)
         local = [status for status in steps.list_steps(self._root) if self._role in status.committed]
         wanted = {status.step for status in local if status.is_complete and status.step > newest} | {*self._waiting}
-        if self._max_to_keep is not None:
-            # What the policy would delete at once need not go.
-            both: dict[int, steps.Countable] = {step.step: step for step in there}
-            everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
-            wanted -= {step.step for step in steps.doomed_steps(everywhere, self._max_to_keep, self._latest)}
+        # What the policy would delete at once need not go.
+        both: dict[int, Judged] = {step.step: step for step in there}
+        everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
+        wanted -= {step.step for step in too_old(everywhere, self._policy, self._latest)}
         return sorted(wanted, reverse=True)
 
     def _upload(self, step: int, there: RemoteStep) -> Manifest | None:

@@ -15,6 +15,7 @@ beside() {
 }
 beside te
 beside transformers4
+beside remote
 
 .venv/bin/ruff check .
 .venv/bin/mypy mcore_ckpt

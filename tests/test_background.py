@@ -46,6 +46,9 @@ class FakeSave:
         self.done = 1000
         return REPORT
 
+    def upload(self) -> None:
+        return None
+
     def after_commit(self) -> None:
         self.deleting.set()
         assert self.may_delete.wait(LONG_S)
@@ -308,6 +311,8 @@ class Save:
             raise
         marker.with_name(self.name).write_text("committed")
         return SaveReport(7, marker, 0, *[0.0] * 7)
+    def upload(self):
+        return None
     def after_commit(self):
         marker.with_name(self.name + "-deleted").touch()
 

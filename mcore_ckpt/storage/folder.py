@@ -14,6 +14,7 @@ from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.storage.index import FileIndex
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain, read_ranges
+from mcore_ckpt.storage.verify import Damage, verify_files
 
 
 class Folder(Protocol):
@@ -32,7 +33,12 @@ class Folder(Protocol):
 
     def plain(self, record: FileRecord) -> dict[str, Any]: ...
 
-    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int: ...
+    def fill(
+        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
+    ) -> int: ...
+
+    def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
+        """Reads files whole, and says where they are not what their records say."""
 
 
 @dataclass(frozen=True)
@@ -57,5 +63,10 @@ class LocalFolder:
     def plain(self, record: FileRecord) -> dict[str, Any]:
         return read_plain(self.place, record)
 
-    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
-        return read_ranges(self.place, files, reads)
+    def fill(
+        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
+    ) -> int:
+        return read_ranges(self.place, files, reads, check)
+
+    def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
+        return verify_files(self.place, files)

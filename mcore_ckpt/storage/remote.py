@@ -54,12 +54,14 @@ class RemoteStep:
         found: the newest whole attempt of each role.
         remains: of each role, the attempts that count no more or not yet: replaced ones, and those without a manifest.
         problems: manifests that are no good.
+        pinned: where it was committed, somebody has said that it stays.
     """
 
     step: int
     found: dict[str, RemoteRole] = field(default_factory=dict)
     remains: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    pinned: bool = False
 
     @property
     def committed(self) -> frozenset[str]:

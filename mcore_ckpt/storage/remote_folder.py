@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import parse_index, parse_plain
 from mcore_ckpt.storage.remote import Remote
+from mcore_ckpt.storage.verify import Damage
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,15 +65,32 @@ class RemoteFolder:
         self.check(record)
         return parse_plain(self._read(record.path, 0, record.size), record, self._url(record.path))
 
-    def fill(self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
+    def fill(
+        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
+    ) -> int:
         """As `storage.reader.read_ranges`. Returns how many bytes were fetched."""
         for path in {read.stored.file for read, _ in reads}:
             self.check(files[path])
         fetches = list(plan_fetches(reads))
-        for_each(fetches, self._fetch, min(knobs.REMOTE_THREADS, len(fetches)))
+        for_each(fetches, partial(self._fetch, check=check), min(knobs.REMOTE_THREADS, len(fetches)))
         return sum(fetch.stop - fetch.start for fetch in fetches)
 
-    def _fetch(self, fetch: Fetch) -> None:
+    def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
+        return [damage for file in files if (damage := self._damage(file)) is not None]
+
+    def _damage(self, file: FileRecord) -> Damage | None:
+        crc = 0
+        try:
+            self.check(file)
+            for start in range(0, file.size, knobs.REMOTE_READ_BYTES):
+                crc = zlib.crc32(self._read(file.path, start, min(start + knobs.REMOTE_READ_BYTES, file.size)), crc)
+        except CheckpointCorruptError as error:
+            return Damage(str(error), file.path, file.rank)
+        if crc == file.crc32:
+            return None
+        return Damage(f"{self._url(file.path)}: has a wrong CRC: damaged, or another file", file.path, file.rank)
+
+    def _fetch(self, fetch: Fetch, check: bool) -> None:
         data = self._read(fetch.file, fetch.start, fetch.stop)
         # A copy, since torch wants memory that may be written to.
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -79,7 +98,8 @@ class RemoteFolder:
             stored = part.read.stored
             first = stored.offset + part.start - fetch.start
             piece = memory[first : first + part.stop - part.start]
-            self._check_blocks(stored, part, piece)
+            if check:
+                self._check_blocks(stored, part, piece)
             with torch.no_grad():
                 apply_piece(part, piece)
 

@@ -10,10 +10,11 @@ import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointNotFoundError
@@ -39,16 +40,41 @@ class Policy:
     keep_every: int | None = None
 
 
+class Judged(Protocol):
+    """What the rule looks at in a step, wherever it is."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def committed(self) -> Collection[str]: ...
+    @property
+    def problems(self) -> Collection[str]: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def pinned(self) -> bool: ...
+
+
+Step = TypeVar("Step", bound=Judged)
+
+
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Generic[Step]):
     """Whether a step stays, and why."""
 
-    status: StepStatus
+    status: Step
     stays: bool
     reason: str
 
 
-def judge(statuses: Sequence[StepStatus], policy: Policy, committed: int | None = None) -> list[Verdict]:
+def too_old(statuses: Sequence[Step], policy: Policy, committed: int | None = None) -> list[Step]:
+    """Those that `judge` lets go."""
+    return [verdict.status for verdict in judge(statuses, policy, committed) if not verdict.stays]
+
+
+def judge(statuses: Sequence[Step], policy: Policy, committed: int | None = None) -> list[Verdict[Step]]:
     """The rule, for each of the statuses, which are ordered by step.
 
     What is not understood stays: folders without a manifest of ours, and manifests that are damaged, of a newer
@@ -74,7 +100,7 @@ def judge(statuses: Sequence[StepStatus], policy: Policy, committed: int | None 
     return verdicts
 
 
-def _newest(statuses: Sequence[StepStatus], count: int | None) -> dict[int, list[str]]:
+def _newest(statuses: Sequence[Judged], count: int | None) -> dict[int, list[str]]:
     """The newest complete steps of each role: roles may save at steps of their own."""
     of_role: dict[str, list[int]] = defaultdict(list)
     for status in statuses:
@@ -88,7 +114,7 @@ def _newest(statuses: Sequence[StepStatus], count: int | None) -> dict[int, list
 
 
 def _why_it_stays(
-    status: StepStatus,
+    status: Judged,
     policy: Policy,
     newest: dict[int, list[str]],
     oldest_needed: int,

@@ -10,6 +10,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mcore_ckpt.storage.in_parallel import for_each
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import open_file, parse_manifest
 from mcore_ckpt.storage.remote import Remote, RemoteStep
-from mcore_ckpt.storage.steps import doomed_steps
+from mcore_ckpt.storage.retention import Policy, too_old
 
 logger = logging.getLogger(__name__)
 
@@ -184,14 +185,22 @@ class SentBytes:
         return f"{hashlib.md5(b''.join(self._parts), usedforsecurity=False).hexdigest()}-{len(self._parts)}"
 
 
-def settle(remote: Remote, uploaded: Manifest, pending: Collection[str], max_to_keep: int | None, latest: int) -> None:
+def settle(
+    remote: Remote,
+    uploaded: Manifest,
+    pending: Collection[str],
+    policy: Policy,
+    pinned: Collection[int],
+    latest: int,
+) -> None:
     """Behind an upload: the tracker is moved, and what counts no more is deleted.
 
     Args:
         remote: where.
         uploaded: what was. Other attempts of its role are tidied up: no other process may be uploading them.
         pending: folders of attempts that this process will go on with.
-        max_to_keep: complete steps to keep; None keeps all.
+        policy: what is to stay.
+        pinned: steps that stay, too.
         latest: the step saved last, which stays: after a rollback it is not the newest.
 
     Raises:
@@ -205,8 +214,8 @@ def settle(remote: Remote, uploaded: Manifest, pending: Collection[str], max_to_
     if complete and remote.read_tracker() != complete[-1]:
         text = str(complete[-1]).encode()
         remote.persist("moving the tracker", lambda: remote.replace(layout.TRACKER_FILE, text))
-    for doomed in doomed_steps(steps, max_to_keep, latest) if max_to_keep is not None else ():
-        remote.delete(layout.step_name(doomed.step))
+    for step in too_old([replace(step, pinned=step.step in pinned) for step in steps], policy, latest):
+        remote.delete(layout.step_name(step.step))
 
 
 def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:

@@ -92,6 +92,8 @@ class Trainer:
             commits=SimpleNamespace(rank=0),  # type: ignore[arg-type]
             staging=SimpleNamespace(),  # type: ignore[arg-type]
             lock=SimpleNamespace(),  # type: ignore[arg-type]
+            remote=None,
+            uploads=None,
         )
         return self.planner.plan(session)
 
