@@ -192,8 +192,6 @@ class Remote:
                 self.fs.rm(path, recursive=True)
 
         self.persist(f"deleting {key}", remove)
-        for known in [known for known in self._manifests if known.startswith(f"{key}/") or known == key]:
-            self._manifests.pop(known, None)
 
     def persist(self, what: str, work: Callable[[], Result], stop: threading.Event | None = None) -> Result:
         """Tries again, after growing pauses, what a store has failed to do.
@@ -257,6 +255,8 @@ class Remote:
 
     def _whole(self, step: int, role: str, attempt: str, problems: list[str]) -> RemoteRole | None:
         key = layout.remote_dir(step, role, attempt)
+        if layout.MANIFEST_FILE not in self._names(key):
+            return None
         if key not in self._manifests:
             try:
                 manifest = self.manifest(key)

@@ -18,9 +18,9 @@ from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.storage.agreement import Agreement, Record
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.folder import Folder, LocalFolder
 from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
 from mcore_ckpt.storage.owner import Owner
-from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
 from mcore_ckpt.storage.retention import Policy, delete_old_steps
 from mcore_ckpt.storage.transaction import Attempt, commit_together, open_together
@@ -201,27 +201,32 @@ def make(role_dir: Path, version: int, roles: Sequence[str] | None = None) -> No
 
 
 def read_version(role_dir: Path) -> int:
+    """`read_folder` of a local checkpoint."""
+    return read_folder(LocalFolder(role_dir))
+
+
+def read_folder(folder: Folder) -> int:
     """Which version a checkpoint holds. Fails unless every rank's every byte is that version's."""
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = folder.manifest()
     world = manifest.topology.world_size
-    small = {file.rank: read_plain(role_dir, file) for file in manifest.files_of("rng")}
+    small = {file.rank: folder.plain(file) for file in manifest.files_of("rng")}
     version = small[0]["version"]
     assert small == {rank: small_state(version, rank) for rank in range(world)}
     indexed = manifest.files_of("optimizer")
     assert [file.rank for file in indexed] == list(range(world))
     for file in indexed:
-        _assert_tensors(role_dir, file, tensors(version, file.rank))
+        _assert_tensors(folder, file, tensors(version, file.rank))
     (shared,) = manifest.files_of("model")
-    _assert_tensors(role_dir, shared, shared_tensors(version))
+    _assert_tensors(folder, shared, shared_tensors(version))
     return int(version)
 
 
-def _assert_tensors(role_dir: Path, file: FileRecord, wanted: dict[str, torch.Tensor]) -> None:
-    shards = {shard.key.name: shard for shard in read_index(role_dir, file).shards}
+def _assert_tensors(folder: Folder, file: FileRecord, wanted: dict[str, torch.Tensor]) -> None:
+    shards = {shard.key.name: shard for shard in folder.index(file).shards}
     assert shards.keys() == wanted.keys()
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
     reads = [(ReadRange(shards[name], Rows(0, 0, tensor.numel())), tensor) for name, tensor in found.items()]
-    read_ranges(role_dir, {file.path: file}, reads)
+    folder.fill({file.path: file}, reads)
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), f"{file.path}: {name}"
 

@@ -1,0 +1,530 @@
+"""Copies in a remote store: a step counts when it is there whole, whatever an upload met on its way."""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import checkpoints
+import fsspec
+import pytest
+from checkpoints import ROLE, make, stage
+from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
+
+from mcore_ckpt import knobs, layout
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.remote import Remote, public_url
+from mcore_ckpt.storage.remote_folder import RemoteFolder
+from mcore_ckpt.storage.upload import SentBytes, Upload, part_size
+from mcore_ckpt.uploading import Uploads
+
+POINTS = 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "REMOTE_PAUSE_S", 0.001)
+    # Files go in several parts, and are read in several requests.
+    monkeypatch.setattr(knobs, "UPLOAD_PART_BYTES", 300_000)
+
+
+@pytest.fixture(params=["memory", "file"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+    return Remote(f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/remote")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+def uploads_of(remote: Remote, root: Path, keep: int | None = None, role: str = ROLE) -> Uploads:
+    return Uploads(remote, root, role, keep)
+
+
+# -- what arrives -----------------------------------------------------------------------------------------------
+
+
+def test_a_committed_step_arrives_whole_and_the_tracker_names_it(remote: Remote, root: Path) -> None:
+    uploads = uploads_of(remote, root)
+    for step in (1, 2):
+        save(root, step, version=step)
+        told = upload(uploads, step)
+        assert told.done
+        assert told.exception is None
+        assert told.nbytes == read_manifest(role_dir(root, step), layout.MANIFEST_FILE).nbytes
+    assert versions(remote) == {1: 1, 2: 2}
+    assert remote.read_tracker() == 2
+    attempt = read_manifest(role_dir(root, 2), layout.MANIFEST_FILE).attempt
+    # As docs/format.md has it: an attempt's folder is what the role's folder is here.
+    there = {name.partition(f"{attempt}/")[2] for name in files(remote) if attempt in name}
+    assert there == {p.relative_to(role_dir(root, 2)).as_posix() for p in role_dir(root, 2).rglob("*") if p.is_file()}
+    assert not checkpoints.remains(root)
+
+
+def test_the_manifest_goes_last_and_then_the_tracker(remote: Remote, root: Path) -> None:
+    save(root, 1, version=1)
+    opened: list[str] = []
+    real = remote.writing
+    remote.writing = lambda key, part: (opened.append(key), real(key, part))[1]  # type: ignore[method-assign]
+    upload(uploads_of(remote, root), 1)
+    assert [path.rpartition("/")[2] for path in opened[-2:]] == [layout.MANIFEST_FILE, layout.TRACKER_FILE]
+    assert len(opened) == 3 + 2
+
+
+def test_a_step_saved_again_replaces_its_copy(remote: Remote, root: Path) -> None:
+    uploads = uploads_of(remote, root)
+    for version in (1, 2):
+        save(root, 5, version=version)
+        assert upload(uploads, 5).done
+        assert versions(remote) == {5: version}
+    (attempt,) = {name.split("/")[2] for name in files(remote) if "/" in name}
+    assert attempt == read_manifest(role_dir(root, 5), layout.MANIFEST_FILE).attempt
+
+
+def test_the_newer_attempt_counts_even_if_the_clock_was_put_back(
+    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = uploads_of(remote, root)
+    original = checkpoints.manifest_of
+    for version, year in ((1, "2031"), (2, "2029")):
+        monkeypatch.setattr(
+            checkpoints,
+            "manifest_of",
+            lambda *args, year=year: replace(original(*args), created=f"{year}-01-01T00:00:00+00:00"),
+        )
+        save(root, 5, version=version)
+        upload(uploads, 5)
+    assert versions(remote) == {5: 2}
+
+
+def test_steps_that_earlier_runs_have_left_behind_are_uploaded_the_newest_first(remote: Remote, root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(root, step, version=step)
+    upload(uploads_of(remote, root), 1)  # an earlier run's; all are newer than what is there: nothing
+    assert set(versions(remote)) == {1, 2, 3, 4}
+    remote.delete(layout.step_name(2))  # by somebody's hand: not newer than what is there, so it stays away
+    save(root, 5, version=5)
+    upload(uploads_of(remote, root), 5)
+    assert set(versions(remote)) == {1, 3, 4, 5}
+
+
+def test_what_the_policy_would_delete_is_not_sent(remote: Remote, root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(root, step, version=step)
+    opened: list[str] = []
+    with failing(remote, before=lambda number, name: opened.append(name)):
+        upload(uploads_of(remote, root, keep=2), 4)
+    assert versions(remote) == {3: 3, 4: 4}
+    assert opened.count("open") == 2 * (3 + 1) + 1
+
+
+def test_retention_counts_what_is_in_the_store(remote: Remote, root: Path) -> None:
+    uploads = uploads_of(remote, root, keep=2)
+    for step in (1, 2, 3, 4):
+        save(root, step, version=step)
+        upload(uploads, step)
+        assert set(versions(remote)) == {step, max(1, step - 1)}
+    # After a rollback the step just saved is not the newest, and stays.
+    save(root, 2, version=22)
+    upload(uploads, 2)
+    assert versions(remote) == {2: 22, 3: 3, 4: 4}
+    assert remote.read_tracker() == 4
+
+
+def test_a_step_counts_when_all_its_roles_are_there(remote: Remote, root: Path) -> None:
+    roles = ("actor", "critic")
+    for role, step in (("actor", 1), ("critic", 1), ("actor", 2)):
+        make(role_dir(root, step, role), version=step, roles=roles)
+        assert upload(uploads_of(remote, root, role=role), step).done
+    assert [step.step for step in remote.steps() if step.is_complete] == [1]
+    assert remote.read_tracker() == 1
+    assert "critic" in remote.step(2).reason
+    make(role_dir(root, 2, "critic"), version=2, roles=roles)
+    upload(uploads_of(remote, root, role="critic"), 2)
+    assert remote.read_tracker() == 2
+    assert version_at(remote, 2, "critic") == 2
+
+
+# -- what fails -------------------------------------------------------------------------------------------------
+
+
+def test_what_a_store_fails_to_do_now_and_then_is_tried_again(remote: Remote, root: Path) -> None:
+    chance = random.Random(6)
+
+    def flaky(number: int, name: str) -> None:
+        if chance.random() < 0.03:
+            raise Outage(name)
+
+    uploads = uploads_of(remote, root, keep=2)
+    with failing(remote, before=flaky, after=flaky) as store:
+        for step in (1, 2, 3):
+            save(root, step, version=step)
+            told = upload(uploads, step)
+            assert told.done, told.exception
+        assert store.count > 100
+    assert set(versions(remote)) == {2, 3}
+
+
+Interrupt = Callable[[int, str], None]
+
+
+def from_operation(number: int) -> Interrupt:
+    """Nothing gets through from here on, as where the process was killed."""
+
+    def interrupt(at: int, name: str) -> None:
+        if at >= number:
+            raise Outage(f"{name}, number {at}")
+
+    return interrupt
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_upload_interrupted_anywhere_leaves_a_newest_step_that_loads(
+    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A new step with retention, and then the only step that is there, saved again."""
+    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+    save(root, 1, version=1)
+    upload(uploads_of(remote, root, keep=1), 1)
+    for step, new in ((2, 12), (2, 22)):
+        old = versions(remote)
+        save(root, step, version=new)
+        interrupted = 0
+        for number in range(1, 1000):
+            uploads = uploads_of(remote, root, keep=1)
+            with failing(remote, **{when: from_operation(number)}) as store:  # type: ignore[arg-type]
+                upload(uploads, step)
+            found = versions(remote)
+            assert found, number
+            newest = max(found)
+            assert found[newest] in (old.get(newest), new), number
+            if store.count < number:
+                break
+            interrupted += 1
+        assert interrupted >= POINTS
+        assert versions(remote) == {step: new}
+        assert remote.read_tracker() == step
+        attempt = read_manifest(role_dir(root, step), layout.MANIFEST_FILE).attempt
+        assert {name.split("/")[2] for name in files(remote) if "/" in name} == {attempt}
+
+
+def test_a_failed_upload_warns_and_is_made_good_behind_the_next_commit(
+    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(knobs, "REMOTE_TRIES", 2)
+    uploads = uploads_of(remote, root)
+    save(root, 1, version=1)
+    with failing(remote, before=from_operation(8)), caplog.at_level(logging.WARNING):
+        told = upload(uploads, 1)
+    assert not told.done
+    assert isinstance(told.exception, RemoteError)
+    assert "tried again behind the next commit" in caplog.text
+    assert versions(remote) == {}
+    save(root, 2, version=2)
+    assert upload(uploads, 2).done
+    assert told.done
+    assert told.exception is None
+    assert versions(remote) == {1: 1, 2: 2}
+
+
+def test_what_has_arrived_does_not_go_again(remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+    monkeypatch.setattr(knobs, "UPLOAD_FILES", 1)
+    save(root, 1, version=1)
+    uploads, opened = uploads_of(remote, root), list[str]()
+
+    def third_file(number: int, name: str) -> None:
+        opened.append(name)
+        if opened.count("open") == 3:
+            raise Outage
+
+    with failing(remote, before=third_file):
+        upload(uploads, 1)
+    opened.clear()
+    with failing(remote, before=lambda number, name: opened.append(name)):
+        upload(uploads, 1)
+    assert opened.count("open") == 3  # a file, the manifest, the tracker
+    assert versions(remote) == {1: 1}
+
+
+def test_a_damaged_local_file_is_not_uploaded(remote: Remote, root: Path) -> None:
+    save(root, 1, version=1)
+    path = role_dir(root, 1) / layout.model_file(0, 0)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    uploads = uploads_of(remote, root)
+    told = upload(uploads, 1)
+    assert not told.done
+    assert str(path) in str(told.exception)
+    assert "another CRC" in str(told.exception)
+    assert versions(remote) == {}
+    save(root, 2, version=2)
+    assert upload(uploads, 2).done
+    assert versions(remote) == {2: 2}
+
+
+def test_bytes_that_change_on_their_way_are_sent_again(remote: Remote, root: Path) -> None:
+    save(root, 1, version=1)
+    real, changed = remote.fs.open, []
+
+    class Changing:
+        def __init__(self, stream: object) -> None:
+            self.stream = stream
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.stream, name)
+
+        def write(self, data: memoryview) -> None:
+            flipped = bytearray(data)
+            if not changed:
+                flipped[7] ^= 1
+                changed.append(1)
+            self.stream.write(flipped)
+
+    remote.fs.open = lambda path, mode="rb", **kwargs: (
+        Changing(real(path, mode, **kwargs)) if mode == "wb" else real(path, mode, **kwargs)
+    )
+    assert upload(uploads_of(remote, root), 1).done
+    assert changed
+    assert versions(remote) == {1: 1}
+
+
+def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(remote: Remote, root: Path) -> None:
+    save(root, 1, version=1)
+    run = Upload(remote, role_dir(root, 1), threading.Event())
+    real = remote.sizes
+    remote.sizes = lambda key: (remote.delete(key), real(key))[1]  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="3 files are gone"):
+        run.run()
+    remote.sizes = real  # type: ignore[method-assign]
+    assert versions(remote) == {}
+    run.run()
+    assert versions(remote) == {1: 1}
+
+
+def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, root: Path) -> None:
+    """Else a store that is slower than the saves would never get one."""
+    uploads = uploads_of(remote, root)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def held(number: int, name: str) -> None:
+        if name == "write":
+            begun.set()
+            assert may_end.wait(LONG_S)
+
+    save(root, 1, version=1)
+    with failing(remote, before=held):
+        first = uploads.committed(1)
+        assert begun.wait(LONG_S)
+        for step in (2, 3):
+            save(root, step, version=step)
+            steps.delete_old_steps(root, 1, commit.new_attempt(), step)
+            later = uploads.committed(step)
+        commit.sweep(root, ROLE, alone=True)  # as another manager's first save does
+        assert set(layout.step_dirs(root)) == {1, 3}
+        may_end.set()
+        assert uploads.wait(LONG_S)
+    assert first.done
+    assert later.done
+    assert versions(remote) == {1: 1, 3: 3}
+    steps.delete_old_steps(root, 1, commit.new_attempt(), 3)
+    assert set(layout.step_dirs(root)) == {3}
+
+
+def test_a_step_that_is_gone_before_its_turn_is_given_up(remote: Remote, root: Path) -> None:
+    uploads = uploads_of(remote, root)
+    told = upload(uploads, 9)
+    assert not told.done
+    assert "step 9 is not uploaded" in str(told.exception)
+
+
+def test_close_ends_an_upload_that_takes_too_long(remote: Remote, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    uploads = uploads_of(remote, root)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def held(number: int, name: str) -> None:
+        if name == "write":
+            begun.set()
+            assert may_end.wait(LONG_S)
+
+    save(root, 1, version=1)
+    with failing(remote, before=held):
+        told = uploads.committed(1)
+        assert begun.wait(LONG_S)
+        started = time.monotonic()
+        assert not uploads.wait(0.05)
+        uploads.close(0.05)
+        assert time.monotonic() - started < LONG_S / 2
+        assert "ends unfinished" in caplog.text
+        may_end.set()
+        assert uploads.wait(LONG_S)
+    assert not told.done
+    assert versions(remote) == {}
+
+
+# -- what is read -----------------------------------------------------------------------------------------------
+
+
+def folder_of(remote: Remote, root: Path, step: int = 1) -> RemoteFolder:
+    save(root, step, version=step)
+    assert upload(uploads_of(remote, root), step).done
+    return RemoteFolder(remote, layout.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
+
+
+def first_file(folder: RemoteFolder, kind: str = "optimizer") -> FileRecord:
+    return folder.manifest().files_of(kind)[0]
+
+
+def spoil(folder: RemoteFolder, path: str, change: Callable[[bytearray], None]) -> None:
+    key = folder.remote._path(f"{folder.key}/{path}")
+    data = bytearray(folder.remote.fs.cat_file(key))
+    change(data)
+    folder.remote.fs.pipe_file(key, bytes(data))
+
+
+def flip(position: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[position] ^= 1
+
+    return change
+
+
+def cut(data: bytearray) -> None:
+    del data[-2:]  # more than the newline
+
+
+def test_a_block_with_a_wrong_crc_is_found(remote: Remote, root: Path) -> None:
+    folder = folder_of(remote, root)
+    spoil(folder, first_file(folder).path, flip(700_000))
+    with pytest.raises(CheckpointCorruptError, match="wrong CRC: damaged"):
+        checkpoints.read_folder(folder)
+
+
+@pytest.mark.parametrize("kind", ["rng", "model"])
+def test_a_file_that_is_cut_or_missing_is_found(remote: Remote, root: Path, kind: str) -> None:
+    folder = folder_of(remote, root)
+    record = first_file(folder, kind)
+    spoil(folder, record.path, cut)
+    with pytest.raises(CheckpointCorruptError, match=f"not the {record.size} of the manifest"):
+        checkpoints.read_folder(folder)
+    remote.fs.rm_file(remote._path(f"{folder.key}/{record.path}"))
+    with pytest.raises(CheckpointCorruptError, match="missing"):
+        checkpoints.read_folder(RemoteFolder(remote, folder.key))
+
+
+def test_a_damaged_manifest_makes_no_step(remote: Remote, root: Path) -> None:
+    folder = folder_of(remote, root)
+    spoil(folder, layout.MANIFEST_FILE, cut)
+    fresh = Remote(remote.url)
+    (found,) = fresh.steps()
+    assert not found.is_complete
+    assert layout.MANIFEST_FILE in found.reason
+    save(root, 1, version=11)
+    assert upload(uploads_of(fresh, root), 1).done
+    assert versions(fresh) == {1: 11}
+
+
+def test_a_store_that_does_not_answer_is_told(remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(remote, root)
+    monkeypatch.setattr(knobs, "REMOTE_TRIES", 3)
+    with failing(remote, before=from_operation(1)) as store:
+        with pytest.raises(RemoteError, match="has failed 3 times, at last with Outage"):
+            checkpoints.read_folder(folder)
+        assert store.count == 3
+
+
+def test_foreign_things_in_the_root_are_left_alone(remote: Remote, root: Path) -> None:
+    foreign = ["notes.txt", "global_steps_x/a", "global_steps_7/README", "global_steps_1/actor/notes/x"]
+    for name in foreign:
+        with remote.writing(name, 1 << 20) as stream:
+            stream.write(b"mine")
+    uploads = uploads_of(remote, root, keep=1)
+    for step in (1, 2):
+        save(root, step, version=step)
+        upload(uploads, step)
+    assert versions(remote) == {2: 2}
+    assert {"notes.txt", "global_steps_x/a", "global_steps_7/README"} <= set(files(remote))
+
+
+# -- names and words --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "public"),
+    [
+        ("s3://bucket/prefix/", "s3://bucket/prefix"),
+        ("hdfs://user:pa55@host:8020/x?token=abc", "hdfs://host:8020/x"),
+        ("memory://x", "memory://x"),
+        ("file:///a/b", "file:///a/b"),
+    ],
+)
+def test_a_url_in_messages_has_no_credentials(url: str, public: str) -> None:
+    assert public_url(url) == public
+
+
+def test_an_error_of_the_store_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Remote("memory://user:pa55word@x/y")
+    with failing(remote, before=lambda *_: (_ for _ in ()).throw(Outage("no route for user:pa55word"))):
+        monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+        with pytest.raises(RemoteError, match="no route for") as caught:
+            remote.steps()
+    assert "pa55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["/a/path", "bucket/prefix", "nosuch://x", "simplecache::s3://x"])
+def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="remote is"):
+        Remote(url)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **kwargs: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(UnsupportedError, match=r"pip install 'mcore_ckpt\[s3\]'"):
+        Remote("s3://key:secret@bucket/x")
+
+
+def test_checksums_that_stores_tell() -> None:
+    one, two, whole = SentBytes(False), SentBytes(False), SentBytes(True)
+    one.add(b"abc")
+    for sent in (two, whole):
+        sent.add(b"ab")
+        sent.add(b"c")
+    assert one.is_what_came({"ETag": '"900150983cd24fb0d6963f7d28e17f72"'})
+    assert not one.is_what_came({"ETag": '"900150983cd24fb0d6963f7d28e17f73"'})
+    assert not two.is_what_came({"ETag": '"900150983cd24fb0d6963f7d28e17f72"'})
+    # md5(md5("ab") + md5("c")), of `md5sum` and `xxd`
+    assert two.is_what_came({"ETag": "f1a1d2f1c3ee6a1a4cc1d4b2b4c41f9e-2"}) is False
+    assert not two.is_what_came({})
+    assert whole.is_what_came({"md5Hash": "kAFQmDzST7DWlj99KOF/cg=="})
+    assert not whole.is_what_came({"md5Hash": "kAFQmDzST7DWlj99KOF/cQ=="})
+    assert one.crc32 == two.crc32 == 0x352441C2
+
+
+def test_a_large_file_goes_in_no_more_parts_than_stores_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for size in (0, 1, 1 << 30, 10 << 40):
+        part = part_size(size)
+        assert part % (256 << 10) == 0
+        assert -(-size // part) <= 10_000
+    assert part_size(1 << 30) == 16 << 20
+
+
+def test_the_stage_of_a_save_is_no_checkpoint_to_upload(remote: Remote, root: Path) -> None:
+    stage(role_dir(root, 1), 1)
+    assert not upload(uploads_of(remote, root), 1).done
+    assert files(remote) == []
+
+
+def test_errors_are_of_the_family() -> None:
+    assert issubclass(RemoteError, CheckpointError)
