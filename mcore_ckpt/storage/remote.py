@@ -135,14 +135,14 @@ class Remote:
 
     def read(self, key: str, start: int, stop: int) -> bytes:
         """Bytes `[start, stop)` of a file. Raises RemoteError, FileNotFoundError."""
+        return self.persist(f"reading {key}", lambda: self.read_once(key, start, stop))
 
-        def read() -> bytes:
-            data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
-            if len(data) != stop - start:
-                raise OSError(f"{len(data)} bytes came of the {stop - start} from {start} on")
-            return data
-
-        return self.persist(f"reading {key}", read)
+    def read_once(self, key: str, start: int, stop: int) -> bytes:
+        """As `read`. Raises what the file system raises."""
+        data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
+        if len(data) != stop - start:
+            raise OSError(f"{len(data)} bytes came of the {stop - start} from {start} on")
+        return data
 
     def read_all(self, key: str) -> bytes:
         """A small file. Raises RemoteError, FileNotFoundError."""
@@ -193,12 +193,24 @@ class Remote:
 
         self.persist(f"deleting {key}", remove)
 
-    def persist(self, what: str, work: Callable[[], Result], stop: threading.Event | None = None) -> Result:
+    def persist(
+        self,
+        what: str,
+        work: Callable[[], Result],
+        stop: threading.Event | None = None,
+        answers: tuple[type[Exception], ...] = (FileNotFoundError,),
+    ) -> Result:
         """Tries again, after growing pauses, what a store has failed to do.
+
+        Args:
+            what: for messages.
+            work: may be done again.
+            stop: set, to end soon.
+            answers: errors that are no failure.
 
         Raises:
             RemoteError: it has failed each time, or `stop` was set.
-            FileNotFoundError, CheckpointError: at once.
+            CheckpointError, and one of `answers`: at once.
         """
         pause = knobs.REMOTE_PAUSE_S
         stop = stop or threading.Event()
@@ -207,7 +219,9 @@ class Remote:
                 raise RemoteError(f"{self.url}: {what}: stopped")
             try:
                 return work()
-            except (FileNotFoundError, CheckpointError):
+            except CheckpointError:
+                raise
+            except answers:
                 raise
             except Exception as error:
                 if number == knobs.REMOTE_TRIES:

@@ -111,12 +111,12 @@ class Upload:
             raise OSError(f"{self._remote.url_of(key)}: has another CRC there than the bytes that were sent")
 
     def _crc_there(self, key: str, size: int) -> int:
-        """Read back: this store does not say what it has got."""
+        """Read back: this store does not say what it has got. Once: what it cannot give back is to be sent again."""
         crc = 0
         for start in range(0, size, knobs.UPLOAD_PART_BYTES):
             if self._stop.is_set():
                 raise RemoteError(f"{self._remote.url_of(key)}: stopped")
-            crc = zlib.crc32(self._remote.read(key, start, min(start + knobs.UPLOAD_PART_BYTES, size)), crc)
+            crc = zlib.crc32(self._remote.read_once(key, start, min(start + knobs.UPLOAD_PART_BYTES, size)), crc)
         return crc
 
     def _check_all_there(self) -> None:
@@ -134,7 +134,8 @@ class Upload:
             raise OSError(f"{self._remote.url_of(key)}: is not what was sent")
 
     def _persist(self, what: str, work: Callable[[], None]) -> None:
-        self._remote.persist(what, work, self._stop)
+        # What was just written and is not there has failed, too; a missing bucket says the same.
+        self._remote.persist(what, work, self._stop, answers=())
 
 
 def key_of(manifest: Manifest) -> str:
