@@ -138,6 +138,28 @@ def test_retention_counts_what_is_in_the_store(remote: Remote, root: Path) -> No
     assert remote.read_tracker() == 4
 
 
+def test_a_deletion_takes_the_manifest_first_and_what_it_leaves_goes_later(
+    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+    uploads = uploads_of(remote, root, keep=1)
+    save(root, 1, version=1)
+    upload(uploads, 1)
+
+    def no_folders(number: int, name: str) -> None:
+        if name == "rm":
+            raise Outage
+
+    save(root, 2, version=2)
+    with failing(remote, before=no_folders):
+        assert upload(uploads, 2).done
+    assert any(name.startswith("global_steps_1/") for name in files(remote))
+    assert versions(remote) == {2: 2}
+    save(root, 3, version=3)
+    upload(uploads, 3)
+    assert {name.partition("/")[0] for name in files(remote)} == {"global_steps_3", layout.TRACKER_FILE}
+
+
 def test_a_step_counts_when_all_its_roles_are_there(remote: Remote, root: Path) -> None:
     roles = ("actor", "critic")
     for role, step in (("actor", 1), ("critic", 1), ("actor", 2)):
