@@ -11,10 +11,10 @@ import torch
 
 from mcore_ckpt import layout
 from mcore_ckpt.sharding.plan import ReadRange
+from mcore_ckpt.storage.damage import Damage, verify_files
 from mcore_ckpt.storage.index import FileIndex
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain, read_ranges
-from mcore_ckpt.storage.verify import Damage, verify_files
 
 
 class Folder(Protocol):

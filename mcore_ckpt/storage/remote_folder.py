@@ -14,13 +14,13 @@ from mcore_ckpt import _native, knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
+from mcore_ckpt.storage.damage import Damage
 from mcore_ckpt.storage.dtypes import item_bytes
 from mcore_ckpt.storage.in_parallel import for_each
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import parse_index, parse_plain
 from mcore_ckpt.storage.remote import Remote
-from mcore_ckpt.storage.verify import Damage
 
 
 @dataclass(frozen=True, eq=False)

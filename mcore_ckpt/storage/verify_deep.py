@@ -12,11 +12,11 @@ import torch
 from mcore_ckpt import _native
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
+from mcore_ckpt.storage.damage import Damage
 from mcore_ckpt.storage.dtypes import torch_dtype
 from mcore_ckpt.storage.index import BLOCK_BYTES
 from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.storage.reader import read_index, read_plain
-from mcore_ckpt.storage.verify import Damage
 
 
 def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:

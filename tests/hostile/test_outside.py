@@ -15,7 +15,7 @@ from fuzzing import CONFIG, Sample, archive_of, make_torch_dist, pt_of
 from read_everything import BEGIN, END
 from safetensors.torch import save_file
 from test_files import sealed
-from test_pickles import PICKLES
+from test_hostile_pickles import PICKLES
 
 from mcore_ckpt import layout
 from mcore_ckpt.hf.architecture import read_model

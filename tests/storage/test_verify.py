@@ -15,11 +15,12 @@ from mcore_ckpt import layout
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.storage import checksums, steps
-from mcore_ckpt.storage import verify as verifying
+from mcore_ckpt.storage import damage as damaging
+from mcore_ckpt.storage.damage import Damage
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.storage.manifest import Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_index, read_manifest
-from mcore_ckpt.storage.verify import Damage, verify, verify_role
+from mcore_ckpt.storage.verify import verify, verify_role
 
 MODEL_FILE = layout.model_file(0, 0)
 OPTIMIZER_FILE = layout.optimizer_file(0, 0, 0, 0)
@@ -132,7 +133,7 @@ def test_a_file_that_ends_while_it_is_read(role_dir: Path, monkeypatch: pytest.M
         os.truncate(role_dir / MODEL_FILE, 5000)
         return checksums.file_crcs(files, progress)
 
-    monkeypatch.setattr(verifying, "file_crcs", cut_first)
+    monkeypatch.setattr(damaging, "file_crcs", cut_first)
     (damage,) = verify_role(role_dir).damages
     assert (damage.file, damage.problem.endswith("ends at byte 5000")) == (MODEL_FILE, True)
 
