@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore_ckpt import _native, knobs
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.storage.dtypes import dtype_name
@@ -158,6 +159,7 @@ class ImageCache:
         structure = ([(t.path, t.shape, t.tensor.dtype, t.key, t.region) for t in request.tensors], request.aliases)
         cached = self._images.get(request.path)
         if cached is None or cached[0] != structure:
+            _refuse_names(request)
             pt = _new_image(request)
             cached = (structure, FileImage(pt, _native_image(pt), _index_template(request, pt)))
             self._images[request.path] = cached
@@ -167,7 +169,9 @@ class ImageCache:
 def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
     """The plan of a file of which world rank `rank` is one writer.
 
-    Raises ValueError if the tensors are not listed in the order of the tree they are in.
+    Raises:
+        ValueError: the tensors are not listed in the order of the tree they are in.
+        UnsupportedError: a tensor's name is none that can be read back.
     """
     image = images.get(request)
     share = share_out(request.writers or (rank,), image.pt.records_end, knobs.SHARE_BYTES)
@@ -175,6 +179,18 @@ def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
     stand_ins = (replace(write, tensor=torch.empty_like(write.tensor, device="meta")) for write in request.tensors)
     request = replace(request, tensors=tuple(stand_ins))
     return FilePlan(request, image.pt, image.native, image.index, share, start, stop)
+
+
+def _refuse_names(request: WriteRequest) -> None:
+    """What a reader would refuse must not be written."""
+    for write in request.tensors:
+        try:
+            fields.as_name(write.key.name, "name")
+        except fields.FieldError as error:
+            raise UnsupportedError(
+                f"a tensor for {request.path} cannot be saved: {error}: names are of printable characters, and at most "
+                f"{fields.MAX_NAME} of them"
+            ) from None
 
 
 def _native_image(pt: PtImage) -> _native.FileImage:

@@ -9,7 +9,7 @@ from typing import Any
 
 _MAX_INT = 2**62
 # Longer than any tensor's, and than any path that a system takes.
-_MAX_NAME = 4096
+MAX_NAME = 4096
 
 
 class FieldError(ValueError):
@@ -62,7 +62,7 @@ def shown(value: Any) -> str:
 
 def as_name(value: Any, key: str) -> str:
     """A name that can be printed: a terminal obeys control characters."""
-    if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_NAME:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME:
         raise FieldError(f"{key!r} is {shown(value)}, not a name")
     return value
 

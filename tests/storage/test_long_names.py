@@ -1,11 +1,13 @@
-"""Names of tensors are not names of files: of any length, and with anything in them."""
+"""Names of tensors are not names of files: whatever can be printed will do."""
 
 from pathlib import Path
 
+import pytest
 import torch
 from checkpoints import write_alone
 
 from mcore_ckpt import layout
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -13,7 +15,7 @@ from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.storage.reader import read_index, read_ranges
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
-NAMES = ("decoder." + "a" * 255, "b" * 5000, "../../up/and/away", "Weight", "weight", "ä ß 層 🙂", "nul\0line\n")
+NAMES = ("decoder." + "a" * 255, "b" * 4096, "../../up/and/away", "Weight", "weight", "ä ß 層 🙂")
 
 
 def test_names_no_file_system_would_take(tmp_path: Path) -> None:
@@ -31,3 +33,11 @@ def test_names_no_file_system_would_take(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensors[name])
         assert torch.equal(loaded[name], tensors[name])
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model_states.pt"]
+
+
+@pytest.mark.parametrize("name", ["b" * 4097, "nul\0", "line\n", "\x1b[31m"])
+def test_names_that_could_not_be_read_back_are_not_written(name: str, tmp_path: Path) -> None:
+    write = TensorWrite((name,), ShardKey(name, "model"), Region.whole((3,)), torch.ones(3), (3,))
+    with pytest.raises(UnsupportedError, match="printable characters"):
+        write_alone(tmp_path, WriteRequest(layout.model_file(0, 0), "model", (write,)))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
