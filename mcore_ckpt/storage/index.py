@@ -17,6 +17,7 @@ BLOCK_BYTES = 1 << 20
 _FORMAT = "mcore_ckpt.index"
 _VERSION = 1
 
+_MAX_CRC = 2**32 - 1
 # As many as torch has.
 _MOST_AXES = 64
 _MOST_ELEMENTS = 2**62
@@ -147,6 +148,8 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
         raise fields.FieldError(f"tensor {key}: {error}") from None
     if nbytes != expected or len(crcs) != block_count(nbytes):
         raise fields.FieldError(f"tensor {key}: {nbytes} bytes in {len(crcs)} blocks, {expected} bytes by its region")
+    if crcs and max(crcs) > _MAX_CRC:
+        raise fields.FieldError(f"tensor {key}: {max(crcs)} is no CRC of 32 bits")
     return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
 
 
