@@ -63,6 +63,7 @@ def test_ours_without_its_manifest_is_nobodys(tmp_path: Path) -> None:
     file = tmp_path / "model/mp_rank_00_000/model_states.pt"
     file.parent.mkdir(parents=True)
     with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", "")
         archive.writestr("archive/.mcore_ckpt/index.json", "{}")
     assert kind_of(tmp_path) is None
 
