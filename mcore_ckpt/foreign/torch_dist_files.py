@@ -232,7 +232,10 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
     stored = folder.metadata.storage_data[item.storage_index]
     path = stored_file(folder.path, key, stored)
     _check_plain_bytes(path, key, stored)
-    tensor = read_pt(path, stored.offset, stored.length)
+    try:
+        tensor = read_pt(path, stored.offset, stored.length)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"tensor {key}: cannot be read: {error}") from error
     if not isinstance(tensor, PtTensor) or not tensor.is_dense or tensor.dtype != memory.dtype:
         raise CheckpointCorruptError(
             f"{path}: tensor {key}: wanted a tensor of {memory.dtype} at byte {stored.offset}, found {tensor}"
