@@ -16,11 +16,12 @@ from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload,
 
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
-from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.manifest import FileRecord
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.remote import Remote, public_url
 from mcore_ckpt.storage.remote_folder import RemoteFolder
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
 from mcore_ckpt.storage.upload import SentBytes, Upload, part_size
 from mcore_ckpt.uploading import Uploads
 
@@ -45,7 +46,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def uploads_of(remote: Remote, root: Path, keep: int | None = None, role: str = ROLE) -> Uploads:
-    return Uploads(remote, root, role, keep)
+    return Uploads(remote, root, role, Policy(keep))
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------
@@ -348,7 +349,7 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, r
         assert begun.wait(LONG_S)
         for step in (2, 3):
             save(root, step, version=step)
-            steps.delete_old_steps(root, 1, commit.new_attempt(), step)
+            delete_old_steps(root, Policy(1), step)
             later = uploads.committed(step)
         commit.sweep(root, ROLE, alone=True)  # as another manager's first save does
         assert set(layout.step_dirs(root)) == {1, 3}
@@ -357,7 +358,7 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, r
     assert first.done
     assert later.done
     assert versions(remote) == {1: 1, 3: 3}
-    steps.delete_old_steps(root, 1, commit.new_attempt(), 3)
+    delete_old_steps(root, Policy(1), 3)
     assert set(layout.step_dirs(root)) == {3}
 
 

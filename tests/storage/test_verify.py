@@ -162,7 +162,7 @@ def test_a_tensor_that_is_not_all_there(role_dir: Path, monkeypatch: pytest.Monk
         cut = tuple(replace(s, region=s.region.with_flat(0, s.region.numel // 2)) for s in index.shards)
         return FileIndex(cut, index.aliases)
 
-    monkeypatch.setattr("mcore_ckpt.storage.catalog.read_index", half)
+    monkeypatch.setattr("mcore_ckpt.storage.folder.read_index", half)
     damages = verify_role(role_dir).damages
     wanted = {
         str(s.key): -(-s.region.numel // 2) for p in (MODEL_FILE, OPTIMIZER_FILE) for s in index_of(role_dir, p).shards
