@@ -112,7 +112,7 @@ def load_checkpoint(
     if path is not None and found["foreign"] is not None:
         return _load_foreign(session, found["foreign"], path, started)
     candidates = [(candidate["step"], folder_of(session, candidate)) for candidate in found["candidates"]]
-    skipped: list[str] = []
+    skipped: list[str] = list(found.get("passed_over", ()))
     changed = False
     for number, (saved_step, folder) in enumerate(candidates):
         if not isinstance(folder, LocalFolder) and session.agreement.is_coordinator:
@@ -135,22 +135,24 @@ def load_checkpoint(
                 logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
                 skipped.append(str(error))
                 continue
-            nbytes += _load_hf_model(session, plan.folder)
+            nbytes += _load_hf_model(session, plan)
         _warn_of_new_layout(session, plan)
         report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped))
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
 
-def _load_hf_model(session: Session, folder: Folder) -> int:
+def _load_hf_model(session: Session, plan: LoadPlan) -> int:
     """The weights out of `huggingface/`, where they are all of the model that is asked for."""
     contents = session.config.load_contents
     if not _takes_hf_weights(session):
         return 0
-    assert isinstance(folder, LocalFolder), "refused before anything has changed"
+    assert isinstance(plan.folder, LocalFolder), "refused before anything has changed"
+    for file in plan.manifest.files_of("huggingface"):
+        plan.folder.check(file)
     # Loaded main parameters are the weights' own, and finer.
     optimizer = None if "optimizer" in contents else session.optimizer
-    weights = folder.place / layout.HUGGINGFACE_DIR
+    weights = plan.folder.place / layout.HUGGINGFACE_DIR
     return load_hf(session.chunks, weights, optimizer=optimizer, timeout_s=session.config.timeout_s).nbytes
 
 
@@ -219,7 +221,13 @@ def _candidates(session: Session, step: int | None, path: Path | None) -> Record
         raise CheckpointNotFoundError(f"{session.root}: {what} of {session.role}{reasons}")
     if step is None and not candidates[0]["remote"]:
         steps.warn_if_tracker_differs(session.root, good)
-    return {"candidates": candidates}
+    passed_over = []
+    for status in reversed(statuses):
+        # A step that nobody has committed to yet is no checkpoint.
+        if step is None and status.step > candidates[0]["step"] and (status.committed or status.problems):
+            passed_over.append(_reason(status, session.role))
+            logger.warning("not taking a newer step: %s", passed_over[-1])
+    return {"candidates": candidates, "passed_over": passed_over}
 
 
 def _reason(status: steps.StepStatus, role: str) -> str:
