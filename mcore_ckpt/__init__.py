@@ -18,7 +18,6 @@ __all__ = [
     "CheckpointManager",
     "LoadReport",
     "LoadResult",
-    "Recovery",
     "SaveHandle",
     "SaveReport",
     "pin",

@@ -30,8 +30,13 @@ from crash_worker import LOCALHOST, Watch, WatchedStore  # noqa: E402
 from snapshot import Snapshot, snapshot  # noqa: E402
 from training import Layout, build, parallel, train  # noqa: E402
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs  # noqa: E402
-from mcore_ckpt.storage import commit, steps  # noqa: E402
+from mcore_ckpt import (  # noqa: E402
+    CheckpointConfig,
+    CheckpointManager,
+    knobs,
+    saving,
+)
+from mcore_ckpt.storage import commit  # noqa: E402
 
 WORLD = 2
 LAYOUT = Layout(WORLD, precision="bf16")
@@ -151,7 +156,7 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         os.write(ready, b"x")
         watch.watch_io()
         watch.name_phase(commit, "publish", "commit")
-        watch.name_phase(steps, "delete_old_steps", "retention")
+        watch.name_phase(saving, "delete_old_steps", "retention")
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)
