@@ -76,7 +76,10 @@ def make_folder(path: Path) -> None:
     for parent in (*reversed(path.parents), path):
         # Not `parents=True`: those would be made with all permissions that the umask leaves.
         if not parent.is_dir():
-            parent.mkdir(FOLDER_MODE, exist_ok=True)
+            try:
+                parent.mkdir(FOLDER_MODE, exist_ok=True)
+            except FileExistsError:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from None
 
 
 def open_regular(path: Path) -> int:

@@ -12,8 +12,9 @@ from snapshot import assert_same, poison, snapshot
 from test_fallback import SHARD, flip_a_bit
 from training import build, parallel, train
 
-from mcore_ckpt import CheckpointManager, recover
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.recover import recover
 
 DP2 = LAYOUTS["dp2-bf16"]
 ROLES = ("actor", "critic")

@@ -33,12 +33,12 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
     deleted: list[int] = []
     apply = loading._apply_together
 
-    def late(*args: object) -> int:
+    def late(*args: object, **options: object) -> int:
         """All ranks have their plans, none has read a tensor; another process has saved step 2 and keeps one."""
         if dist.get_rank() == 0:
             deleted.extend(delete_old_steps(shared_path, Policy(1)))
         dist.barrier()
-        return apply(*args)  # type: ignore[arg-type]
+        return apply(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loading, "_apply_together", late)
     with parallel(DP2):

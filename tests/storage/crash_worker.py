@@ -208,6 +208,9 @@ class RankSave:
         finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
         return "committed"
 
+    def upload(self) -> None:
+        """There is no remote store."""
+
     def after_commit(self) -> None:
         if self._commits.is_coordinator:
             delete_old(Path(self._job.root), self.step, KEEP)
