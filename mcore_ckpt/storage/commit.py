@@ -206,8 +206,10 @@ def sweep_beside(folder: Path) -> None:
 
 
 def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
-    if (step_path / role / layout.OWNER_FILE).exists() and _is_remains(step_path / role, alone):
-        (step_path / role / layout.OWNER_FILE).unlink(missing_ok=True)
+    # The step's own is retention's, which was about to take it away.
+    for folder in (step_path, step_path / role):
+        if (folder / layout.OWNER_FILE).exists() and _is_remains(folder, alone):
+            (folder / layout.OWNER_FILE).unlink(missing_ok=True)
     for entry in _entries(step_path):
         work = layout.parse_work_dir(entry.name)
         if work is None or work.role != role:

@@ -79,6 +79,8 @@ def make_folder(path: Path) -> None:
             try:
                 parent.mkdir(FOLDER_MODE, exist_ok=True)
             except FileExistsError:
+                if parent == path:
+                    raise
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from None
 
 

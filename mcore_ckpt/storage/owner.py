@@ -64,6 +64,8 @@ def _start_of(pid: int) -> int | None:
 
 
 def write_owner(folder: Path) -> None:
+    """Says that this process works in a folder, whoever did before. Raises OSError."""
+    (folder / layout.OWNER_FILE).unlink(missing_ok=True)
     write_file(folder / layout.OWNER_FILE, [fields.encode(asdict(Owner.this_process()))])
 
 
