@@ -18,6 +18,7 @@ from remote_store import LONG_S, role_dir, save, upload, version_at, versions
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.remote import Remote
+from mcore_ckpt.storage.retention import Policy
 from mcore_ckpt.uploading import Uploads
 
 POINTS = 20
@@ -58,7 +59,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def uploads_of(remote: Remote, root: Path, keep: int | None = None) -> Uploads:
-    return Uploads(remote, root, "actor", keep)
+    return Uploads(remote, root, "actor", Policy(keep))
 
 
 def test_steps_arrive_are_replaced_and_pruned(remote: Remote, root: Path) -> None:
