@@ -19,4 +19,5 @@ beside remote
 
 .venv/bin/ruff check .
 .venv/bin/mypy mcore_ckpt
-.venv/bin/python -m pytest "$@"
+# Two at a time, file by file: the launches of several ranks, a third of the whole, run beside the rest.
+.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
