@@ -15,16 +15,24 @@ PINNED_FILE = ".pinned"
 WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
-COMMON_FILE = "optim/common.pt"
 HUGGINGFACE_DIR = "huggingface"
 
-_STEP_DIR = re.compile(r"global_steps?_(0|[1-9][0-9]*)")
+OPTIMIZER_DIR = "optim"
+RNG_DIR = "rng_states"
+EXTRA_DIR = "extra_state"
+COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
+# What a save puts into a role's folder. What else is there is somebody else's.
+_OWN_NAMES = {MANIFEST_FILE, OWNER_FILE, WRITTEN_FILE, MODEL_DIR, OPTIMIZER_DIR, RNG_DIR, EXTRA_DIR, HUGGINGFACE_DIR}
+
+# Ours, verl's and ROLL's.
+_STEP_PREFIX = r"(?:global_steps?_|checkpoint-)"
+_STEP_DIR = re.compile(_STEP_PREFIX + r"(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 # Its staging folder has a longer name, and file systems take 255 bytes.
 _ROLE_LENGTH = 128
 # Of roles, and of folders that are put in place as theirs are and have any name: "Qwen2.5-7B".
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
-_DELETED_DIR = re.compile(r"\.deleted-global_steps?_[0-9]+-[0-9a-f]+")
+_DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _TRACKER = re.compile(r"[0-9]{1,18}")
 
@@ -49,7 +57,7 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """All step folders below `root` by step, `global_steps_` before `global_step_` where both are there."""
+    """All step folders below `root` by step; of several names of one step `global_steps_` is first."""
     found: dict[int, list[Path]] = {}
     if not root.is_dir():
         return found
@@ -66,17 +74,40 @@ def parse_step(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def step_root(role_dir: Path, role: str, step: int) -> Path | None:
+    """The folder of steps in which a role's folder is part of a step; None if it is none.
+
+    That is `<root>/<step>/<role>`, and `<root>/<step>` itself, as verl's SFT trainer has it, whose steps have one role.
+
+    Raises ValueError if the folder is another step's.
+    """
+    step_path = role_dir if parse_step(role_dir.name) is not None else role_dir.parent
+    found = parse_step(step_path.name)
+    if found is None:
+        return None
+    if found != step:
+        raise ValueError(f"{role_dir} is a folder of step {found}, not of step {step}")
+    return step_path.parent if step_path is role_dir or role_dir.name == role else None
+
+
+def is_own(name: str) -> bool:
+    """Whether a save writes a file or folder of this name into a role's folder."""
+    return name in _OWN_NAMES
+
+
 def check_role(role: str) -> str:
     """A role is a folder's name. Raises ValueError if it could be anything else, such as a path, or is too long."""
     if not _ROLE.fullmatch(role):
         raise ValueError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
+    if parse_step(role) is not None:
+        raise ValueError(f"role {role!r} is the name of a step's folder: use another")
     if len(role) > _ROLE_LENGTH:
         raise ValueError(f"role {role!r} has {len(role)} letters: use {_ROLE_LENGTH} at most")
     return role
 
 
 def is_role(name: str) -> bool:
-    return _ROLE.fullmatch(name) is not None
+    return _ROLE.fullmatch(name) is not None and parse_step(name) is None
 
 
 def staging_dir(role_dir: Path, attempt: str) -> Path:
@@ -145,12 +176,12 @@ def expert_file(etp: int, pp: int, ep: int) -> str:
 
 
 def optimizer_file(pp: int, tp: int, cp: int, dp: int) -> str:
-    return f"optim/distrib_optim_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+    return f"{OPTIMIZER_DIR}/distrib_optim_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
 
 
 def rng_file(pp: int, tp: int, cp: int, dp: int) -> str:
-    return f"rng_states/rng_states_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+    return f"{RNG_DIR}/rng_states_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
 
 
 def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
-    return f"extra_state/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
+    return f"{EXTRA_DIR}/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,7 +119,13 @@ class CheckpointManager:
         self._has_saved = False
 
     def save(
-        self, step: int, extra_state: Mapping[str, Any] | None = None, *, roles: Sequence[str] | None = None
+        self,
+        step: int,
+        extra_state: Mapping[str, Any] | None = None,
+        *,
+        roles: Sequence[str] | None = None,
+        path: str | Path | None = None,
+        max_to_keep: int | None = None,
     ) -> SaveHandle:
         """Saves what `save_contents` names as step `step`. Every rank calls it, at the same point of training.
 
@@ -129,6 +136,12 @@ class CheckpointManager:
             extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks
                 may differ.
             roles: the roles this step is made of, if not `config.roles`.
+            path: the folder to write, if not `<root>/global_steps_{step}/{role}`. `<root>/global_step_{step}/{role}`
+                and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too);
+                any other folder is written as safely, and that is all: neither is the tracker moved, nor does it count
+                for `load()` and `max_to_keep`, nor is it copied to the remote store. What a trainer has put into the
+                folder beside a checkpoint of ours stays.
+            max_to_keep: this time, if not `config.max_to_keep`.
 
         Raises:
             CommitError: a rank failed, died or was late. The same on all ranks; the previous checkpoint stays.
@@ -142,15 +155,18 @@ class CheckpointManager:
         started = time.perf_counter()
         with self._in_step(topic):
             self._check_save(step, extra_state)
+            role_dir, counts = self._destination(step, path)
+            policy = _policy(self._session.config, max_to_keep)
             declared = check_roles(roles or self._session.config.roles or ())
             declared = check_roles([*declared, self._session.role])
             busy, failure = self._unsettled()
-            parts = (self._session, self._resources, step, extra_state, declared, started)
+            parts = (self._session, self._resources, step, extra_state, declared, started, policy if counts else None)
             # While another save is under way the host memory is its own.
             save = None if busy or failure else Save(*parts)
-        role_dir = layout.step_dir(self._session.root, step) / self._session.role
         with self._telling_of_earlier_save():
-            attempt = open_together(self._session.agreement, topic, role_dir, busy, failure, self._take_place)
+            attempt = open_together(
+                self._session.agreement, topic, role_dir, busy, failure, lambda: self._take_place(role_dir)
+            )
         assert save is not None, "a rank that has none has told the others, and all have raised"
         save.begin(attempt)
         handle = SaveHandle(save)
@@ -268,13 +284,23 @@ class CheckpointManager:
             self._session.uploads.close(self._session.config.upload_timeout_s)
         self._background.raise_failure()
 
-    def _take_place(self) -> None:
+    def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
+        """Where the checkpoint goes, and whether it is part of a step below the root. Raises ValueError."""
+        root, role = self._session.root, self._session.role
+        role_dir = layout.step_dir(root, step) / role if path is None else Path(os.path.abspath(path))
+        if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
+            raise ValueError(f"path {role_dir} is the folder of all steps, or above it: name the checkpoint's own")
+        of = layout.step_root(role_dir, role, step)
+        return role_dir, of is not None and of.resolve() == root.resolve()
+
+    def _take_place(self, role_dir: Path) -> None:
         """On rank 0: from here on this process is the role's trainer, so what others have left is nobody's."""
         # The other ranks wait for this one by their deadlines.
         self._session.lock.take(self._session.config.timeout_s / 2)
         if not self._has_saved:
             commit.sweep(self._session.root, self._session.role, alone=True)
         self._has_saved = True
+        commit.sweep_beside(role_dir)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
@@ -403,6 +429,14 @@ def _vocab_size(hf_config: Any) -> int | None:
     text = getattr(hf_config, "text_config", hf_config)
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def _policy(config: CheckpointConfig, max_to_keep: int | None) -> Policy:
+    if max_to_keep is None:
+        return Policy(config.max_to_keep, config.keep_every)
+    if not isinstance(max_to_keep, int) or isinstance(max_to_keep, bool) or max_to_keep < 1:
+        raise ValueError(f"max_to_keep is {max_to_keep!r}: use 1 or more, or None for config.max_to_keep")
+    return Policy(max_to_keep, config.keep_every)
 
 
 def _is_lazy(config: CheckpointConfig) -> bool:

@@ -90,10 +90,10 @@ def recover(
 
     def answer() -> dict[str, Any]:
         found = resumable_steps(first.root, tuple(by_role), wanted)
-        return {"steps": [(status.step, str(status.path)) for status in found]}
+        return {"steps": [(status.step, [str(status.role_dir(role)) for role in by_role]) for status in found]}
 
     found = _retried(lambda: first.agree("finding a step to resume from", request, answer), retries)
-    steps = [(step, Path(folder)) for step, folder in found["steps"]]
+    steps = [(step, list(map(Path, folders))) for step, folders in found["steps"]]
     return _newest(by_role, steps, retries) if steps else Recovery()
 
 
@@ -169,11 +169,13 @@ def _from_path(by_role: Mapping[str, CheckpointManager], path: Path, retries: in
     return Recovery(next(iter(steps.values())), results)
 
 
-def _newest(by_role: Mapping[str, CheckpointManager], steps: Sequence[tuple[int, Path]], retries: int) -> Recovery:
+def _newest(
+    by_role: Mapping[str, CheckpointManager], steps: Sequence[tuple[int, list[Path]]], retries: int
+) -> Recovery:
     skipped: list[str] = []
-    for step, folder in steps:
+    for step, folders in steps:
         # Until all roles have it: between two of them retention of another process could take the step.
-        with reading(folder / role for role in by_role):
+        with reading(folders):
             try:
                 results = _load_all(by_role, {role: {"step": step} for role in by_role}, retries)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:

@@ -51,7 +51,7 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
         local: steps that are complete and have the role.
         remote: all steps in the store.
     """
-    here = [local_candidate(status.step, status.path / role) for status in local]
+    here = [local_candidate(status.step, status.role_dir(role)) for status in local]
     there = [
         {"step": step.step, "folder": layout.remote_dir(step.step, role, step.found[role].attempt), "remote": True}
         for step in remote

@@ -92,7 +92,8 @@ class Save:
     """One save of this rank, in the order `Save(...)`, `begin`, `finish`.
 
     Making one checks and plans: whatever can fail on one rank alone, before the ranks meet. `called` is when the
-    trainer asked for it (time.perf_counter()): it may have waited for an earlier save since.
+    trainer asked for it (time.perf_counter()): it may have waited for an earlier save since. `policy` is what of the
+    steps stays after the commit; None: the checkpoint is not part of a step below the root.
 
     Raises:
         UnsupportedError: something that cannot be saved whole.
@@ -107,12 +108,14 @@ class Save:
         extra_state: Mapping[str, Any] | None,
         roles: tuple[str, ...],
         called: float,
+        policy: Policy | None,
     ) -> None:
         self._called, self._started = called, time.perf_counter()
         self._session = session
         self._resources = resources
         self.step = step
         self._roles = roles
+        self._policy = policy
         self._plain = _read_plain(session, extra_state)
         self._plan = resources.planner.plan(session)
         self._exports = "hf_model" in session.config.save_contents
@@ -183,7 +186,7 @@ class Save:
             attempt,
             write_and_export if self._exports else write,
             self._complete if self._exports else self._describe,
-            lambda: _update_tracker(session, self.step),
+            self._move_tracker,
         )
         self._resources.names.were_told(self._plan.files)
         # Of a file shared by several ranks, this rank's part.
@@ -191,13 +194,17 @@ class Save:
 
     def upload(self) -> StepUpload | None:
         """Lets the committed checkpoint go to the remote store. None where there is none, and but on rank 0."""
-        uploads = self._session.uploads
-        return None if uploads is None else uploads.committed(self.step)
+        uploads, policy = self._session.uploads, self._policy
+        return None if uploads is None or policy is None else uploads.committed(self.step, policy)
 
     def after_commit(self) -> None:
         """Deletes what is too old: after all ranks know of the commit, because it may take long."""
-        if self._session.agreement.is_coordinator:
-            _delete_old(self._session, self.step)
+        if self._session.agreement.is_coordinator and self._policy is not None:
+            _delete_old(self._session.root, self._policy, self.step)
+
+    def _move_tracker(self) -> None:
+        if self._policy is not None:
+            _update_tracker(self._session, self.step)
 
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and has to write."""
@@ -315,10 +322,10 @@ def _update_tracker(session: Session, step: int) -> None:
         )
 
 
-def _delete_old(session: Session, step: int) -> None:
-    if session.config.max_to_keep is None:
+def _delete_old(root: Path, policy: Policy, step: int) -> None:
+    if policy.max_to_keep is None:
         return
     try:
-        delete_old_steps(session.root, Policy(session.config.max_to_keep, session.config.keep_every), step)
+        delete_old_steps(root, policy, step)
     except OSError as error:
         logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)

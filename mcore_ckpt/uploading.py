@@ -75,10 +75,14 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def committed(self, step: int) -> StepUpload:
-        """A checkpoint is there: it goes to the store, beside the training. Returns at once, raises nothing."""
+    def committed(self, step: int, policy: Policy | None = None) -> StepUpload:
+        """A checkpoint is there: it goes to the store, beside the training. Returns at once, raises nothing.
+
+        `policy`: what is to stay there from now on; None: as before.
+        """
         upload = StepUpload(step)
         with self._lock:
+            self._policy = policy or self._policy
             self._latest = step
             self._waiting[step] = upload
             self._asked = True
@@ -153,9 +157,9 @@ class Uploads:
     def _upload(self, step: int, there: RemoteStep) -> Manifest | None:
         """What is in the store now; None if this step cannot be. Raises RemoteError: so will be what comes after."""
         told = self._waiting.get(step, StepUpload(step))
-        role_dir = layout.step_dir(self._root, step) / self._role
         started = time.monotonic()
         try:
+            role_dir = _role_dir(self._root, step, self._role)
             attempt = read_manifest(role_dir, layout.MANIFEST_FILE).attempt
             with commit.kept_for_upload(role_dir, attempt):
                 upload = Upload(self._remote, role_dir, self._stop)
@@ -183,6 +187,11 @@ class Uploads:
             # Another save of the same step may have been committed meanwhile.
             if self._waiting.get(step) is told:
                 del self._waiting[step]
+
+
+def _role_dir(root: Path, step: int, role: str) -> Path:
+    found = next((status for status in steps.list_steps(root) if status.step == step), None)
+    return layout.step_dir(root, step) / role if found is None else found.role_dir(role)
 
 
 def _is_there(manifest: Manifest, there: RemoteStep) -> bool:

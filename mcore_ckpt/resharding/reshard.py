@@ -115,7 +115,7 @@ def _same_step(source: Path, found: int, wanted: int | None) -> int:
 def _selection(status: steps.StepStatus) -> Selection:
     if not status.is_complete:
         raise CheckpointNotFoundError(status.reason)
-    return Selection(status.step, tuple(status.path / role for role in sorted(status.committed)))
+    return Selection(status.step, tuple(map(status.role_dir, sorted(status.committed))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ def reshard(
 def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     manifest = read_manifest(source, layout.MANIFEST_FILE)
     role_dir = layout.step_dir(root, step) / manifest.role
-    if source.parent.parent == root.resolve() or (role_dir.exists() and role_dir.samefile(source)):
+    if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
         raise UnusableLayoutError(f"{root} is where the checkpoint is read from: name another folder to write to")
     catalog = Catalog(source, manifest)
     try:

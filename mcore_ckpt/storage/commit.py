@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt import layout
@@ -93,24 +93,73 @@ def seal(staging: Path, manifest: bytes) -> None:
 
 
 def publish(staging: Path, role_dir: Path, attempt: str) -> None:
-    """Puts a sealed folder into place. An older checkpoint there stays whole until the new one is in its place."""
-    if not role_dir.exists():
-        os.rename(staging, role_dir)
-    elif not _exchange(staging, role_dir):
-        # Between these two renames only recovery can find the old checkpoint: see restore_replaced.
-        replaced = layout.replaced_dir(role_dir, attempt)
-        os.rename(role_dir, replaced)
-        try:
-            os.rename(staging, role_dir)
-        except OSError:
-            restore_replaced(replaced, role_dir)
-            raise
+    """Puts a sealed folder into place. An older checkpoint there stays whole until the new one is in its place.
+
+    What others have put there stays: verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`) writes its data
+    position into the step's folder, while a save that goes on beside it is on its way there.
+    """
+    if not _rename_new(staging, role_dir):
+        _link_strange_files(role_dir, staging)
+        if _exchange(staging, role_dir):
+            replaced = staging
+        else:
+            replaced = layout.replaced_dir(role_dir, attempt)
+            _rename_in_turn(staging, role_dir, replaced)
+        # What has come since the links were made, and what cannot be linked.
+        _move_strange_entries(replaced, role_dir)
+    sync_dir(role_dir)
     sync_dir(role_dir.parent)
     sync_dir(role_dir.parent.parent)
     # Only now: until the rename a start of another process must be able to see whether this one lives.
     (role_dir / layout.OWNER_FILE).unlink(missing_ok=True)
     for old in (staging, layout.replaced_dir(role_dir, attempt)):
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _rename_new(staging: Path, role_dir: Path) -> bool:
+    """False if something is there already."""
+    if role_dir.exists():
+        return False
+    try:
+        os.rename(staging, role_dir)
+    except OSError as error:
+        # Its trainer has made the folder in this instant.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _rename_in_turn(staging: Path, role_dir: Path, replaced: Path) -> None:
+    # Between these two renames only recovery can find the old checkpoint: see restore_replaced.
+    os.rename(role_dir, replaced)
+    try:
+        os.rename(staging, role_dir)
+    except OSError:
+        restore_replaced(replaced, role_dir)
+        raise
+
+
+def _strange_entries(role_dir: Path) -> list[Path]:
+    """What no save of ours has put into a role's folder."""
+    return [entry for entry in _entries(role_dir) if not layout.is_own(entry.name)]
+
+
+def _link_strange_files(old: Path, new: Path) -> None:
+    """The files have both names, so that they are not missing for an instant, nor after a crash."""
+    for entry in _strange_entries(old):
+        with suppress(OSError):  # a file system without links, or a folder: moved after the exchange
+            os.link(entry, new / entry.name, follow_symlinks=False)
+
+
+def _move_strange_entries(old: Path, new: Path) -> None:
+    for entry in _strange_entries(old):
+        if os.path.lexists(new / entry.name):
+            continue
+        try:
+            os.rename(entry, new / entry.name)
+        except OSError as error:
+            logger.warning("%s could not be kept in %s: %s", entry, new, error)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -169,9 +218,19 @@ def sweep(root: Path, role: str, alone: bool) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
         elif alone and (layout.is_tracker_under_way(entry.name) or layout.is_trainer_file_under_way(entry.name, role)):
             entry.unlink(missing_ok=True)
+    for name in {work.role for entry, work in _work_dirs(root) if entry.parent == root}:
+        _sweep_step(root, name, alone)
     for steps in layout.step_dirs(root).values():
         for step_path in steps:
             _sweep_step(step_path, role, alone)
+
+
+def _work_dirs(root: Path) -> list[tuple[Path, layout.RoleWorkDir]]:
+    """Of all steps: in their folders, and beside those whose folder is their only role's."""
+    steps = [step_path for paths in layout.step_dirs(root).values() for step_path in paths]
+    entries = [entry for folder in (root, *steps) for entry in _entries(folder)]
+    works = [(entry, work) for entry in entries if (work := layout.parse_work_dir(entry.name)) is not None]
+    return [(entry, work) for entry, work in works if entry.parent != root or layout.parse_step(work.role) is not None]
 
 
 def find_remains(root: Path, role: str | None = None) -> list[Path]:
@@ -182,13 +241,11 @@ def find_remains(root: Path, role: str | None = None) -> list[Path]:
     """
     found = [entry for entry in _entries(root) if layout.is_deleted_dir(entry.name)]
     found = [entry for entry in found if _is_deleted_for_good(entry, alone=False)]
-    for steps in layout.step_dirs(root).values():
-        for entry in (entry for step_path in steps for entry in _entries(step_path)):
-            work = layout.parse_work_dir(entry.name)
-            if work is None or role not in (None, work.role) or not _is_remains(entry, alone=False):
-                continue
-            if work.purpose == "staging" or (entry.parent / work.role).exists():
-                found.append(entry)
+    for entry, work in _work_dirs(root):
+        if role not in (None, work.role) or not _is_remains(entry, alone=False):
+            continue
+        if work.purpose == "staging" or (entry.parent / work.role / layout.MANIFEST_FILE).exists():
+            found.append(entry)
     return found
 
 
@@ -232,20 +289,34 @@ def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:
 
 
 def restore_replaced(replaced: Path, role_dir: Path) -> bool:
-    """Puts a checkpoint back that was moved aside for one that never came. True if it did."""
-    if role_dir.exists() or not (replaced / layout.MANIFEST_FILE).exists():
+    """Puts a checkpoint back that was moved aside for one that never came. False if it is not needed any more."""
+    if (role_dir / layout.MANIFEST_FILE).exists() or not (replaced / layout.MANIFEST_FILE).exists():
         return False
+    if role_dir.exists():
+        # Its trainer has made the folder again, for files of its own.
+        _move_strange_entries(role_dir, replaced)
+        _remove_if_empty(role_dir)
+    if role_dir.exists():
+        logger.warning("%s cannot be put back: there is something else in %s: move one of them", replaced, role_dir)
+        return True
     logger.warning("putting %s back: the save that was to replace it did not finish", role_dir)
     os.rename(replaced, role_dir)
     sync_dir(role_dir.parent)
     return True
 
 
-def is_in_use(step_path: Path) -> bool:
-    """Whether a save that may still be under way has its staging folder in a step, or a role there is being copied."""
-    for entry in _entries(step_path):
+def is_in_use(folder: Path, step_path: Path) -> bool:
+    """Whether a save that may still be under way has its staging folder in a step, or a role there is being copied.
+
+    Args:
+        folder: where the step is now.
+        step_path: where it belongs: beside it is what is under way for the step as a whole.
+    """
+    for entry in [*_entries(folder), *_entries(step_path.parent)]:
         work = layout.parse_work_dir(entry.name)
-        owner = read_owner(entry) if work is not None and work.purpose != "replaced" else None
+        if work is None or work.purpose == "replaced" or (entry.parent != folder and work.role != step_path.name):
+            continue
+        owner = read_owner(entry)
         if owner is not None and (owner.is_alive_here or not owner.is_on_this_host):
             return True
     return False

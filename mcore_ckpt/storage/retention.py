@@ -160,7 +160,7 @@ def delete_step(status: StepStatus) -> str | None:
     Raises OSError.
     """
     try:
-        with unread(status.path / role for role in sorted(status.committed)) as alone:
+        with unread(map(status.role_dir, sorted(status.committed))) as alone:
             obstacle = obstacle_to(status, status.path) if alone else "it is being read"
             if obstacle is not None:
                 return obstacle
@@ -200,9 +200,10 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
         return "it is a link, and what it names may be somebody else's"
     if (path / layout.PINNED_FILE).exists():
         return "it was pinned"
-    if commit.is_in_use(path):
+    if commit.is_in_use(path, status.path):
         return "a save is under way in it"
-    if {entry.name for entry in path.iterdir() if _is_committed(entry)} != status.committed:
+    flat = {status.flat or path.name} if (path / layout.MANIFEST_FILE).exists() else set()
+    if {entry.name for entry in path.iterdir() if _is_committed(entry)} | flat != status.committed:
         return "it has just changed"
     return None
 

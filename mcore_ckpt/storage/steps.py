@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class StepStatus:
     """One step folder: the roles that have committed, those any of them declares, and what is wrong with the others.
 
-    `pinned`: retention leaves it alone (storage/retention.py).
+    `pinned`: retention leaves it alone (storage/retention.py). `flat`: a role whose folder is the step's own.
     """
 
     step: int
@@ -33,6 +33,10 @@ class StepStatus:
     declared: frozenset[str]
     problems: tuple[str, ...]
     pinned: bool = False
+    flat: str | None = None
+
+    def role_dir(self, role: str) -> Path:
+        return self.path if role == self.flat else self.path / role
 
     @property
     def is_complete(self) -> bool:
@@ -66,10 +70,8 @@ def step_status(path: Path) -> StepStatus:
     """What is in one step folder."""
     step = layout.parse_step(path.name)
     assert step is not None
-    committed, declared, problems = set(), set(), []
-    for role_dir in _entries(path):
-        if not layout.is_role(role_dir.name):
-            continue
+    committed, declared, problems, flat = set(), set(), [], None
+    for role_dir in [path, *(entry for entry in _entries(path) if layout.is_role(entry.name))]:
         try:
             stat = (role_dir / layout.MANIFEST_FILE).stat()
         except OSError:
@@ -81,15 +83,17 @@ def step_status(path: Path) -> StepStatus:
         except CheckpointCorruptError as error:
             problems.append(str(error))
             declared.add(role_dir.name)
+            flat = path.name if role_dir == path else flat
             continue
+        flat = role if role_dir == path else flat
         declared.update(roles, (role,))
-        if (saved_step, role) == (step, role_dir.name):
+        if (saved_step, role) == (step, role if role_dir == path else role_dir.name):
             committed.add(role)
         else:
             problems.append(f"{role_dir}: its manifest is of {role} at step {saved_step}")
-            declared.add(role_dir.name)
+            declared.add(role if role_dir == path else role_dir.name)
     pinned = (path / layout.PINNED_FILE).exists()
-    return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems), pinned)
+    return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems), pinned, flat)
 
 
 def _entries(path: Path) -> list[Path]:

@@ -109,6 +109,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
     """The folders of roles, and what is wrong with steps as a whole."""
     if (path / layout.MANIFEST_FILE).exists() or layout.parse_step(path.parent.name) is not None:
         found = layout.parse_step(path.parent.name)
+        found = layout.parse_step(path.name) if found is None else found
         if step is not None and found != step:
             raise CheckpointNotFoundError(f"{path}: is a role of step {found}, not of step {step}")
         if not path.is_dir():
@@ -120,7 +121,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
     if not any(status.committed or status.declared for status in statuses):
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
         raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
-    roles = [status.path / role for status in statuses for role in sorted(status.committed | _damaged(status))]
+    roles = [status.role_dir(role) for status in statuses for role in sorted(status.committed | _damaged(status))]
     problems = [status.reason for status in statuses if not status.is_complete]
     if not of_one and step is None:
         problems += steps.tracker_problems(path)
@@ -129,7 +130,8 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
 
 def _damaged(status: steps.StepStatus) -> set[str]:
     """Roles whose manifest is there, and is no good."""
-    return {role for role in status.declared - status.committed if (status.path / role / layout.MANIFEST_FILE).exists()}
+    missing = status.declared - status.committed
+    return {role for role in missing if (status.role_dir(role) / layout.MANIFEST_FILE).exists()}
 
 
 def _nbytes(role_dir: Path) -> int:
