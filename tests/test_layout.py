@@ -147,3 +147,34 @@ def test_both_spellings_are_found_and_ours_comes_first(tmp_path: Path) -> None:
 def test_other_hidden_folders_are_left_alone(name: str) -> None:
     assert layout.parse_work_dir(name) is None
     assert not layout.is_deleted_dir(name)
+
+
+@pytest.mark.parametrize(
+    ("folder", "root"),
+    [
+        ("/r/global_steps_5/actor", "/r"),
+        ("/r/global_step_5/actor", "/r"),
+        ("/r/checkpoint-5/actor", "/r"),
+        ("/r/global_step_5", "/r"),
+        ("/r/checkpoint-5", "/r"),
+        ("/r/global_step_5/critic", None),
+        ("/r/anything", None),
+        ("/r/global_step_5/actor/deeper", None),
+        ("/global_step_3/global_step_5", "/global_step_3"),
+    ],
+)
+def test_which_folders_are_part_of_a_step(folder: str, root: str | None) -> None:
+    assert layout.step_root(Path(folder), "actor", 5) == (None if root is None else Path(root))
+
+
+@pytest.mark.parametrize("folder", ["/r/global_step_6/actor", "/r/checkpoint-6", "/r/global_steps_6/critic"])
+def test_a_folder_of_another_step_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match="is a folder of step 6, not of step 5"):
+        layout.step_root(Path(folder), "actor", 5)
+
+
+@pytest.mark.parametrize("role", ["global_step_1", "global_steps_20", "checkpoint-3"])
+def test_a_role_cannot_be_named_like_a_step(role: str) -> None:
+    assert not layout.is_role(role)
+    with pytest.raises(ValueError, match="is the name of a step's folder"):
+        layout.check_role(role)

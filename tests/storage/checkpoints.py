@@ -183,13 +183,18 @@ def write_alone(folder: Path, request: WriteRequest, images: ImageCache | None =
 
 
 def stage(role_dir: Path, version: int, roles: Sequence[str] | None = None) -> tuple[Path, str]:
-    """A sealed staging folder of a world of one, ready for `commit.publish`; and its attempt's id."""
+    """A sealed staging folder of a world of one, ready for `commit.publish`; and its attempt's id.
+
+    The folder is a role's in a step's, or a step's own, of ROLE alone.
+    """
+    flat = layout.parse_step(role_dir.name) is not None
+    role = ROLE if flat else role_dir.name
+    step = layout.parse_step(role_dir.name if flat else role_dir.parent.name)
+    assert step is not None
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
     files = [(0, file) for file in write_files(staging, Alone(), version, 1)]
-    step = layout.parse_step(role_dir.parent.name)
-    assert step is not None
-    manifest = manifest_of(files, 1, step, attempt, role_dir.name, roles or (role_dir.name,))
+    manifest = manifest_of(files, 1, step, attempt, role, roles or (role,))
     commit.seal(staging, encode_manifest(manifest))
     return staging, attempt
 
