@@ -10,15 +10,11 @@ makes them durable.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from measuring import Contender, Findings, common_arguments, compare, peak_memory, reset_peak_memory, run
-from references import best_threads, deleting, drop_caches, raw_copy
+from references import best_threads, deleting, drop_caches, extra_memory, raw_copy
 from synthetic_checkpoint import qwen3_of_size, write_checkpoint
 
 from mcore_ckpt.hf.merge import MergeRequest, merge
@@ -26,7 +22,7 @@ from mcore_ckpt.hf.merge import MergeRequest, merge
 DTYPES = {"as saved": None, "float16": torch.float16}
 
 # In a process of its own: what else this one has loaded would hide what merging takes.
-CHILD = "import sys, merge; merge.print_peak_memory(*sys.argv[1:])"
+CHILD = "merge.print_peak_memory"
 
 
 def main() -> None:
@@ -41,9 +37,8 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     nbytes = sum(path.stat().st_size for path in files)
     findings.facts["bytes"] = nbytes
     for name in DTYPES:
-        findings.at_most(
-            f"extra memory, {name}", extra_memory(source, arguments.folder / "child", name) / 1e6, 1000, "MB"
-        )
+        extra = extra_memory(CHILD, source, arguments.folder / "child", name)
+        findings.at_most(f"extra memory, {name}", extra / 1e6, 1000, "MB")
     copying = lambda threads: raw_copy(files, arguments.folder / "raw", threads, source)  # noqa: E731
     threads = best_threads(copying, rounds=1)
     findings.facts["raw_copy_threads"] = threads
@@ -56,17 +51,6 @@ def merging(source: Path, target: Path) -> Contender:
     return Contender(
         "merge", lambda: merge(MergeRequest(source, target)), before=lambda: drop_caches(source), after=deleting(target)
     )
-
-
-def extra_memory(source: Path, target: Path, name: str) -> int:
-    drop_caches(source)
-    command = [sys.executable, "-c", CHILD, str(source), str(target), name]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    deleting(target)()
-    return int(json.loads(done.stdout))
 
 
 def print_peak_memory(source: str, target: str, name: str) -> None:

@@ -7,9 +7,12 @@ what it has saved into the state it came from.
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -402,3 +405,24 @@ def drop_by_rank_0(folder: Path) -> None:
 
 def bytes_of_all_ranks(nbytes: int) -> int:
     return sum(each_rank(nbytes))
+
+
+def extra_memory(function: str, source: Path, target: Path, name: str) -> int:
+    """What a benchmark's function says of itself in a process of its own: what this one has loaded would hide it.
+
+    Args:
+        function: of a module of this folder, such as "merge.print_peak_memory"; it prints a number of bytes.
+        source, target, name: its arguments; the page cache forgets the source before, the target is deleted after.
+    """
+    drop_caches(source)
+    call = f"import sys, {function.partition('.')[0]}; {function}(*sys.argv[1:])"
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", call, str(source), str(target), name],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    deleting(target)()
+    return int(json.loads(done.stdout))

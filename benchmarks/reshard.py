@@ -9,16 +9,12 @@ writes the same bytes past it, piece by piece on several threads, and makes them
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from measuring import Contender, Findings, common_arguments, compare, peak_memory, reset_peak_memory, run
 from ours import Ours
-from references import best_threads, deleting, drop_caches, raw_copy
+from references import best_threads, deleting, drop_caches, extra_memory, raw_copy
 from training_state import build, shape_of_size
 
 from mcore_ckpt.resharding.reshard import reshard, select
@@ -31,7 +27,7 @@ LAYOUTS = {
 }
 
 # In a process of its own: what the training has left behind would hide what resharding takes.
-CHILD = "import sys, reshard; reshard.print_peak_memory(*sys.argv[1:])"
+CHILD = "reshard.print_peak_memory"
 
 
 def main() -> None:
@@ -52,7 +48,7 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     nbytes = sum(path.stat().st_size for path in files)
     findings.facts["bytes"] = nbytes
     for name in LAYOUTS:
-        extra = extra_memory(source, arguments.folder / "child", name)
+        extra = extra_memory(CHILD, source, arguments.folder / "child", name)
         findings.at_most(f"extra memory, to {name}", extra / 1e6, 1000, "MB")
     copying = lambda threads: raw_copy(files, arguments.folder / "raw", threads, source)  # noqa: E731
     threads = best_threads(copying, rounds=1)
@@ -71,17 +67,6 @@ def resharding(source: Path, root: Path, name: str, wanted: WantedLayout) -> Con
         before=lambda: drop_caches(source),
         after=deleting(root),
     )
-
-
-def extra_memory(source: Path, root: Path, name: str) -> int:
-    drop_caches(source)
-    command = [sys.executable, "-c", CHILD, str(source), str(root), name]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    deleting(root)()
-    return int(json.loads(done.stdout))
 
 
 def print_peak_memory(source: str, root: str, name: str) -> None:

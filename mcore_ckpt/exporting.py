@@ -23,6 +23,7 @@ from mcore_ckpt.hf.export import plan_export
 from mcore_ckpt.hf.mapping import hf_tensors
 from mcore_ckpt.hf.mcore_config import check_model
 from mcore_ckpt.hf.settling import settle
+from mcore_ckpt.hf.table import MCORE_HEAD
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.session import Session
 from mcore_ckpt.sharding.plan import OPAQUE
@@ -40,8 +41,6 @@ from mcore_ckpt.storage.requests import WrittenFile
 
 logger = logging.getLogger(__name__)
 
-_HEAD = "output_layer.weight"
-
 
 def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
     """What of the model this rank has must be in the table of its architecture, with the table's shapes.
@@ -51,7 +50,7 @@ def check_exportable(session: Session, model: Sequence[LocalShard]) -> None:
         CheckpointMismatchError: a tensor is not in it, or of another shape, or its rows are in another order.
     """
     described = described_model(session)
-    if any(shard.key.name == _HEAD and shard.region.global_shape[0] == 1 for shard in model):
+    if any(shard.key.name == MCORE_HEAD and shard.region.global_shape[0] == 1 for shard in model):
         described = _as_value_model(described)
     _check_config(session, described)
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
@@ -175,7 +174,7 @@ def _export(session: Session, source: CheckpointSource, folder: Path) -> list[Wr
     tensors = source.tensors()
     shapes = {name: info.shape for name, info in tensors.items()}
     # What is trained is known; frameworks hand over the language model's config for a critic, too.
-    model = settle(described_model(session), shapes, is_value_model=_HEAD in shapes and shapes[_HEAD][0] == 1)
+    model = settle(described_model(session), shapes, is_value_model=MCORE_HEAD in shapes and shapes[MCORE_HEAD][0] == 1)
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
     useful = max(1, min(session.topology.world_size, nbytes // knobs.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=knobs.HF_FILE_BYTES, least_files=useful)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mcore_ckpt.cli import UsageError, check_patterns
-from mcore_ckpt.cli.merge import add_accepted
+from mcore_ckpt.cli.model_commands import add_accepted
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli import UsageError, check_patterns
-from mcore_ckpt.cli.merge import add_accepted, torchruns_variables
+from mcore_ckpt.cli.model_commands import add_accepted, torchruns_variables
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:

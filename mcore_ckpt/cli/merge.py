@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from mcore_ckpt.cli import UsageError, check_patterns
+from mcore_ckpt.cli.model_commands import add_accepted, torchruns_variables
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
@@ -72,22 +70,6 @@ def add_to(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-def add_accepted(parser: argparse.ArgumentParser) -> None:
-    """What users of verl's merger type, and what changes nothing here."""
-    parser.add_argument(
-        "--use_cpu_initialization",
-        "--use-cpu-initialization",
-        action="store_true",
-        help="accepted: no model is made, so none is initialized",
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        "--trust_remote_code",
-        action="store_true",
-        help="accepted: no code of the model is run, nor needed",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Merge; 0 when the folder is in place, and uploaded if that was asked for."""
     # torch takes a second to import, which `--help` need not wait for.
@@ -119,18 +101,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(report)
     return 0
-
-
-@contextmanager
-def torchruns_variables() -> Iterator[None]:
-    """Around what reads them: a job's scheduler may set some of them, and not the others."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(
-            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, without what torchrun sets beside it: {error}: use "
-            "torchrun, or unset it to work alone"
-        ) from None
 
 
 def _request(args: argparse.Namespace) -> MergeRequest:

@@ -5,7 +5,8 @@ of `config.json` are in megatron:
 
     from mcore_ckpt.hf import Architecture, ModelFacts, Row, Table, read_model, register_architecture
     from mcore_ckpt.hf.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
-    from mcore_ckpt.hf.config_rules import DENSE, ROPE
+    from mcore_ckpt.hf.config_rules import DENSE
+    from mcore_ckpt.hf.rope_rules import ROPE
 
     MLP = (
         Row("mlp.linear_fc1.weight", {"ff.w1.weight": "ffn hidden", "ff.w3.weight": "ffn hidden"}),

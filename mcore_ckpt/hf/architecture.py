@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.hf.config_rules import HfConfig, Rule
+from mcore_ckpt.hf.config_fields import HfConfig, Rule
 from mcore_ckpt.hf.table import Sizes, Table
 from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.storage.files import linked_file, read_small

@@ -23,11 +23,11 @@ from mcore_ckpt.hf.merge import MergeJob
 from mcore_ckpt.hf.safetensors_files import read_folder, read_weight_map
 from mcore_ckpt.hf.shard_source import ShardSource, source_of_folder, stored_shard
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
+from mcore_ckpt.hf.table import HF_EMBEDDING, HF_HEAD
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
 
 _BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Of both tensors, at a time on each thread; looking at them takes some times as much where they differ.
 _PIECE_BYTES = 8 << 20
@@ -246,9 +246,9 @@ class _Pair:
     def of(name: str, ours: Weights, reference: Weights) -> _Pair:
         left, right = ours.tensors.get(name), reference.tensors.get(name)
         remark = ""
-        if name == _HEAD and left is None and (left := ours.tensors.get(_EMBEDDING)):
+        if name == HF_HEAD and left is None and (left := ours.tensors.get(HF_EMBEDDING)):
             remark = "tied here: compared with the embedding"
-        elif name == _HEAD and right is None and (right := reference.tensors.get(_EMBEDDING)):
+        elif name == HF_HEAD and right is None and (right := reference.tensors.get(HF_EMBEDDING)):
             remark = "tied in the reference: compared with its embedding"
         return _Pair(name, ours, reference, left, right, remark)
 

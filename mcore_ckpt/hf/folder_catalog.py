@@ -15,7 +15,7 @@ from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
 from mcore_ckpt.hf.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
 from mcore_ckpt.hf.safetensors_files import HfStored, read_folder
 from mcore_ckpt.hf.shard_source import same_bytes, source_of_folder
-from mcore_ckpt.hf.table import Section, ValueChange
+from mcore_ckpt.hf.table import HF_EMBEDDING, HF_HEAD, Section, ValueChange
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
@@ -26,8 +26,6 @@ from mcore_ckpt.storage.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
 from mcore_ckpt.storage.reader import read_stored
 from mcore_ckpt.topology import RankCoordinates, Topology
-
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Floating, but numbers only together with scales that are other tensors.
 _QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -175,7 +173,7 @@ class FolderCatalog(Catalog):
         source = source_of_folder(self.role_dir, self.contents.tensors)
         for copy, original in _copies(self.model, self.contents):
             if not same_bytes(source, copy, original):
-                hint = ", or set tie_word_embeddings to false in config.json" if copy == _HEAD else ""
+                hint = ", or set tie_word_embeddings to false in config.json" if copy == HF_HEAD else ""
                 raise CheckpointMismatchError(
                     f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} has no other than "
                     f"{original} for it, and they differ: say that it is to be left out (ignore){hint}"
@@ -267,7 +265,7 @@ def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
     pairs = [(tensor.name, names[slab.mcore]) for tensor in tensors if tensor.is_copy for slab in tensor.slabs]
     if model.is_tied:
         # transformers does not write it, but published folders have it (Qwen3-0.6B and 1.7B).
-        pairs.append((_HEAD, _EMBEDDING))
+        pairs.append((HF_HEAD, HF_EMBEDDING))
     return [(copy, name) for copy, name in pairs if copy in contents.tensors and not model.ignores(copy)]
 
 

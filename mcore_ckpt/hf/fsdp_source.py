@@ -28,11 +28,11 @@ from mcore_ckpt.hf.architecture import (
     refuse_quantized,
 )
 from mcore_ckpt.hf.architectures.common import facts_of
-from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.config_fields import HfConfig
 from mcore_ckpt.hf.mapping import HfTensor, Slab, check_names, hf_tensors_in
 from mcore_ckpt.hf.shard_source import ShardSource, same_bytes, stored_shard
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
-from mcore_ckpt.hf.table import Table
+from mcore_ckpt.hf.table import HF_EMBEDDING, HF_HEAD, Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 from mcore_ckpt.storage import json_fields as fields
@@ -47,7 +47,6 @@ _ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).
 _BASE_LAYER = ".base_layer."
 
 _MOST_RANKS = 1_000_000
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,9 @@ def fsdp_tensors(source: TensorSource, model: HfModel) -> list[HfTensor]:
         CheckpointMismatchError: tensors are missing, unknown or of another shape; the head should be tied and is not.
     """
     infos = dict(source.tensors())
-    if model.is_tied and _HEAD in infos and _EMBEDDING in infos:
+    if model.is_tied and HF_HEAD in infos and HF_EMBEDDING in infos:
         _check_tied(source)
-        del infos[_HEAD]
+        del infos[HF_HEAD]
     table = model.architecture.table
     if table.model or table.layer:
         _check_table(model, infos)
@@ -155,10 +154,10 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
 
 def _check_tied(source: TensorSource) -> None:
     # A tied model's state dict has the embedding under both names: what is left out must be the same.
-    if not same_bytes(source, _HEAD, _EMBEDDING):
+    if not same_bytes(source, HF_HEAD, HF_EMBEDDING):
         raise CheckpointMismatchError(
-            f"config.json says that the embeddings are tied (tie_word_embeddings), but {_HEAD} is another tensor than "
-            f"{_EMBEDDING}: set tie_word_embeddings to false in config.json"
+            f"config.json says that the embeddings are tied (tie_word_embeddings), but {HF_HEAD} is another tensor "
+            f"than {HF_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
 
 

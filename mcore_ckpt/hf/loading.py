@@ -17,6 +17,7 @@ from mcore_ckpt.filling import fill_tensors
 from mcore_ckpt.hf.folder_catalog import FolderCatalog, FolderContents, read_contents
 from mcore_ckpt.hf.mcore_config import check_model
 from mcore_ckpt.hf.scatter import Request, scatter
+from mcore_ckpt.hf.table import MCORE_HEAD
 from mcore_ckpt.planning import TensorFill
 from mcore_ckpt.replication import Batch, batches, broadcast, refuse_broadcast, to_read
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard, runs
@@ -243,7 +244,7 @@ def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
 
 
 def _hint(name: str, catalog: FolderCatalog) -> str:
-    if name == "output_layer.weight" and catalog.model.is_tied:
+    if name == MCORE_HEAD and catalog.model.is_tied:
         return ": its embeddings are tied: make the model with share_embeddings_and_output_weights=True"
     return ". Say what may keep its values (ignore)"
 

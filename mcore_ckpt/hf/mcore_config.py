@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.hf.architecture import Architecture, HfModel
-from mcore_ckpt.hf.config_rules import HfConfig, MissingFieldError, Same
+from mcore_ckpt.hf.config_fields import HfConfig, MissingFieldError, Same
 
 if TYPE_CHECKING:
     import torch

@@ -21,13 +21,14 @@ from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedE
 from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
 from mcore_ckpt.hf.assets import check_code, copy_assets, write_config
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
-from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.config_fields import HfConfig
 from mcore_ckpt.hf.export import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.hf.fsdp_source import fsdp_tensors, read_copied_model
 from mcore_ckpt.hf.mapping import HF_LAYER, HfTensor
 from mcore_ckpt.hf.settling import settle
 from mcore_ckpt.hf.source import TensorInfo, TensorSource
 from mcore_ckpt.hf.sources import Backend, FoundCheckpoint, UnusableRequestError, find_checkpoint, open_source
+from mcore_ckpt.hf.table import HF_HEAD
 from mcore_ckpt.hf.writing import write_files, write_index
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.storage import commit
@@ -301,7 +302,7 @@ def _settled(
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
         # FSDP's names are those of modules: one tensor has two. Whether it is one is looked at by `fsdp_tensors`.
-        shapes.pop("lm_head.weight", None)
+        shapes.pop(HF_HEAD, None)
     return settle(model, shapes, request.tied, request.value)
 
 

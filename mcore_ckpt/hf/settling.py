@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.hf.architecture import HfModel
+from mcore_ckpt.hf.table import HF_HEAD, MCORE_HEAD
 from mcore_ckpt.sharding.regions import Shape
 
-_HF_HEAD, _HF_VALUE, _HF_BIAS = "lm_head.weight", "score.weight", "score.bias"
-_MCORE_HEAD = "output_layer.weight"
+_HF_VALUE, _HF_BIAS = "score.weight", "score.bias"
 
 
 def settle(
@@ -63,12 +63,12 @@ _VALUE_HINTS = {
 
 def _value_in(there: Mapping[str, Shape], is_mcore: bool) -> bool:
     if is_mcore:
-        return _MCORE_HEAD in there and there[_MCORE_HEAD][0] == 1
+        return MCORE_HEAD in there and there[MCORE_HEAD][0] == 1
     return _HF_VALUE in there
 
 
 def _tied_in(there: Mapping[str, Shape], is_mcore: bool) -> bool:
-    return (_MCORE_HEAD if is_mcore else _HF_HEAD) not in there
+    return (MCORE_HEAD if is_mcore else HF_HEAD) not in there
 
 
 def _settle_value(model: HfModel, data: bool, user: bool | None) -> bool:

@@ -12,7 +12,7 @@ from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.foreign.kinds import ForeignKind, kind_of
 from mcore_ckpt.hf.architecture import read_model
 from mcore_ckpt.hf.checkpoint_source import CheckpointSource
-from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.config_fields import HfConfig
 from mcore_ckpt.hf.fsdp_source import is_fsdp, open_fsdp
 from mcore_ckpt.hf.mapping import hf_tensors
 from mcore_ckpt.hf.source import TensorSource

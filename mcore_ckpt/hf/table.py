@@ -16,6 +16,10 @@ from mcore_ckpt.sharding.regions import Shape
 
 Sizes = Mapping[str, int]
 
+# What tied embeddings are the same tensor of; nearly all architectures call them this.
+HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
 
 class Block(NamedTuple):
     """Rows `[start, start + rows)` of one of the HuggingFace tensors of a row of the table."""

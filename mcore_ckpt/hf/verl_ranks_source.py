@@ -14,6 +14,7 @@ from mcore_ckpt.foreign.kinds import model_file, rank_dirs
 from mcore_ckpt.foreign.pt_files import PtTensor, read_pt
 from mcore_ckpt.hf.shard_source import ShardSource, same_bytes, stored_shard
 from mcore_ckpt.hf.source import TensorInfo
+from mcore_ckpt.hf.table import MCORE_EMBEDDING, MCORE_HEAD
 from mcore_ckpt.sharding.cuts import Cut, axes_of, has_sections
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of
 from mcore_ckpt.sharding.plan import StoredShard
@@ -25,7 +26,6 @@ _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _FC1 = re.compile(r"(.*)linear_fc1\.(?:weight|bias)(\d*)")
 # On the last pipeline rank alone, with or without virtual stages (`TransformerBlock`, megatron-core 0.16.1).
 _FINAL_NORM = "decoder.final_layernorm.weight"
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 Chunk = Mapping[str, PtTensor]
 _NO_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
@@ -92,14 +92,19 @@ def _without_copied_head(
     expected: Mapping[str, Shape],
 ) -> ShardSource:
     """The last of several pipeline ranks keeps a copy of a tied embedding, as its output layer."""
-    if _HEAD not in infos or _HEAD in expected or _EMBEDDING not in infos or _is_value_head(_HEAD, infos[_HEAD].shape):
+    if (
+        MCORE_HEAD not in infos
+        or MCORE_HEAD in expected
+        or MCORE_EMBEDDING not in infos
+        or _is_value_head(MCORE_HEAD, infos[MCORE_HEAD].shape)
+    ):
         return source
-    if not same_bytes(source, _HEAD, _EMBEDDING):
+    if not same_bytes(source, MCORE_HEAD, MCORE_EMBEDDING):
         raise CheckpointMismatchError(
-            f"{source.where}: config.json says that the embeddings are tied (tie_word_embeddings), but {_HEAD} is "
-            f"another tensor than {_EMBEDDING}: set tie_word_embeddings to false in config.json"
+            f"{source.where}: config.json says that the embeddings are tied (tie_word_embeddings), but {MCORE_HEAD} is "
+            f"another tensor than {MCORE_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
-    return ShardSource(source.where, {n: i for n, i in infos.items() if n != _HEAD}, shards.__getitem__)
+    return ShardSource(source.where, {n: i for n, i in infos.items() if n != MCORE_HEAD}, shards.__getitem__)
 
 
 # -- files and ranks ---------------------------------------------------------------------------------------
@@ -303,7 +308,7 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
 
 def _is_value_head(name: str, shape: Shape) -> bool:
     """Every tensor-parallel rank has all of it, and the output layer's name, of which config.json need not know."""
-    return name == _HEAD and shape[:1] == (1,)
+    return name == MCORE_HEAD and shape[:1] == (1,)
 
 
 def _whole(local: Shape, axis: int | None, size: int) -> Shape:

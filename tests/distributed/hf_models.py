@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
-from training import Layout, RMSNorm
+from training import ON_CPU, Layout, RMSNorm
 
 from mcore_ckpt.hf.architecture import read_config
 from mcore_ckpt.hf.architecture import read_model as read_hf_model
@@ -113,13 +113,7 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
         fp16=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
-        # The fused kernels come with apex and transformer-engine.
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        **ON_CPU,
         **mixture,
     )
     return config

@@ -43,6 +43,16 @@ SEQUENCE_LENGTH = 16
 MICRO_BATCH_SIZE = 2
 NUM_MICROBATCHES = 4
 
+# Arguments of TransformerConfig. The fused kernels come with apex and transformer-engine.
+ON_CPU: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+}
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -239,13 +249,7 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=layout.dropout,
         attention_dropout=layout.dropout,
-        use_cpu_initialization=True,
-        # The fused kernels come with apex and transformer-engine.
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        **ON_CPU,
         **mixture,
     )
 

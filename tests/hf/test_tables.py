@@ -28,8 +28,9 @@ from mcore_ckpt.hf import (
 )
 from mcore_ckpt.hf.architecture import _architectures
 from mcore_ckpt.hf.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
-from mcore_ckpt.hf.config_rules import DENSE, ROPE
+from mcore_ckpt.hf.config_rules import DENSE
 from mcore_ckpt.hf.mapping import check_names, hf_tensors, hf_tensors_in
+from mcore_ckpt.hf.rope_rules import ROPE
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.hf.config_rules import HfConfig
-from mcore_ckpt.hf.table import Row, qkv
+from mcore_ckpt.hf.config_fields import HfConfig
+from mcore_ckpt.hf.table import HF_EMBEDDING, HF_HEAD, MCORE_EMBEDDING, MCORE_HEAD, Row, qkv
 
 MODEL = (
-    Row("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vocab hidden"}),
+    Row(MCORE_EMBEDDING, {HF_EMBEDDING: "vocab hidden"}),
     Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
-    Row("output_layer.weight", {"lm_head.weight": "vocab hidden"}, when="!tied !value"),
-    Row("output_layer.weight", {"score.weight": "1 hidden"}, when="value"),
+    Row(MCORE_HEAD, {HF_HEAD: "vocab hidden"}, when="!tied !value"),
+    Row(MCORE_HEAD, {"score.weight": "1 hidden"}, when="value"),
     # ...ForTokenClassification has a bias, mcore's value heads have not.
     Row("", {"score.bias": "1"}, when="value score_bias"),
 )
@@ -125,9 +125,9 @@ MTP = (
     Row("hnorm.weight", {"hnorm.weight": "hidden"}),
     Row("eh_proj.weight", {"eh_proj.weight": "hidden 2*hidden"}),
     Row("final_layernorm.weight", {"shared_head.norm.weight": "hidden"}),
-    Row("embedding.word_embeddings.weight", {"embed_tokens.weight": "vocab hidden"}, is_copy=True),
-    Row("output_layer.weight", {"shared_head.head.weight": "vocab hidden"}, when="!tied !value", is_copy=True),
-    Row("embedding.word_embeddings.weight", {"shared_head.head.weight": "vocab hidden"}, when="tied", is_copy=True),
+    Row(MCORE_EMBEDDING, {"embed_tokens.weight": "vocab hidden"}, is_copy=True),
+    Row(MCORE_HEAD, {"shared_head.head.weight": "vocab hidden"}, when="!tied !value", is_copy=True),
+    Row(MCORE_EMBEDDING, {"shared_head.head.weight": "vocab hidden"}, when="tied", is_copy=True),
 )
 
 

@@ -17,7 +17,8 @@ from mcore_ckpt.hf.architectures.common import (
     shared_experts,
     sizes_of,
 )
-from mcore_ckpt.hf.config_rules import LATENT_ATTENTION, SIGMOID_ROUTER, HfConfig, Refused
+from mcore_ckpt.hf.config_fields import HfConfig, Refused
+from mcore_ckpt.hf.config_rules import LATENT_ATTENTION, SIGMOID_ROUTER
 from mcore_ckpt.hf.table import Row, Table
 
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.hf.architecture import Architecture, register_architecture
-from mcore_ckpt.hf.config_rules import HfConfig
+from mcore_ckpt.hf.config_fields import HfConfig
 from mcore_ckpt.hf.table import Table
 
 

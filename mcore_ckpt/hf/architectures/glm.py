@@ -15,7 +15,9 @@ from mcore_ckpt.hf.architectures.common import (
     shared_experts,
 )
 from mcore_ckpt.hf.architectures.deepseek import read_deepseek_experts
-from mcore_ckpt.hf.config_rules import DENSE, SIGMOID_ROUTER, HfConfig, Rope, Same
+from mcore_ckpt.hf.config_fields import HfConfig, Same
+from mcore_ckpt.hf.config_rules import DENSE, SIGMOID_ROUTER
+from mcore_ckpt.hf.rope_rules import Rope
 from mcore_ckpt.hf.table import Table
 
 

@@ -15,17 +15,9 @@ from mcore_ckpt.hf.architectures.common import (
     moe_layers,
     sizes_of,
 )
-from mcore_ckpt.hf.config_rules import (
-    DECODER,
-    EXPERT_COUNT,
-    ClampedGlu,
-    Constant,
-    HfConfig,
-    Refused,
-    Rope,
-    Same,
-    Window,
-)
+from mcore_ckpt.hf.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.hf.config_rules import DECODER, EXPERT_COUNT, ClampedGlu, Window
+from mcore_ckpt.hf.rope_rules import Rope
 from mcore_ckpt.hf.table import Row, Table
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mcore_ckpt.hf.architecture import Architecture, ModelFacts, register_architecture
 from mcore_ckpt.hf.architectures.common import ATTENTION, DENSE_MLP, MODEL, NORMS, alike, facts_of, sizes_of
-from mcore_ckpt.hf.config_rules import DENSE, ROPE, HfConfig, Refused, Window
+from mcore_ckpt.hf.config_fields import HfConfig, Refused
+from mcore_ckpt.hf.config_rules import DENSE, Window
+from mcore_ckpt.hf.rope_rules import ROPE
 from mcore_ckpt.hf.table import Table
 
 

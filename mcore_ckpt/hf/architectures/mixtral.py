@@ -14,7 +14,9 @@ from mcore_ckpt.hf.architectures.common import (
     moe_layers,
     sizes_of,
 )
-from mcore_ckpt.hf.config_rules import DENSE, EXPERT_COUNT, Constant, HfConfig, Rope, Same, Window
+from mcore_ckpt.hf.config_fields import Constant, HfConfig, Same
+from mcore_ckpt.hf.config_rules import DENSE, EXPERT_COUNT, Window
+from mcore_ckpt.hf.rope_rules import Rope
 from mcore_ckpt.hf.table import Row, Table
 
 

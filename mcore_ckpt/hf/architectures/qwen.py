@@ -19,18 +19,9 @@ from mcore_ckpt.hf.architectures.common import (
     shared_experts,
     sizes_of,
 )
-from mcore_ckpt.hf.config_rules import (
-    DENSE,
-    ROPE,
-    SOFTMAX_ROUTER,
-    Constant,
-    HfConfig,
-    Refused,
-    Same,
-    SparseStep,
-    Window,
-    is_sparse,
-)
+from mcore_ckpt.hf.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.hf.config_rules import DENSE, SOFTMAX_ROUTER, SparseStep, Window, is_sparse
+from mcore_ckpt.hf.rope_rules import ROPE
 from mcore_ckpt.hf.table import Table
 
 

@@ -18,19 +18,9 @@ from mcore_ckpt.hf.architectures.common import (
     shared_experts,
 )
 from mcore_ckpt.hf.architectures.qwen import moe_sizes
-from mcore_ckpt.hf.config_rules import (
-    DENSE,
-    SOFTMAX_ROUTER,
-    Constant,
-    HfConfig,
-    LinearLayers,
-    Refused,
-    Rope,
-    Same,
-    SparseStep,
-    is_linear,
-    is_sparse,
-)
+from mcore_ckpt.hf.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.hf.config_rules import DENSE, SOFTMAX_ROUTER, LinearLayers, SparseStep, is_linear, is_sparse
+from mcore_ckpt.hf.rope_rules import Rope
 from mcore_ckpt.hf.table import Block, Row, Sizes, Table, gated_qkv
 from mcore_ckpt.sharding.regions import Shape
 
