@@ -33,6 +33,7 @@ _ROLE_LENGTH = 128
 # Of roles, and of folders that are put in place as theirs are and have any name: "Qwen2.5-7B".
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
+_TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _TRACKER = re.compile(r"[0-9]{1,18}")
 
@@ -159,6 +160,12 @@ def trainer_file(root: Path, role: str) -> Path:
 def is_trainer_file_under_way(name: str, role: str) -> bool:
     """Whether a file is a role's trainer file that was being replaced (`storage.files.replace_file`)."""
     return name.startswith(f".{trainer_file(Path(), role).name}.")
+
+
+def is_trainer_file_of_another(name: str, role: str) -> bool:
+    """Whether a file is the trainer file of another role."""
+    match = _TRAINER_FILE.fullmatch(name)
+    return match is not None and match.group(1) != role
 
 
 def parse_tracker(text: str) -> int | None:

@@ -35,7 +35,7 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.rng import write_rng, write_seed
-from mcore_ckpt.storage import steps
+from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Record, decide, same_everywhere
 from mcore_ckpt.storage.folder import Folder, LocalFolder
 from mcore_ckpt.storage.read_lock import reading
@@ -203,6 +203,8 @@ def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> Che
 
 def _candidates(session: Session, step: int | None, path: Path | None) -> Record:
     if path is not None:
+        if not path.is_dir():
+            commit.sweep_beside(path.absolute())  # where folders cannot be exchanged, a crash may have left it aside
         if not path.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
         return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}

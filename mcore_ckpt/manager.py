@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from mcore_ckpt.uploading import Uploads
 logger = logging.getLogger(__name__)
 
 _SETTING_UP = "setting up a CheckpointManager"
-LARGEST_STEP = 1 << 62  # what the manifest can hold
+LARGEST_STEP = 10**18  # what the tracker can hold (layout.parse_tracker)
 
 # Managers of one role, made one after the other in one process, must not read each other's keys.
 _managers_made: dict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -140,7 +141,7 @@ class CheckpointManager:
                 and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too);
                 any other folder is written as safely, and that is all: neither is the tracker moved, nor does it count
                 for `load()` and `max_to_keep`, nor is it copied to the remote store. What a trainer has put into the
-                folder beside a checkpoint of ours stays.
+                folder stays, unless a save writes a file or folder of that name (docs/format.md).
             max_to_keep: this time, if not `config.max_to_keep`.
 
         Raises:
@@ -148,6 +149,7 @@ class CheckpointManager:
             UnsupportedError: a value that cannot be stored without pickling a class; the message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer saves this role below this root; nothing has been done.
+            ValueError: arguments that make no sense: a path of another step, or the folder of all steps.
             CheckpointError: an earlier save that was under way has failed, and nobody was told yet. This one has not
                 been made.
         """
@@ -164,9 +166,8 @@ class CheckpointManager:
             # While another save is under way the host memory is its own.
             save = None if busy or failure else Save(*parts)
         with self._telling_of_earlier_save():
-            attempt = open_together(
-                self._session.agreement, topic, role_dir, busy, failure, lambda: self._take_place(role_dir)
-            )
+            prepare = partial(self._take_place, step, role_dir, counts)
+            attempt = open_together(self._session.agreement, topic, role_dir, busy, failure, prepare)
         assert save is not None, "a rank that has none has told the others, and all have raised"
         save.begin(attempt)
         handle = SaveHandle(save)
@@ -243,6 +244,20 @@ class CheckpointManager:
         there = remote_steps(self._session, None, required=not here)
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
+    def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
+        """The complete steps with all these roles in the remote store, the oldest first; none where there is no store.
+        What one rank sees.
+
+        Args:
+            roles: those that are to be there.
+            step: only this one; None for all.
+            required: a store that does not answer is an error: it may have one.
+
+        Raises RemoteError.
+        """
+        there = remote_steps(self._session, step, required)
+        return [found.step for found in there if found.is_complete and set(roles) <= set(found.committed)]
+
     def before_step(self) -> None:
         """What the current CUDA stream is given from now on waits until a lazy save has copied the state.
 
@@ -278,10 +293,13 @@ class CheckpointManager:
         self._background.settle()
         self._guards.remove()
         self._session.staging.close()
-        self._session.lock.release()
         self._closed = True
-        if self._session.uploads is not None:
-            self._session.uploads.close(self._session.config.upload_timeout_s)
+        try:
+            if self._session.uploads is not None:
+                self._session.uploads.close(self._session.config.upload_timeout_s)
+        finally:
+            # Not before: the role's next trainer takes what is half uploaded for nobody's.
+            self._session.lock.release()
         self._background.raise_failure()
 
     def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
@@ -291,9 +309,13 @@ class CheckpointManager:
         if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
             raise ValueError(f"path {role_dir} is the folder of all steps, or above it: name the checkpoint's own")
         of = layout.step_root(role_dir, role, step)
-        return role_dir, of is not None and of.resolve() == root.resolve()
+        if of is not None and of.resolve() == root.resolve():
+            return role_dir, True
+        if layout.parse_step(role_dir.parent.name) is not None and role_dir.parent.parent.resolve() == root.resolve():
+            raise ValueError(f"path {role_dir} is in a step's folder, where it would be taken for a role: use {role}")
+        return role_dir, False
 
-    def _take_place(self, role_dir: Path) -> None:
+    def _take_place(self, step: int, role_dir: Path, counts: bool) -> None:
         """On rank 0: from here on this process is the role's trainer, so what others have left is nobody's."""
         # The other ranks wait for this one by their deadlines.
         self._session.lock.take(self._session.config.timeout_s / 2)
@@ -301,6 +323,8 @@ class CheckpointManager:
             commit.sweep(self._session.root, self._session.role, alone=True)
         self._has_saved = True
         commit.sweep_beside(role_dir)
+        if counts:
+            steps.check_one_spelling(self._session.root, role_dir, step)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:

@@ -58,10 +58,10 @@ def recover(
     late, a file that cannot be opened just now) is tried again with growing pauses first.
 
     Args:
-        managers: one for each role, all of one root.
+        managers: one for each role, all of one root, and of one remote store or none.
         resume: "auto": the newest step that is complete and has all roles, or the beginning if there is no checkpoint
-            at all. "off": the beginning. A step, or a path (of a step's folder, or for one manager of its role's
-            folder, of other programs' too): that one and no other.
+            at all, neither here nor in the remote store. "off": the beginning. A step, or a path (of a step's folder,
+            or for one manager of its role's folder, of other programs' too): that one and no other.
         retries: how often each step is tried again.
 
     Raises:
@@ -88,13 +88,26 @@ def recover(
         return _from_path(by_role, Path(resume), retries)
     wanted = None if resume == AUTO else int(resume)
 
-    def answer() -> dict[str, Any]:
-        found = resumable_steps(first.root, tuple(by_role), wanted)
-        return {"steps": [(status.step, [str(status.role_dir(role)) for role in by_role]) for status in found]}
-
-    found = _retried(lambda: first.agree("finding a step to resume from", request, answer), retries)
+    found = _retried(
+        lambda: first.agree("finding a step to resume from", request, lambda: _found(first, tuple(by_role), wanted)),
+        retries,
+    )
     steps = [(step, list(map(Path, folders))) for step, folders in found["steps"]]
     return _newest(by_role, steps, retries) if steps else Recovery()
+
+
+def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None) -> dict[str, Any]:
+    """Steps to try, here or in the remote store, the newest first, each with its roles' local folders."""
+    nothing: CheckpointNotFoundError | None = None
+    try:
+        here = {status.step: status for status in resumable_steps(manager.root, roles, step)}
+    except CheckpointNotFoundError as error:
+        here, nothing = {}, error
+    there = manager.remote_steps(roles, step, required=not here)
+    if nothing is not None and not there:
+        raise nothing
+    folders = {number: [str(status.role_dir(role)) for role in roles] for number, status in here.items()}
+    return {"steps": [(number, folders.get(number, [])) for number in sorted({*here, *there}, reverse=True)]}
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
@@ -136,9 +149,12 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
 
 
 def _holds_something(status: StepStatus) -> bool:
-    """Whether a step folder is more than what a save that never ended has left."""
+    """Whether a step folder is more than what a save that never ended has left, and its trainer had put beside it."""
     try:
-        return any(not entry.name.startswith(".") for entry in status.path.iterdir())
+        return any(
+            not entry.name.startswith(".") and (layout.is_own(entry.name) or not entry.is_file())
+            for entry in status.path.iterdir()
+        )
     except FileNotFoundError:
         return False  # another process has just deleted it
 

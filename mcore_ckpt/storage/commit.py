@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -98,22 +99,25 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
     What others have put there stays: verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`) writes its data
     position into the step's folder, while a save that goes on beside it is on its way there.
     """
+    replaced = layout.replaced_dir(role_dir, attempt)
     if not _rename_new(staging, role_dir):
         _link_strange_files(role_dir, staging)
-        if _exchange(staging, role_dir):
-            replaced = staging
-        else:
-            replaced = layout.replaced_dir(role_dir, attempt)
+        with suppress(OSError):  # it is on its way out, and whose doing that was must be known if this process dies
+            write_owner(role_dir)
+        if not _exchange(staging, role_dir):
             _rename_in_turn(staging, role_dir, replaced)
-        # What has come since the links were made, and what cannot be linked.
-        _move_strange_entries(replaced, role_dir)
-    sync_dir(role_dir)
-    sync_dir(role_dir.parent)
-    sync_dir(role_dir.parent.parent)
-    # Only now: until the rename a start of another process must be able to see whether this one lives.
-    (role_dir / layout.OWNER_FILE).unlink(missing_ok=True)
-    for old in (staging, layout.replaced_dir(role_dir, attempt)):
-        shutil.rmtree(old, ignore_errors=True)
+    # From here on it is in place: what fails now is told, and is not the save's failure.
+    try:
+        sync_dir(role_dir)
+        sync_dir(role_dir.parent)
+        # Only now: until the rename a start of another process must be able to see whether this one lives.
+        (role_dir / layout.OWNER_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is in place, but a power loss might undo that: %s", role_dir, error)
+    with suppress(PermissionError):  # of the folder above all steps, if it is new, only its owner can say
+        sync_dir(role_dir.parent.parent)
+    for old in (staging, replaced):
+        _remove_replaced(old, role_dir)
 
 
 def _rename_new(staging: Path, role_dir: Path) -> bool:
@@ -152,14 +156,33 @@ def _link_strange_files(old: Path, new: Path) -> None:
             os.link(entry, new / entry.name, follow_symlinks=False)
 
 
-def _move_strange_entries(old: Path, new: Path) -> None:
+def _remove_replaced(old: Path, role_dir: Path) -> None:
+    """Removes what a checkpoint was replaced in, but not what others have in it and that could not be moved."""
+    if not old.exists() or not _move_strange_entries(old, role_dir):
+        return
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _move_strange_entries(old: Path, new: Path) -> bool:
+    """What has come since links were made, and what cannot be linked. False if something has to stay."""
     for entry in _strange_entries(old):
-        if os.path.lexists(new / entry.name):
-            continue
+        there = new / entry.name
         try:
-            os.rename(entry, new / entry.name)
+            if not os.path.lexists(there):
+                os.rename(entry, there)
+            elif _is_newer(entry, there):
+                os.replace(entry, there)
         except OSError as error:
-            logger.warning("%s could not be kept in %s: %s", entry, new, error)
+            logger.warning("%s could not be moved to %s, where it belongs, and stays: %s", entry, new, error)
+            return False
+    return True
+
+
+def _is_newer(entry: Path, there: Path) -> bool:
+    """Whether a file is a later one than that of its name: its writer has replaced it after the link was made."""
+    mine, other = entry.lstat(), there.lstat()
+    both_files = stat.S_ISREG(mine.st_mode) and stat.S_ISREG(other.st_mode)
+    return both_files and mine.st_ino != other.st_ino and mine.st_mtime_ns > other.st_mtime_ns
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -218,8 +241,10 @@ def sweep(root: Path, role: str, alone: bool) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
         elif alone and (layout.is_tracker_under_way(entry.name) or layout.is_trainer_file_under_way(entry.name, role)):
             entry.unlink(missing_ok=True)
+    # Whose these are their names do not say: those of unknown owners are this role's if there is no other trainer.
+    only = alone and not any(layout.is_trainer_file_of_another(entry.name, role) for entry in root.iterdir())
     for name in {work.role for entry, work in _work_dirs(root) if entry.parent == root}:
-        _sweep_step(root, name, alone)
+        _sweep_step(root, name, only)
     for steps in layout.step_dirs(root).values():
         for step_path in steps:
             _sweep_step(step_path, role, alone)
@@ -242,7 +267,8 @@ def find_remains(root: Path, role: str | None = None) -> list[Path]:
     found = [entry for entry in _entries(root) if layout.is_deleted_dir(entry.name)]
     found = [entry for entry in found if _is_deleted_for_good(entry, alone=False)]
     for entry, work in _work_dirs(root):
-        if role not in (None, work.role) or not _is_remains(entry, alone=False):
+        flat = entry.parent == root  # its role is not in its name
+        if (role not in (None, work.role) and not flat) or not _is_remains(entry, alone=False):
             continue
         if work.purpose == "staging" or (entry.parent / work.role / layout.MANIFEST_FILE).exists():
             found.append(entry)
@@ -277,7 +303,10 @@ def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
             continue
         if _is_remains(entry, alone):
             logger.warning("removing %s: what a save that did not finish has left", entry)
-            shutil.rmtree(entry, ignore_errors=True)
+            if (entry / layout.MANIFEST_FILE).exists() and (step_path / role).exists():
+                _remove_replaced(entry, step_path / role)
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
     if alone:
         _remove_if_empty(step_path)
 
@@ -301,6 +330,7 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
         return True
     logger.warning("putting %s back: the save that was to replace it did not finish", role_dir)
     os.rename(replaced, role_dir)
+    (role_dir / layout.OWNER_FILE).unlink(missing_ok=True)
     sync_dir(role_dir.parent)
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,8 +51,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         # Which of the two counts is not the same in all parsers: one may check what another uses.
-        names = [name for name, _ in pairs]
-        raise FieldError(f"{next(name for name in value if names.count(name) > 1)!r} is there twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise FieldError(f"{shown(name)} is there twice")
     return value
 
 

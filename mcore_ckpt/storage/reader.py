@@ -80,7 +80,7 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
     """A file's index, its checksum and numbers checked. Raises CheckpointCorruptError."""
     path = role_dir / record.path
     assert record.index is not None
-    _check_size(path, "an index", record.index.size, knobs.INDEX_BYTES)
+    check_size(path, "an index", record.index.size, knobs.INDEX_BYTES)
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.index.size, record.index.offset, path)
     return parse_index(data, record, path)
@@ -99,7 +99,8 @@ def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
         raise CheckpointCorruptError(f"{path}: index: {error}") from None
 
 
-def _check_size(path: Path, what: str, size: int, most: int) -> None:
+def check_size(path: Path | str, what: str, size: int, most: int) -> None:
+    """Raises CheckpointCorruptError for what is too large to be read into memory."""
     if size > most:
         raise CheckpointCorruptError(
             f"{path}: the manifest speaks of {what} of {size} bytes: more than {most} are not read into memory"
@@ -112,7 +113,7 @@ def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
     Raises CheckpointCorruptError.
     """
     path = role_dir / record.path
-    _check_size(path, "a small file", record.size, knobs.PLAIN_BYTES)
+    check_size(path, "a small file", record.size, knobs.PLAIN_BYTES)
     with open_file(role_dir, record) as descriptor:
         data = read_exact(descriptor, record.size, 0, path)
     return parse_plain(data, record, path)

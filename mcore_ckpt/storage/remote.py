@@ -144,8 +144,13 @@ class Remote:
             raise OSError(f"{len(data)} bytes came of the {stop - start} from {start} on")
         return data
 
-    def read_all(self, key: str) -> bytes:
-        """A small file. Raises RemoteError, FileNotFoundError."""
+    def read_all(self, key: str, most: int) -> bytes:
+        """A small file. Raises RemoteError, FileNotFoundError, CheckpointCorruptError if it is larger than `most`."""
+        size = int(self.persist(f"looking at {key}", lambda: self.info(key)["size"]))
+        if size > most:
+            raise CheckpointCorruptError(
+                f"{self.url_of(key)}: has {size} bytes, more than {most}: it is not what its name says"
+            )
         return bytes(self.persist(f"reading {key}", lambda: self.fs.cat_file(self._path(key))))
 
     def info(self, key: str) -> dict[str, Any]:
@@ -265,7 +270,7 @@ class Remote:
     def manifest(self, key: str) -> Manifest:
         """The manifest of an attempt's folder. Raises FileNotFoundError, CheckpointCorruptError, RemoteError."""
         path = f"{key}/{layout.MANIFEST_FILE}"
-        return parse_manifest(self.read_all(path), self.url_of(path))
+        return parse_manifest(self.read_all(path, knobs.MANIFEST_BYTES), self.url_of(path))
 
     def _whole(self, step: int, role: str, attempt: str, problems: list[str]) -> RemoteRole | None:
         key = layout.remote_dir(step, role, attempt)
@@ -298,9 +303,10 @@ class Remote:
     def read_tracker(self) -> int | None:
         """The step the tracker names; None if there is none or it is torn. Raises RemoteError."""
         try:
-            return layout.parse_tracker(self.read_all(layout.TRACKER_FILE).decode("ascii", "replace"))
-        except FileNotFoundError:
+            data = self.read_all(layout.TRACKER_FILE, knobs.SMALL_BYTES)
+        except (FileNotFoundError, CheckpointCorruptError):
             return None
+        return layout.parse_tracker(data.decode("ascii", "replace"))
 
 
 def _is_ours(name: str, step: int) -> bool:

@@ -19,7 +19,7 @@ from mcore_ckpt.storage.dtypes import item_bytes
 from mcore_ckpt.storage.in_parallel import for_each
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
-from mcore_ckpt.storage.reader import parse_index, parse_plain
+from mcore_ckpt.storage.reader import check_size, parse_index, parse_plain
 from mcore_ckpt.storage.remote import Remote
 
 
@@ -57,11 +57,13 @@ class RemoteFolder:
 
     def index(self, record: FileRecord) -> FileIndex:
         assert record.index is not None
+        check_size(self._url(record.path), "an index", record.index.size, knobs.INDEX_BYTES)
         self.check(record)
         start = record.index.offset
         return parse_index(self._read(record.path, start, start + record.index.size), record, self._url(record.path))
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
+        check_size(self._url(record.path), "a small file", record.size, knobs.PLAIN_BYTES)
         self.check(record)
         return parse_plain(self._read(record.path, 0, record.size), record, self._url(record.path))
 

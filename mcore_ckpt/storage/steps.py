@@ -13,11 +13,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from mcore_ckpt import knobs, layout
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.storage.files import read_small, replace_file
 from mcore_ckpt.storage.reader import read_manifest
 
 logger = logging.getLogger(__name__)
+
+# Roles that commit at the same moment: each look but the last is after another one's write.
+_TRACKER_LOOKS = 16
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ def step_status(path: Path) -> StepStatus:
         except CheckpointNotFoundError:
             continue
         except CheckpointCorruptError as error:
+            if role_dir == path and _has_roles(path):
+                continue  # a file of that name that somebody else has put beside the roles
             problems.append(str(error))
             declared.add(role_dir.name)
             flat = path.name if role_dir == path else flat
@@ -94,6 +99,10 @@ def step_status(path: Path) -> StepStatus:
             declared.add(role if role_dir == path else role_dir.name)
     pinned = (path / layout.PINNED_FILE).exists()
     return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems), pinned, flat)
+
+
+def _has_roles(path: Path) -> bool:
+    return any((entry / layout.MANIFEST_FILE).exists() for entry in _entries(path) if layout.is_role(entry.name))
 
 
 def _entries(path: Path) -> list[Path]:
@@ -118,18 +127,30 @@ def read_tracker(root: Path) -> int | None:
         return None
 
 
+def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
+    """Raises CommitError if a step is there under another name: of two, `load` could not know which is meant."""
+    for path in layout.step_dirs(root).get(step, []):
+        if path.name not in (role_dir.name, role_dir.parent.name) and step_status(path).committed:
+            raise CommitError(
+                f"step {step} is there already, as {path}: save to that folder, or delete or move it, before saving to "
+                f"{role_dir}"
+            )
+
+
 def update_tracker(root: Path) -> int | None:
     """Makes the tracker name the newest complete step, which is returned. Raises OSError."""
-    while True:
+    newest = None
+    for _ in range(_TRACKER_LOOKS):
         complete = complete_steps(root)
         if not complete:
             return None
         newest = complete[-1].step
         if read_tracker(root) == newest:
-            return newest
+            break
         replace_file(root / layout.TRACKER_FILE, str(newest).encode())
         # Once more: another role may have completed a newer step between the look and the write, and have moved the
         # tracker there before it was moved back here.
+    return newest
 
 
 def move_tracker(root: Path) -> int | None:

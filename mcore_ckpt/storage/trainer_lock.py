@@ -82,7 +82,9 @@ class TrainerLock:
         with _mutex:
             hold = _holds.get(self._path)
             if hold is None or _read(self._path, hold.content) is None:
-                hold = self._acquire(patience_s)
+                lost, hold = hold, self._acquire(patience_s)
+                if lost is not None:
+                    lost.end()
                 _holds[self._path] = hold
             if self._hold is not hold:
                 self._hold = hold

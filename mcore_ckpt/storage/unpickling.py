@@ -7,6 +7,7 @@ tuples as the key of a dict can take for ever to hash, or overflow the stack of 
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ _MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
 # A reference to something that was there already takes two bytes or more, and may stand for a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
+_SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 
 
 class PickleError(ValueError):
@@ -51,7 +53,10 @@ def refuse_global(module: str, name: str) -> PickleError:
 
 
 def check_key(key: Any) -> None:
-    """Raises PickleError unless it is quickly hashed: an atom, a tuple of few of them, or what a `Call` has made."""
+    """Raises PickleError unless it is quickly hashed: an atom, a tuple of few of them, or what a `Call` has made.
+
+    Of dataclasses, which are hashed as the tuple of their fields, the fields count.
+    """
     if type(key) in _ATOMS:
         return
     parts, seen = [key], 0
@@ -62,6 +67,8 @@ def check_key(key: Any) -> None:
             raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
         if isinstance(part, tuple):
             parts += part
+        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            parts += vars(part).values()
         elif isinstance(part, frozenset):
             raise PickleError("a set as a key")
 
@@ -180,6 +187,8 @@ class Unpickler:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        # What calls may copy: a reference of two bytes may stand for a long text, and be handed over again and again.
+        self._left = _MOST_VALUES_PER_BYTE * len(data) + _MOST_KEY_PARTS
 
     def load(self) -> Any:
         """The value. Raises PickleError; what the functions it was handed raise comes out as it is."""
@@ -299,13 +308,21 @@ class Unpickler:
         args, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Call) or not isinstance(args, tuple):
             raise PickleError(f"a call of a {type(function).__name__}")
+        self._spend(args)
         self._stack.append(function(*args))
+
+    def _spend(self, handed: tuple[Any, ...]) -> None:
+        """Raises PickleError if what calls were handed is much larger than the pickle."""
+        self._left -= sum(len(value) for value in handed if isinstance(value, _SIZED))
+        if self._left < 0:
+            raise PickleError(f"{len(self._data)} bytes that stand for much more")
 
     def _state(self) -> None:
         state = self._stack.pop()
         made = self._stack[-1]
         if type(made) is OrderedDict and isinstance(state, dict):
             return  # what a state dict says of the versions of its modules
+        self._spend((state, *(state if isinstance(state, tuple) else ())))
         self._build(made, state)
 
 

@@ -130,7 +130,7 @@ class Upload:
     def _finish(self) -> None:
         key = f"{self.key}/{layout.MANIFEST_FILE}"
         self._remote.replace(key, self._manifest_bytes)
-        if self._remote.read_all(key) != self._manifest_bytes:
+        if self._remote.read_all(key, knobs.MANIFEST_BYTES) != self._manifest_bytes:
             raise OSError(f"{self._remote.url_of(key)}: is not what was sent")
 
     def _persist(self, what: str, work: Callable[[], None]) -> None:

@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**made, "gpt_oss": random_folder(root / "gpt_oss", GPT_OSS)}
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor_is_a_part_of_the_whole(data: st.DataObject, folders: dict[str, Path]) -> None:
     catalog = FolderCatalog(read_contents(folders[data.draw(st.sampled_from(sorted(folders)))]))

@@ -68,7 +68,7 @@ def numbered(tensors: list[HfTensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("llama-3", "qwen2-yarn", "qwen2-linear")])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(overrides=sizes())
 def test_every_element_is_covered_once_and_comes_back(name: str, overrides: dict[str, Any]) -> None:
     model = read_model(make_config(name, **overrides))

@@ -68,7 +68,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(0, 5 * PAGE_BYTES), max_size=12), writers=ranks)
 def test_the_writers_parts_are_all_of_every_tensor_once(sizes: list[int], writers: tuple[int, ...]) -> None:
     images, request = ImageCache(), request_of(sizes, writers)

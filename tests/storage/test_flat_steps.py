@@ -1,5 +1,6 @@
 """Steps whose folder is their only role's, as verl's SFT trainer has them, and what a trainer puts there beside."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 from checkpoints import ROLE, dead_owner, make, own, read_version, remains, stage
 
 from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.resharding.reshard import select
 from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.owner import Owner
 from mcore_ckpt.storage.retention import Policy, delete_old_steps, pin, prune
 from mcore_ckpt.storage.verify import verify
 
@@ -177,3 +180,153 @@ def test_a_checkpoint_that_cannot_be_put_back_is_kept(tmp_path: Path, caplog: py
     commit.sweep(tmp_path, ROLE, alone=True)
     assert read_version(replaced) == 1
     assert "cannot be put back" in caplog.text
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL at a point."""
+
+
+def killed(*args: object) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("point", ["_exchange", "_remove_replaced"])
+def test_folders_of_others_survive_a_kill_around_the_exchange(
+    point: str, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "global_step_5" / ROLE
+    make(folder, 1)
+    (folder / "dist_ckpt").mkdir()
+    (folder / "dist_ckpt" / "x").write_text("x")
+    staging, attempt = stage(folder, 2)
+    with monkeypatch.context() as patch:
+        if point == "_exchange" and way == "two renames":
+            patch.setattr(commit, "_rename_in_turn", killed)
+        else:
+            patch.setattr(commit, point, killed)
+        with pytest.raises(Killed):
+            commit.publish(staging, folder, attempt)
+    commit.sweep(tmp_path, ROLE, alone=True)
+    for work in folder.parent.iterdir():
+        if layout.parse_work_dir(work.name):
+            own(work, dead_owner(2**22 + 1))
+    commit.sweep(tmp_path, ROLE, alone=True)
+    assert read_version(folder) == (1 if point == "_exchange" else 2)
+    assert (folder / "dist_ckpt" / "x").read_text() == "x"
+
+
+def test_what_cannot_be_moved_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = flat(tmp_path, 5)
+    make(folder, 1)
+    (folder / "adapter").mkdir()
+    rename = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if Path(source).name == "adapter":
+            raise PermissionError(errno.EPERM, "not now", str(source))
+        rename(source, target)
+
+    staging, attempt = stage(folder, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        commit.publish(staging, folder, attempt)
+    assert read_version(folder) == 2
+    assert (staging / "adapter").is_dir()
+    assert "adapter could not be moved" in caplog.text
+    own(staging, dead_owner(2**22 + 1))
+    commit.sweep(tmp_path, ROLE, alone=True)
+    assert (folder / "adapter").is_dir()
+    assert remains(tmp_path) == []
+
+
+def test_a_file_that_its_writer_has_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As verl writes its tracker: a new file under the old name."""
+    folder = flat(tmp_path, 5)
+    make(folder, 1)
+    (folder / "data_0.pt").write_text("old")
+    staging, attempt = stage(folder, 2)
+    exchange = commit._exchange
+
+    def after_the_links(first: Path, second: Path) -> bool:
+        (folder / "new").write_text("new")
+        os.replace(folder / "new", folder / "data_0.pt")
+        return exchange(first, second)
+
+    monkeypatch.setattr(commit, "_exchange", after_the_links)
+    commit.publish(staging, folder, attempt)
+    assert (folder / "data_0.pt").read_text() == "new"
+
+
+def test_the_old_checkpoint_of_a_killed_exchange_is_removed_without_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not below a folder of steps, so no trainer's lock says that its owner is dead."""
+    folder = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "parse_step", lambda name: 5 if name == "out" else None)
+        make(folder, 1)
+        staging, attempt = stage(folder, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "_remove_replaced", killed)
+        with pytest.raises(Killed):
+            commit.publish(staging, folder, attempt)
+    assert (staging / layout.OWNER_FILE).exists(), "nobody could tell whose it was"
+    own(staging, dead_owner(2**22 + 1))
+    commit.sweep_beside(folder)
+    assert read_version(folder) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_above_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that holds the root may be anybody's: the checkpoint is in place all the same."""
+    folder = flat(tmp_path / "root", 5)
+    sync = commit.sync_dir
+
+    def refused(path: Path) -> None:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "no", str(path))
+        sync(path)
+
+    staging, attempt = stage(folder, 1)
+    monkeypatch.setattr(commit, "sync_dir", refused)
+    commit.publish(staging, folder, attempt)
+    assert read_version(folder) == 1
+    assert remains(tmp_path / "root") == []
+
+
+def test_another_trainer_s_flat_save_is_left_alone(tmp_path: Path) -> None:
+    staging, _ = stage(flat(tmp_path, 2), 2)
+    own(staging, Owner("node7 another-boot pid:[1]", 4321, 99))
+    layout.trainer_file(tmp_path, "reward").write_text("{}")
+    commit.sweep(tmp_path, ROLE, alone=True)
+    assert staging.exists()
+    layout.trainer_file(tmp_path, "reward").unlink()
+    commit.sweep(tmp_path, ROLE, alone=True)
+    assert not staging.exists()
+
+
+def test_a_step_has_one_name(tmp_path: Path) -> None:
+    make(tmp_path / "global_steps_5" / ROLE, 1)
+    steps.check_one_spelling(tmp_path, tmp_path / "global_steps_5" / "critic", 5)
+    steps.check_one_spelling(tmp_path, tmp_path / "global_step_6", 6)
+    for other in (flat(tmp_path, 5), flat(tmp_path, 5) / ROLE, tmp_path / "checkpoint-5" / ROLE):
+        with pytest.raises(CommitError, match=r"step 5 is there already, as .*global_steps_5"):
+            steps.check_one_spelling(tmp_path, other, 5)
+
+
+def test_a_manifest_of_somebody_else_beside_roles(tmp_path: Path) -> None:
+    make(tmp_path / "global_step_5" / ROLE, 1)
+    (tmp_path / "global_step_5" / "manifest.json").write_text('{"of": "another program"}')
+    assert [status.step for status in steps.complete_steps(tmp_path)] == [5]
+
+
+def test_what_a_trainer_left_beside_a_first_save_that_never_ended_is_no_checkpoint(tmp_path: Path) -> None:
+    flat(tmp_path, 5).mkdir()
+    (flat(tmp_path, 5) / "data_0.pt").write_text("x")
+    stage(flat(tmp_path, 5), 1)
+    assert resumable_steps(tmp_path, [ROLE]) == []
+    (flat(tmp_path, 5) / ROLE).mkdir()
+    with pytest.raises(CheckpointNotFoundError):
+        resumable_steps(tmp_path, [ROLE])

@@ -1,7 +1,7 @@
 """Coming back: which step all roles go on from together, and what is said when there is none."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mcore_ckpt.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    RemoteError,
 )
 from mcore_ckpt.loading import LoadReport, LoadResult
 from mcore_ckpt.recover import Recovery, recover, resumable_steps
@@ -51,6 +52,14 @@ class FakeManager:
     loaded: list[int | Path] = field(default_factory=list)
     while_loading: Callable[[int], None] | None = None
     agreement: Agreement = field(default_factory=alone_in_the_world)
+    stored: list[int] | RemoteError = field(default_factory=list)
+
+    def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
+        if isinstance(self.stored, RemoteError):
+            if required:
+                raise self.stored
+            return []
+        return [number for number in self.stored if step in (None, number)]
 
     def agree(self, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
         def combine(records: Any) -> Record:
@@ -314,3 +323,35 @@ def test_a_restart_is_told_what_it_skipped(tmp_path: Path, caplog: pytest.LogCap
     make_steps(tmp_path, [1, 2])
     recover(managers(tmp_path, actor={2: corrupt()}))
     assert "step 2 cannot be loaded by all roles: actor: rank 1: x.pt: wrong CRC" in caplog.text
+
+
+# -- a remote store -------------------------------------------------------------------------------------------
+
+
+def test_steps_that_only_the_store_has_are_resumed_from(tmp_path: Path) -> None:
+    """A new machine, with an empty disk."""
+    both = managers(tmp_path)
+    both[0].stored = [10, 20]
+    assert recover(both).step == 20
+    assert [manager.loaded for manager in both] == [[20], [20]]
+    assert recover(both, 10).step == 10
+
+
+def test_the_newest_is_taken_wherever_it_is(tmp_path: Path) -> None:
+    for role in ("actor", "critic"):
+        make(layout.step_dir(tmp_path, 15) / role, 1, ("actor", "critic"))
+    both = managers(tmp_path, actor={20: corrupt()})
+    both[0].stored = [10, 20]
+    recovery = recover(both)
+    assert recovery.step == 15
+    assert both[0].loaded == [20, 15]
+
+
+def test_a_store_that_does_not_answer_is_never_the_beginning(tmp_path: Path) -> None:
+    both = managers(tmp_path)
+    both[0].stored = RemoteError("s3://bucket: does not answer")
+    with pytest.raises(RemoteError, match="does not answer"):
+        recover(both)
+    for role in ("actor", "critic"):
+        make(layout.step_dir(tmp_path, 15) / role, 1, ("actor", "critic"))
+    assert recover(both).step == 15
