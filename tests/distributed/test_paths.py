@@ -10,6 +10,8 @@ from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
 from training import build, parallel, train
 
+from mcore_ckpt.errors import CommitError
+
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = LAYOUTS["dp2-bf16"]
 
@@ -81,11 +83,15 @@ def test_paths_that_cannot_be_meant(shared_path: Path) -> None:
             (root, "is the folder of all steps, or above it"),
             (shared_path, "is the folder of all steps, or above it"),
             (root / "global_step_7" / "actor", "is a folder of step 7, not of step 8"),
+            (root / "global_step_8" / "actor_best", "would be taken for a role: use actor"),
         ):
             with everywhere(), pytest.raises(ValueError, match=text):
                 manager.save(8, path=path)
         with everywhere(), pytest.raises(ValueError, match="max_to_keep is 0"):
             manager.save(8, max_to_keep=0)
+        manager.save(8, path=root / "global_step_8").wait()
+        with everywhere(), pytest.raises(CommitError, match=r"step 8 is there already, as .*global_step_8"):
+            manager.save(8)
         manager.save(8, path=root / "global_step_8").wait()
         manager.close()
         with everywhere():

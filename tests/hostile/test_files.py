@@ -5,6 +5,7 @@ import os
 import resource
 import stat
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -317,3 +318,12 @@ def test_memory_is_not_taken_for_what_a_manifest_says(sample: Sample) -> None:
     with pytest.raises(CheckpointCorruptError, match="cut or replaced"):
         read_index(sample.role_dir, forged)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+
+
+def test_a_name_that_is_there_twice_is_found_at_once() -> None:
+    """As the last of many: to count each one would take hours for what a manifest may have in bytes."""
+    names = ",".join(f'"n{number}":1' for number in range(200_000))
+    started = time.process_time()
+    with pytest.raises(fields.FieldError, match="'n7' is there twice"):
+        fields.decode(f'{{{names},"n7":1}}'.encode())
+    assert time.process_time() - started < 20

@@ -67,6 +67,17 @@ def tensor(lengths: bytes, strides: bytes, start: bytes = b"K\x00") -> bytes:
     )
 
 
+def text(value: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+# Each call copies all that it is handed, which is two bytes in the pickle.
+ENCODE = named("_codecs", "encode") + b"q\x01" + text(b"x" * 200_000) + b"q\x02" + text(b"latin1") + b"q\x03000"
+FILL = named("_io", "BytesIO") + b"q\x01B" + struct.pack("<I", 200_000) + b"x" * 200_000 + b"K\x00N\x87q\x0200"
+SET = named("builtins", "set") + b"q\x01](" + b"".join(b"M" + struct.pack("<H", n) for n in range(9000)) + b"eq\x0200"
+INDEX = named("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")R}("
+INDEX += text(b"fqn") + b"h\x00" + text(b"offset") + b"h\x00" + text(b"index") + b"Nubq\x00"
+
 HUGE = b"\x8a\x08" + struct.pack("<q", 2**61)
 PICKLES: dict[str, bytes] = {
     "code": pickle.dumps({"a": 1})[:-1] + b"0" + named("os", "system") + b"X\x04\x00\x00\x00true\x85R.",
@@ -102,6 +113,11 @@ PICKLES: dict[str, bytes] = {
     + named("numpy", "ndarray")
     + b"J\x00\x00\x00\x7f\x85X\x01\x00\x00\x00btR.",
     "numpy-objects": HEAD + named("numpy", "dtype") + b"X\x02\x00\x00\x00O8\x85R.",
+    "text-copied-again-and-again": HEAD + ENCODE + b"]" + b"h\x01h\x02h\x03\x86Ra" * 4000 + b".",
+    "text-copied-and-forgotten": HEAD + ENCODE + b"h\x01h\x02h\x03\x86R0" * 40_000 + b"}.",
+    "files-filled-again-and-again": HEAD + FILL + b"]" + b"h\x01)Rh\x02ba" * 4000 + b".",
+    "sets-made-again-and-again": HEAD + SET + b"]" + b"h\x01h\x02\x85Ra" * 4000 + b".",
+    "key-of-indexes-of-indexes": HEAD + b"}" + text(b"x") + b"q\x00" + INDEX * 60 + b"K\x01s.",
     "terminal": HEAD + named("os\x1b[31m", "system") + b".",
     "stack-empty": HEAD + b"0.",
     "no-end": HEAD + b"K\x01",
