@@ -22,6 +22,7 @@ from mcore_ckpt.staging.capture import FileTensors
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.offloaded import HostCopies, host_copies, in_host_memory
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.storage.dtypes import dtype_name
 from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, plan_file
@@ -73,12 +74,14 @@ class SavePlan:
     Attributes:
         buffers: those of the tensors that may change at any point of a training step: (file, tensor) numbers.
         on_gpu: whether any of them is.
+        on_host: whether any parameter or optimizer state is in host memory.
     """
 
     files: tuple[FilePlan, ...]
     tensors: tuple[FileTensors, ...]
     buffers: tuple[tuple[int, int], ...]
     on_gpu: bool
+    on_host: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +93,7 @@ class _Kept:
     tensors: tuple[tuple[_KeptTensors, ...], ...]
     buffers: tuple[tuple[int, int], ...]
     on_gpu: bool
+    on_host: bool
 
     @staticmethod
     def of(plan: SavePlan, live: LiveObjects) -> _Kept:
@@ -99,7 +103,7 @@ class _Kept:
             )
             for members in plan.tensors
         )
-        return _Kept(live, plan.files, tensors, plan.buffers, plan.on_gpu)
+        return _Kept(live, plan.files, tensors, plan.buffers, plan.on_gpu, plan.on_host)
 
     def plan(self) -> SavePlan | None:
         """The plan with the tensors as they are now; None if it no longer holds."""
@@ -107,7 +111,9 @@ class _Kept:
             return None
         by_file = [self._find(file) for file in range(len(self.files))]
         tensors = tuple(members for members in by_file if members is not None)
-        return SavePlan(self.files, tensors, self.buffers, self.on_gpu) if len(tensors) == len(by_file) else None
+        if len(tensors) < len(by_file):
+            return None
+        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host)
 
     def _find(self, file: int) -> FileTensors | None:
         refreshed = self._refreshed(file)
@@ -153,9 +159,17 @@ class SavePlanner:
             live = LiveObjects(session.chunks, session.optimizer)
             plan = _new_plan(session, self._images)
             self._kept = _Kept.of(plan, live)
+        plan = _with_host_copies(plan, host_copies(session.chunks))
         for file, members in zip(plan.files, plan.tensors, strict=True):
             _refuse_freed_memory(file.request, members)
         return plan
+
+
+def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
+    if not copies:
+        return plan
+    tensors = tuple(FileTensors.of(in_host_memory(members.tensors, copies)) for members in plan.tensors)
+    return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True)
 
 
 # Below this no system with 48-bit addresses puts anything. Where all addresses are smaller, all tensors are looked at.
@@ -166,6 +180,7 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
     """Raises UnsupportedError for an offloaded tensor.
 
     megatron's `offload_to_cpu` (0.16.1) frees the storage below it; its address is then its offset in that storage.
+    One that is a buffer's has been taken from the copy that is kept of it.
     """
     if min(members.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
         return
@@ -199,8 +214,17 @@ def _new_plan(session: Session, images: ImageCache) -> SavePlan:
             for position, write in enumerate(request.tensors)
             if write.is_buffer
         ),
-        on_gpu=any(tensor.is_cuda for members in tensors for tensor in members.tensors),
+        on_gpu=_on_gpu(tensors),
+        on_host=_on_host(request for _, request in plans),
     )
+
+
+def _on_gpu(tensors: Iterable[FileTensors]) -> bool:
+    return any(tensor.is_cuda for members in tensors for tensor in members.tensors)
+
+
+def _on_host(requests: Iterable[WriteRequest]) -> bool:
+    return any(not (write.tensor.is_cuda or write.is_buffer) for request in requests for write in request.tensors)
 
 
 def _refuse_other_devices(request: WriteRequest) -> None:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_ckpt import layout
 from mcore_ckpt.exporting import completed, export_together
 from mcore_ckpt.hf.assets import save_assets, written_assets
@@ -137,6 +139,10 @@ class Save:
         self._attempt = attempt
         try:
             sync_parameters(self._session.chunks)
+            if self._plan.on_host and torch.cuda.is_available():
+                # Offloading copies without waiting (verl 0.9.1, `offload_megatron_optimizer`; megatron's
+                # `offload_to_cpu`): what is in host memory now may still be on its way there.
+                torch.cuda.synchronize()
             self._times["planned"] = time.perf_counter()
             self._capture = self._captured()
             if not self._in_place:

@@ -68,13 +68,14 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
     So DistributedDataParallel (0.16.1) does with `reuse_grad_buf_for_mxfp8_param_ag`.
     """
     for chunk in chunks:
-        for buffer in _ddp_buffers(chunk):
+        for buffer in ddp_buffers(chunk):
             if buffer.param_data is not None and _start(buffer.param_data) == _start(buffer.grad_data):
                 return True
     return False
 
 
-def _ddp_buffers(chunk: Any) -> list[Any]:
+def ddp_buffers(chunk: Any) -> list[Any]:
+    """The memory of the parameters that train, under DistributedDataParallel."""
     return [*_listed(chunk, "buffers"), *_listed(chunk, "expert_parallel_buffers")]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from agreement import everywhere, gather, raised_everywhere
 from checkpointing import manager_of
@@ -314,4 +315,55 @@ def test_an_offloaded_model_is_refused_by_name(shared_path: Path) -> None:
             tensor.untyped_storage().resize_(nbytes)
             tensor.copy_(copy)
         manager.save(3).wait()
+        manager.close()
+
+
+def offload(training: Training, of: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """As verl's `offload_megatron_model_to_cpu` (0.9.1) and megatron's `offload_to_cpu` (0.16.1) do, without a GPU.
+
+    Returns the buffers, and what was in them.
+    """
+    kept = []
+    for buffer in (buffer for chunk in training.model for buffer in chunk.buffers):
+        data = buffer.param_data
+        kept.append((data, data.clone()))
+        if of == "verl":
+            data.cpu_data = data.clone()
+        else:
+            buffer.param_data_cpu = data.clone()
+        data.untyped_storage().resize_(0)
+    return kept
+
+
+# In fp32 the main parameters are offloaded with the model's.
+@pytest.mark.parametrize(
+    ("of", "layout", "async_save"), [("verl", "dp2-bf16", True), ("megatron", "dp2-buckets", False)]
+)
+def test_an_offloaded_model_is_saved_from_host_memory(
+    of: str, layout: str, async_save: bool, shared_path: Path
+) -> None:
+    with parallel(LAYOUTS[layout]):
+        training = build(LAYOUTS[layout], seed=1)
+        train(training, 0, 1)
+        manager = manager_of(training, shared_path, async_save=async_save)
+        manager.save(1)
+        train(training, 1, 2)
+        at_save = snapshot(training)
+        kept = offload(training, of)
+        manager.save(2)
+        for data, copy in kept:
+            with everywhere():
+                assert data.untyped_storage().nbytes() == 0
+            data.untyped_storage().resize_(copy.nbytes)
+            data.copy_(copy)
+        # The copies are still there, and old.
+        train(training, 2, 3)
+        after = snapshot(training)
+        manager.save(3)
+        for step, wanted in ((2, at_save), (3, after)):
+            poison(training)
+            manager.load(step=step)
+            loaded = snapshot(training)
+            with everywhere():
+                assert_same(loaded, wanted)
         manager.close()

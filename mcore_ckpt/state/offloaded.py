@@ -1,0 +1,69 @@
+"""Parameters whose memory on the GPU is freed, and the copies that whoever freed it keeps of them in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.state.model import ddp_buffers
+
+
+@dataclass(frozen=True, eq=False)
+class HostCopy:
+    """`data` is a copy of a buffer's elements, which begin at element `start` of the storage that was freed."""
+
+    data: torch.Tensor
+    start: int
+
+
+HostCopies = Mapping[int, HostCopy]
+"""By the storage they are copies of."""
+
+
+def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
+    """The copies of those buffers of DistributedDataParallel that have no memory now.
+
+    verl (0.9.1, `offload_megatron_model_to_cpu`) keeps them as `param_data.cpu_data`, megatron's own `offload_to_cpu`
+    (0.16.1) as `param_data_cpu`. Both keep them after parameters have come back, too, when they are old.
+
+    Raises:
+        UnsupportedError: with `overlap_param_gather` other ranks' shards of the parameters may not have been there when
+            they were copied, and cannot be gathered now.
+    """
+    copies = {}
+    for chunk in chunks:
+        for buffer in ddp_buffers(chunk):
+            data = getattr(buffer, "param_data", None)
+            if data is None or not data.numel() or data.untyped_storage().nbytes():
+                continue
+            copy = getattr(data, "cpu_data", None)
+            copy = getattr(buffer, "param_data_cpu", None) if copy is None else copy
+            if copy is None:
+                continue  # told apart by name where the tensor is to be saved
+            if chunk.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
+                raise UnsupportedError(
+                    "the model's parameters are offloaded, and it has overlap_param_gather: those of other ranks may "
+                    "be old; bring the model back before save()"
+                )
+            copies[_storage(data)] = HostCopy(copy.view(-1), data.storage_offset())
+    return copies
+
+
+def in_host_memory(tensors: Iterable[torch.Tensor], copies: HostCopies) -> list[torch.Tensor]:
+    """The tensors; of those whose memory is freed the parts of the copies that they are."""
+    found = ((tensor, copies.get(_storage(tensor))) for tensor in tensors)
+    return [tensor if copy is None else _part(tensor, copy) for tensor, copy in found]
+
+
+def _part(tensor: torch.Tensor, copy: HostCopy) -> torch.Tensor:
+    return copy.data.as_strided(
+        tensor.shape, tensor.stride(), copy.data.storage_offset() + tensor.storage_offset() - copy.start
+    )
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
