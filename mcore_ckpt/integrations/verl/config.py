@@ -1,0 +1,46 @@
+"""verl's options for megatron's checkpoints, and ours beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from mcore_ckpt.integrations.verl.options import own_options
+from mcore_ckpt.integrations.verl.vendor import VENDOR
+
+try:
+    from verl.workers.config import McoreCheckpointConfig
+except ImportError as error:
+    raise ImportError(f"McoreCkptConfig needs verl 0.9 (pip install verl): {error}") from error
+
+_OwnOptions: Any = dataclasses.make_dataclass(
+    "_OwnOptions", [(field.name, field.type, dataclasses.field(default=field.default)) for field in own_options()]
+)
+
+
+@dataclasses.dataclass
+class McoreCkptConfig(_OwnOptions, McoreCheckpointConfig):
+    """verl's McoreCheckpointConfig with those fields of mcore_ckpt.CheckpointConfig that it lacks.
+
+    Who names it as `actor_rollout_ref.actor.checkpoint._target_` (or `critic.checkpoint._target_`, or SFT's
+    `checkpoint._target_`) gets our engines, in each process that gets the options: nothing else needs to be set.
+    """
+
+    def __post_init__(self) -> None:
+        choose_engines()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Ray hands the options of an SFT run to its workers as they are (verl 0.9.1, sft_trainer_ray).
+        self.__dict__.update(state)
+        choose_engines()
+
+
+def choose_engines() -> None:
+    """Registers our engines, and has verl take them unless VERL_ENGINE_VENDOR names others.
+
+    verl's `EngineRegistry.get_engine_cls` (0.9.1) knows nothing of the options: the environment is all it asks.
+    """
+    from mcore_ckpt.integrations.verl import engines  # noqa: F401  (registers them)
+
+    os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)

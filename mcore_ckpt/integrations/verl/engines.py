@@ -1,0 +1,78 @@
+"""verl's megatron engines with our checkpoints. Importing this registers them, for VERL_ENGINE_VENDOR=mcore_ckpt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+except ImportError as error:
+    raise ImportError(
+        f"the engines need verl 0.9 and megatron-core: pip install verl megatron-core ({error})"
+    ) from error
+
+from mcore_ckpt.integrations.verl.manager import MegatronCheckpointManager
+from mcore_ckpt.integrations.verl.vendor import VENDOR
+
+
+class _WithCheckpoints:
+    """Over one of verl's engines: what it does with checkpoints."""
+
+    def initialize(self: Any) -> None:
+        super().initialize()  # type: ignore[misc]
+        # The stock one has done nothing yet but keep what it was given. (The name is verl's.) None without training.
+        stock = getattr(self, "checkpoint_mananager", None)
+        if stock is None:
+            return
+        self.checkpoint_mananager = MegatronCheckpointManager(
+            model=stock.model,
+            optimizer=stock.optimizer,
+            optimizer_scheduler=stock.lr_scheduler,
+            checkpoint_config=stock.checkpoint_config,
+            role=stock.role,
+            hf_config=stock.hf_config,
+            processing_class=stock.processing_class,
+            peft_cls=stock.peft_cls,
+            frees_memory=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,
+            use_megatron_fsdp=stock.use_megatron_fsdp,
+        )
+
+    def save_checkpoint(
+        self: Any,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As verl's, but what is offloaded stays so: on the GPU is the rollout's memory by now."""
+        manager = self.checkpoint_mananager
+        if any(chunk.ddp_config.overlap_param_gather for chunk in self.module):
+            # Offloaded, other ranks' shards of the parameters may be old: they are gathered on the GPU.
+            super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)  # type: ignore[misc]
+        else:
+            manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        if 0 < self.optimizer_config.total_training_steps <= global_step:
+            # Ray ends the workers when the trainer returns, without a word to them.
+            manager.wait()
+
+    def load_checkpoint(
+        self: Any,
+        local_path: str,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As verl's, whose default is to delete: its SFT trainer leaves the argument out."""
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load, **kwargs)  # type: ignore[misc]
+
+
+@EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR)
+class LanguageModelEngine(_WithCheckpoints, MegatronEngineWithLMHead):
+    """verl's engine of actors and SFT."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="megatron", device="cuda", vendor=VENDOR)
+class ValueModelEngine(_WithCheckpoints, MegatronEngineWithValueHead):
+    """verl's engine of critics."""

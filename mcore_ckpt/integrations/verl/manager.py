@@ -1,0 +1,216 @@
+"""The checkpoint manager that verl's engines and workers hold, in its words."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.integrations.verl import resume
+from mcore_ckpt.integrations.verl.options import read_options
+from mcore_ckpt.integrations.verl.place import Place, remote_root
+from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.storage import retention, steps
+
+logger = logging.getLogger(__name__)
+
+# Of this process: with actor and critic in one, as verl has them by default, each knows that a step has both.
+_managers: WeakSet[MegatronCheckpointManager] = WeakSet()
+
+
+class MegatronCheckpointManager:
+    """Takes the place of verl's class of this name. Made on every rank.
+
+    Nothing is touched before the first save or load: only these tell the folder of the steps.
+
+    Args:
+        model: the list of virtual chunks.
+        optimizer: megatron's, or None.
+        optimizer_scheduler: megatron's, or None. Its position comes back with the optimizer, whatever
+            `use_checkpoint_opt_param_scheduler` is: that decides whose schedule goes on from there.
+        checkpoint_config: `save_contents`, `load_contents` (None: model, optimizer, extra), `async_save`, and what
+            McoreCkptConfig adds.
+        checkpoint_contents: verl 0.4's `save_contents` and `load_contents` in one.
+        role: "actor" or "critic".
+        hf_config: written beside the checkpoint, and needed for `hf_model`.
+        processing_class: a tokenizer or processor to write beside it; `tokenizer` in verl 0.4.
+        frees_memory: whether parameters or optimizer state are offloaded between the phases of a step: then they have
+            been copied when `save_checkpoint` returns, whatever `async_mode` is.
+        peft_cls: with LoRA, the adapters alone are saved and loaded: the base model comes from its own files.
+        use_megatron_fsdp: refused.
+        of_verl: what else verl hands over; a checkpoint needs none of it.
+
+    Raises:
+        UnsupportedError: Megatron-FSDP.
+        ValueError: options that make no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any = None,
+        optimizer_scheduler: Any = None,
+        checkpoint_config: Any = None,
+        checkpoint_contents: Any = None,
+        role: str = "actor",
+        hf_config: Any = None,
+        processing_class: Any = None,
+        tokenizer: Any = None,
+        peft_cls: Any = None,
+        frees_memory: bool = False,
+        use_megatron_fsdp: bool = False,
+        **of_verl: Any,
+    ) -> None:
+        if use_megatron_fsdp:
+            raise UnsupportedError("use_megatron_fsdp is not supported: use megatron's distributed optimizer")
+        self.role = role
+        self._options = read_options(checkpoint_config)
+        if checkpoint_contents is not None:
+            contents = tuple(checkpoint_contents)
+            self._options = {"save_contents": contents, "load_contents": contents, **self._options}
+        if frees_memory:
+            self._options["async_mode"] = "snapshot"
+        self._trainer = {
+            "model": model,
+            "optimizer": optimizer,
+            "lr_scheduler": optimizer_scheduler,
+            "role": role,
+            "hf_config": hf_config,
+            "processing_class": tokenizer if processing_class is None else processing_class,
+        }
+        self._manager: CheckpointManager | None = None
+        self._config = self._with(None, None)  # now: what is wrong with it must not wait for the first save
+        self._delete_later: Place | None = None
+        _managers.add(self)
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Saves to exactly `local_path`. Every rank calls it; returns when the checkpoint is committed, with
+        `async_save` as soon as the training state may change or be offloaded.
+
+        Args:
+            local_path: `<root>/global_step_{N}/{role}`, or the step's folder itself (SFT). The tracker in the root
+                names the step once all its roles are committed.
+            hdfs_path: the same place in a remote store that fsspec knows, where it is copied to beside the training.
+            global_step: N.
+            max_ckpt_to_keep: how many steps stay, counted on disk, and in the remote store; None or 0 for all.
+
+        Raises:
+            CheckpointError: the save, or an earlier one with `async_save`, has failed: the same on all ranks.
+        """
+        place = Place.of(local_path, self.role)
+        manager = self._manager_of(place, self._with(hdfs_path, max_ckpt_to_keep or None))
+        manager.save(int(global_step), path=place.folder, roles=self._roles(place))
+        self._delete_loaded(place)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Loads `local_path`, of ours or as verl's own managers have written it. Every rank calls it.
+
+        Args:
+            local_path: as in `save_checkpoint`.
+            hdfs_path: where it is loaded from if it is not there.
+            del_local_after_load: delete its step as soon as a newer one is complete. Before that a crash would leave
+                nothing to come back to.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or its trainer died while saving the step. The message names the
+                newest complete one, which the tracker names from then on if it named this one.
+            CheckpointCorruptError: it is damaged; as above.
+            CheckpointMismatchError: it does not fit the model; nothing has been changed.
+        """
+        place = Place.of(local_path, self.role)
+        is_here = self._manager is not None and self._manager.root == place.root and not hdfs_path
+        manager = self._manager_of(place, self._config if is_here else self._with(hdfs_path, None))
+        request = {"path": str(place.folder)}
+        seen = manager.agree(
+            "looking for verl's checkpoint",
+            request,
+            lambda: {
+                "there": resume.is_checkpoint(place.folder),
+                "lacks": resume.why_not_whole(place),
+            },
+        )
+        try:
+            if seen["lacks"]:
+                raise CheckpointNotFoundError(f"{place.folder}: not a complete step: {seen['lacks']}")
+            if seen["there"] or place.step is None or self._config.remote is None:
+                manager.load(path=place.folder)
+            else:
+                manager.load(step=place.step)
+        except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+            advice = manager.agree("going back", request, lambda: {"advice": resume.send_back(place)})["advice"]
+            raise type(error)(f"{error}; {advice}") from error
+        if del_local_after_load:
+            self._delete_later = place
+
+    def wait(self) -> None:
+        """Returns once no save is under way, and no upload. Every rank calls it.
+
+        Raises CheckpointError: the save has failed, and nobody was told yet.
+        """
+        if self._manager is not None:
+            self._manager.wait()
+
+    def close(self) -> None:
+        """Ends a save that is under way and frees the host memory that saves use. Every rank calls it.
+
+        Raises CheckpointError: as `wait`.
+        """
+        _managers.discard(self)
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _manager_of(self, place: Place, config: CheckpointConfig) -> CheckpointManager:
+        """The one manager, made anew where paths or options are others."""
+        if self._manager is not None and (self._manager.root, self._config) != (place.root, config):
+            manager, self._manager = self._manager, None
+            manager.close()
+        if self._manager is None:
+            self._manager = CheckpointManager(place.root, config=config, **self._trainer)
+            self._config = config
+        return self._manager
+
+    def _with(self, hdfs_path: str | None, max_to_keep: int | None) -> CheckpointConfig:
+        options = {**self._options, "max_to_keep": max_to_keep}
+        if hdfs_path:
+            options["remote"] = remote_root(hdfs_path)
+        if max_to_keep is None:
+            options.pop("keep_every", None)  # verl keeps all
+        return CheckpointConfig(**options)
+
+    def _roles(self, place: Place) -> tuple[str, ...]:
+        """What the step is made of: it counts when all have committed."""
+        if place.is_flat:
+            return (self.role,)
+        if self._config.roles is not None:
+            return self._config.roles
+        here = [other for other in _managers if other._manager is None or other._manager.root == place.root]
+        return tuple(sorted({self.role, *(other.role for other in here)}))
+
+    def _delete_loaded(self, saved: Place) -> None:
+        """Deletes the step that was loaded, if that was asked for and there is a newer one by now."""
+        place = self._delete_later
+        if place is None or place.step_path is None or dist.get_rank() != 0:
+            return
+        newer = [status for status in steps.complete_steps(saved.root) if status.path != place.step_path]
+        if not any(self.role in status.committed and status.step > (place.step or 0) for status in newer):
+            return
+        status = steps.step_status(place.step_path)
+        if not status.is_complete:
+            logger.warning("%s stays though it was to be deleted: %s", place.step_path, status.reason)
+            self._delete_later = None
+        elif retention.delete_step(status) is None:
+            self._delete_later = None

@@ -1,0 +1,98 @@
+"""What verl resumes from: whether it is a checkpoint, and if not, where it can come back to.
+
+verl goes by its tracker, which its SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`) writes before an async save
+is committed. It has taken the step's number from the folder by the time it asks for the checkpoint, so another one must
+not be loaded in its place: the tracker is put right instead, and the next start finds a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import zipfile
+from pathlib import Path
+
+from mcore_ckpt import layout
+from mcore_ckpt.foreign import kinds
+from mcore_ckpt.integrations.verl.place import Place
+from mcore_ckpt.storage import steps
+from mcore_ckpt.storage.files import replace_file, sync_dir
+
+logger = logging.getLogger(__name__)
+
+# The state of the data loader: PPO's one, SFT's one for each data-parallel rank.
+_DATA_FILE = re.compile(r"data(_\d+)?\.pt")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Ours, or of another program that we can read; sound or not."""
+    return (folder / layout.MANIFEST_FILE).exists() or kinds.kind_of(folder) is not None
+
+
+def why_not_whole(place: Place) -> str | None:
+    """What a step lacks whose trainer died while it saved it; None if nothing, or if there is no step to go back to.
+
+    A role's part alone can be loaded; but the trainer would fail at the next role, or begin its data anew without an
+    error. Only of the step that the tracker names: one that was asked for by its path is taken as it is.
+    """
+    if place.step_path is None or steps.read_tracker(place.root) != place.step:
+        return None
+    back = step_to_go_back_to(place)
+    if back is None:
+        return None
+    status = steps.step_status(place.step_path)
+    if status.committed and not status.is_complete:
+        return status.reason
+    other = place.in_step(back)
+    if other is None or other.step_path is None or not _data_files(other.step_path):
+        return None
+    data = _data_files(place.step_path)
+    if not data:
+        return f"{place.step_path}: the state of the data loader is missing"
+    cut = _cut(data)
+    return f"{cut[0]}: is cut, so the trainer died while it wrote it" if cut else None
+
+
+def step_to_go_back_to(place: Place) -> int | None:
+    """The newest other step that is complete, with the state of the data loader if any has one."""
+    found = [step for step in sorted(layout.step_dirs(place.root), reverse=True) if _is_whole(place, step)]
+    with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
+    return next(iter(with_data or found), None)
+
+
+def send_back(place: Place) -> str:
+    """Makes the tracker name a step that can be loaded, if it names the one that cannot. Returns what to do, in words.
+
+    Raises OSError.
+    """
+    step, tracker = step_to_go_back_to(place), place.root / layout.TRACKER_FILE
+    newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
+    if place.step is None or steps.read_tracker(place.root) != place.step:
+        return newest
+    if step is None:
+        tracker.unlink()
+        sync_dir(place.root)
+        return f"{newest}. {tracker} named this one and is removed: the next start begins from the beginning"
+    replace_file(tracker, str(step).encode())
+    return f"{newest}, which {tracker} names from now on: start again to go on from there"
+
+
+def _is_whole(place: Place, step: int) -> bool:
+    other = place.in_step(step)
+    if other is None or other.step_path is None or step == place.step or not is_checkpoint(other.folder):
+        return False
+    status = steps.step_status(other.step_path)
+    # A checkpoint of another program has no manifest to say what is complete.
+    is_complete = status.is_complete if status.declared else True
+    return is_complete and not _cut(_data_files(other.step_path))
+
+
+def _data_files(step_path: Path | None) -> list[Path]:
+    if step_path is None or not step_path.is_dir():
+        return []
+    return sorted(path for path in step_path.iterdir() if _DATA_FILE.fullmatch(path.name))
+
+
+def _cut(files: list[Path]) -> list[Path]:
+    # torch.save writes the zip's directory last.
+    return [file for file in files if not zipfile.is_zipfile(file)]

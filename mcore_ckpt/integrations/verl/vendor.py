@@ -1,0 +1,3 @@
+"""The name by which verl's registry of engines knows ours."""
+
+VENDOR = "mcore_ckpt"
