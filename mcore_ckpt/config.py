@@ -56,6 +56,8 @@ class CheckpointConfig:
         timeout_s: deadline of every wait for another rank, in seconds.
         assume_optimizer_step: for checkpoints of other programs that do not say it (verl up to 0.4): how many steps the
             optimizer had done when it was saved. None: such a checkpoint's optimizer state is refused.
+        skip_frozen: parameters that do not train (the model below LoRA adapters) are neither saved nor loaded: the
+            trainer has them from elsewhere.
         strict: raise on a checkpoint that turns out bad while it is read, instead of loading the next older one.
 
     Raises:
@@ -82,6 +84,7 @@ class CheckpointConfig:
     roles: tuple[str, ...] | None = None
     vocab_size: int | None = None
     timeout_s: float = 600.0
+    skip_frozen: bool = False
     strict: bool = False
     assume_optimizer_step: int | None = None
 
@@ -94,6 +97,8 @@ class CheckpointConfig:
             raise ValueError(f"keep_every is {self.keep_every!r}: use 1 or more, or None")
         if self.keep_every is not None and self.max_to_keep is None:
             raise ValueError("keep_every is given without max_to_keep, which keeps every step: give both")
+        if self.skip_frozen and "hf_model" in self.save_contents:
+            raise ValueError("save_contents has 'hf_model', whose parameters skip_frozen leaves out: drop one of them")
         if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
             raise ValueError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
         if not self.timeout_s > 0:

@@ -429,6 +429,7 @@ def _set_up_together(session: Session) -> None:
             "has_optimizer": optimizer is not None,
             "async_save": config.async_save,
             "async_mode": config.async_mode,
+            "skip_frozen": config.skip_frozen,
             "strict": config.strict,
             "assume_optimizer_step": config.assume_optimizer_step,
             "if_busy": config.if_busy,

@@ -114,7 +114,8 @@ def _plan(session: Session, catalog: Catalog) -> LoadPlan:
     unstepped: list[tuple[OptimizerPart, ParameterState]] = []
     common = rng = seed = extra = None
     if "model" in wanted:
-        fills += [fill for shard in model if (fill := _model_fill(session, shard, sources)) is not None]
+        taken = [shard for shard in model if not (session.config.skip_frozen and shard.is_frozen)]
+        fills += [fill for shard in taken if (fill := _model_fill(session, shard, sources)) is not None]
     if "optimizer" in wanted:
         common = _read_common(session, catalog)
         optimizer_fills, unstepped = _optimizer_fills(session, by_part, sources)
@@ -122,6 +123,7 @@ def _plan(session: Session, catalog: Catalog) -> LoadPlan:
     if "extra" in wanted:
         rng, seed, extra = _read_extra(session, catalog)
     _check_sizes(catalog, fills)
+    # Frozen parameters too, taken or not: they are known, and nothing of the checkpoint is lost.
     used = {
         "model": _positions(sources, [shard.key for shard in model] if "model" in wanted else []),
         "optimizer": _positions(sources, [ShardKey(s.name, PARAM) for states in by_part for s in states]),

@@ -197,7 +197,8 @@ def _new_plan(session: Session, images: ImageCache) -> SavePlan:
     requests: list[WriteRequest] = []
     # The HuggingFace model is made from the same files.
     if "model" in contents or "hf_model" in contents:
-        requests += _model_requests(session, model)
+        skip_frozen = session.config.skip_frozen
+        requests += _model_requests(session, [shard for shard in model if not (skip_frozen and shard.is_frozen)])
     if "optimizer" in contents:
         requests += _optimizer_requests(session, model)
     for request in requests:

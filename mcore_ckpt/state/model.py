@@ -144,9 +144,16 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
             continue
         if local_name.endswith(EXTRA_STATE):
             owner = owners[local_name.removesuffix(EXTRA_STATE).rstrip(".")]
-            yield _opaque_shard(names.to_global(local_name), value, owner)
+            yield _opaque_shard(names.to_global(local_name), value, _below_adapter(owner))
         else:
             yield _tensor_shard(names.to_global(local_name), value, sharded.get(local_name))
+
+
+def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
+    """The layer that an `AdapterWrapper` (Megatron-Bridge) gives its own place to in `state_dict`."""
+    while type(owner).get_extra_state is torch.nn.Module.get_extra_state and hasattr(owner, "to_wrap"):
+        owner = owner.to_wrap  # type: ignore[assignment]
+    return owner
 
 
 def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:

@@ -35,6 +35,11 @@ class LocalShard:
     refresh: Callable[[], torch.Tensor | None] | None = None
     restore: Callable[[torch.Tensor], None] | None = None
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that does not train."""
+        return not self.is_buffer and not self.tensor.requires_grad
+
 
 @dataclass(frozen=True, eq=False)
 class ParameterState:

@@ -15,6 +15,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.save_planning import SavePlan, SavePlanner
 from mcore_ckpt.session import Session
+from mcore_ckpt.state.model import read_model
 from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
 
 
@@ -363,3 +364,27 @@ def test_a_tensor_without_memory_is_refused_by_name(trainer: Trainer) -> None:
     trainer.state_of(trainer.model.weight)["exp_avg"].untyped_storage().resize_(0)
     with pytest.raises(UnsupportedError, match=r"weight \(exp_avg\) has no memory"):
         trainer.plan()
+
+
+class Adapted(torch.nn.Module):
+    """As Megatron-Bridge's `AdapterWrapper`: the layer keeps its names in `state_dict`."""
+
+    def __init__(self, base: Tiny) -> None:
+        super().__init__()
+        self.to_wrap = base
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
+        return self.to_wrap.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return self.to_wrap.sharded_state_dict(metadata)
+
+
+def test_the_extra_state_of_a_layer_with_an_adapter_is_the_layers() -> None:
+    adapted = Adapted(Tiny())
+    (shard,) = [shard for shard in read_model([adapted]) if shard.refresh is not None]
+    assert shard.restore is not None
+    shard.restore(torch.ones(3, dtype=torch.uint8))
+    refreshed = shard.refresh()
+    assert refreshed is not None
+    assert refreshed.tolist() == [1, 1, 1]
