@@ -1,17 +1,30 @@
 """verl's checkpoint manager, in its words, without verl: resumes, trackers, retention, and what dies on the way."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agreement import everywhere
+import torch
+import torch.distributed as dist
+from adapters import FROZEN, with_adapters
+from agreement import everywhere, raised_everywhere
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
+from test_async import error_of, held_up
 from training import build, parallel, train
 from verl_words import (
+    TRACKER,
     step_folder,
+    steps_in,
     tracked,
     verl_manager,
+    write_ppo_data,
+    write_sft_data_and_tracker,
 )
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.integrations.verl import MegatronCheckpointManager
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -57,3 +70,114 @@ def test_a_resumed_training_is_the_same_bit_for_bit(
             assert_same(found, after)
             assert tracked(shared_path) == "2"
             assert (folder / "manifest.json").exists()
+
+
+class ValueHead(torch.nn.Linear):
+    """As verl's `LinearForLastLayer` in the place of the output layer: one column, replicated, a pair of results."""
+
+    def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+@pytest.mark.world(2)
+def test_a_critic_with_a_value_head_comes_back_under_another_layout(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = step_folder(shared_path, 1) / "critic"
+    head = "output_layer.weight"
+    with_value_head(monkeypatch)
+    with parallel(LAYOUTS["tp2"]):
+        training = build(LAYOUTS["tp2"], seed=1)
+        before = training.model[0].module.state_dict()[head].clone()
+        manager = verl_manager(training, role="critic")
+        manager.save_checkpoint(str(folder), None, 1, None)
+        at_save = snapshot(training)
+        poison(training)
+        manager.load_checkpoint(str(folder))
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, at_save)
+    with parallel(DP2):
+        training = build(LAYOUTS["dp2-buckets"], seed=2)
+        manager = verl_manager(training, role="critic", load_contents=["model"])
+        manager.load_checkpoint(str(folder))
+        manager.close()
+        after = training.model[0].module.state_dict()[head]
+        with everywhere():
+            assert torch.equal(after, before)
+
+
+def with_value_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    import training as of_tests
+
+    build_chunk = of_tests._build_chunk
+
+    def with_head(*args: Any) -> Any:
+        chunk = build_chunk(*args)
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(chunk.config.hidden_size, 1, bias=False)
+        return chunk
+
+    monkeypatch.setattr(of_tests, "_build_chunk", with_head)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.world(2)
+def test_of_a_model_with_adapters_only_these_are_saved(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_adapters(monkeypatch)
+    layout = replace(DP2, frozen=FROZEN)
+    folder = step_folder(shared_path, 2) / "actor"
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 2)
+        manager = verl_manager(training, peft_cls=object())
+        manager.save_checkpoint(str(folder), None, 2, None)
+        at_save = snapshot(training)
+        through = train(training, 2, 3)
+        manager.close()
+    saved = torch.load(folder / "model/mp_rank_00_000/model_states.pt", weights_only=True)
+    with everywhere():
+        assert saved
+        assert all(".adapter." in name for name in saved)
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 5, 6)
+        manager = verl_manager(training, peft_cls=object())
+        manager.load_checkpoint(str(folder))
+        loaded = snapshot(training)
+        resumed = train(training, 2, 3)
+        base = next(p for p in training.model[0].parameters() if not p.requires_grad)
+        base.data.fill_(3.0)
+        manager.load_checkpoint(str(folder))
+        manager.close()
+        with everywhere():
+            assert_same(loaded, at_save)
+            assert resumed == through
+            assert bool((base == 3.0).all())
+            with pytest.raises(UnsupportedError, match="adapters"):
+                verl_manager(training, peft_cls=object(), save_contents=["model", "hf_model"])
+
+
+@pytest.mark.world(2)
+def test_a_checkpoint_of_the_whole_model_loads_into_one_with_adapters(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_adapters(monkeypatch)
+    layout = replace(DP2, frozen=FROZEN)
+    folder = str(step_folder(shared_path, 1) / "actor")
+    with parallel(layout):
+        training = build(layout, seed=1)
+        manager = verl_manager(training)
+        manager.save_checkpoint(folder, None, 1, None)
+        at_save = snapshot(training)
+        manager.close()
+        train(training, 0, 1)
+        manager = verl_manager(training, peft_cls=object())
+        manager.load_checkpoint(folder)
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, at_save)

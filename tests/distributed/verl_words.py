@@ -17,7 +17,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def verl_manager(training: Training, role: str = "actor", **options: Any) -> MegatronCheckpointManager:
-    """As verl 0.9.1's `MegatronEngine.initialize` makes it: all of its keywords, of which most are for the stock one."""
+    """As verl 0.9.1's `MegatronEngine.initialize` makes it, with all of its keywords."""
     own = {name: options.pop(name) for name in ("hf_config", "peft_cls", "frees_memory") if name in options}
     defaults = {"save_contents": None, "load_contents": None, "async_save": False, "strict": True}
     keywords = {

@@ -45,7 +45,7 @@ class MegatronCheckpointManager:
         of_verl: what else verl hands over; a checkpoint needs none of it.
 
     Raises:
-        UnsupportedError: Megatron-FSDP.
+        UnsupportedError: Megatron-FSDP, or `hf_model` of a model with adapters.
         ValueError: options that make no sense.
     """
 
@@ -73,6 +73,12 @@ class MegatronCheckpointManager:
         if checkpoint_contents is not None:
             contents = tuple(checkpoint_contents)
             self._options = {"save_contents": contents, "load_contents": contents, **self._options}
+        self._options["skip_frozen"] = peft_cls is not None
+        if peft_cls is not None and "hf_model" in self._options.get("save_contents", ()):
+            raise UnsupportedError(
+                "save_contents has 'hf_model', and the model has adapters, whose HuggingFace form is not written: leave "
+                "the word out, and call the bridge's save_hf_adapter where it is needed"
+            )
         if frees_memory:
             self._options["async_mode"] = "snapshot"
         self._trainer = {

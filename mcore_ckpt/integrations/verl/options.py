@@ -9,8 +9,8 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
-# The number comes with each save, and LoRA is verl's own option (model.lora).
-NOT_OPTIONS = ("max_to_keep",)
+# The number comes with each save, and adapters are verl's own option (model.lora).
+NOT_OPTIONS = ("max_to_keep", "skip_frozen")
 
 
 def own_options() -> list[Field[Any]]:
