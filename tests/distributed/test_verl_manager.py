@@ -1,20 +1,20 @@
 """verl's checkpoint manager, in its words, without verl: resumes, trackers, retention, and what dies on the way."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from adapters import FROZEN, with_adapters
-from agreement import everywhere, raised_everywhere
+from agreement import everywhere
 from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
-from test_async import error_of, held_up
+from snapshot import assert_same, chained, poison, snapshot
 from training import build, parallel, train
 from verl_words import (
-    TRACKER,
     step_folder,
     steps_in,
     tracked,
@@ -23,7 +23,7 @@ from verl_words import (
     write_sft_data_and_tracker,
 )
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.verl import MegatronCheckpointManager
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -181,3 +181,144 @@ def test_a_checkpoint_of_the_whole_model_loads_into_one_with_adapters(
         found = snapshot(training)
         with everywhere():
             assert_same(found, at_save)
+
+
+# -- retention, copies, other programs' checkpoints --------------------------------------------------------
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_how_many_stay_is_counted_on_disk(flat: bool, shared_path: Path) -> None:
+    """verl's own count lives in memory, and begins anew at a restart."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        for steps in ((1, 2, 3), (4,), (5, 6)):
+            manager = verl_manager(training, keep_every=3)
+            for step in steps:
+                folder = step_folder(shared_path, step)
+                manager.save_checkpoint(str(folder if flat else folder / "actor"), None, step, 2)
+                if flat:
+                    write_sft_data_and_tracker(shared_path, step)
+                else:
+                    write_ppo_data(shared_path, step)
+            manager.close()
+            dist.barrier()
+            with everywhere():
+                newest = [step for step in range(1, steps[-1] + 1) if step > steps[-1] - 2 or step == 3]
+                assert steps_in(shared_path) == newest
+                assert all(list(step_folder(shared_path, step).glob("data*.pt")) for step in newest)
+        manager = verl_manager(training)
+        manager.save_checkpoint(str(step_folder(shared_path, 7) / "actor"), None, 7, None)
+        manager.close()
+        with everywhere():
+            assert steps_in(shared_path) == [3, 5, 6, 7]
+
+
+@pytest.mark.world(2)
+def test_what_was_loaded_is_deleted_once_there_is_a_newer_step(shared_path: Path) -> None:
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        first, second = (str(step_folder(shared_path, step) / "actor") for step in (1, 2))
+        manager = verl_manager(training)
+        manager.save_checkpoint(first, None, 1, None)
+        manager.close()
+        manager = verl_manager(training)
+        manager.load_checkpoint(first, None, True)
+        dist.barrier()
+        with everywhere():
+            assert steps_in(shared_path) == [1]
+        manager.save_checkpoint(second, None, 2, None)
+        dist.barrier()
+        with everywhere():
+            assert steps_in(shared_path) == [2]
+            assert tracked(shared_path) == "2"
+        manager.close()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("option", ["hdfs_path", "remote"])
+def test_a_copy_elsewhere_is_loaded_where_the_folder_is_gone(option: str, shared_path: Path) -> None:
+    local, store = shared_path / "local", shared_path / "store"
+    folder = str(step_folder(local, 1) / "actor")
+    copy = str(step_folder(store, 1) / "actor") if option == "hdfs_path" else None
+    options = {} if copy else {"remote": store.as_uri()}
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = verl_manager(training, **options)
+        manager.save_checkpoint(folder, copy, 1, None)
+        manager.wait()
+        at_save = snapshot(training)
+        manager.close()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(local)
+        poison(training)
+        dist.barrier()
+        manager = verl_manager(training, **options)
+        manager.load_checkpoint(folder, copy)
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, at_save)
+
+
+@pytest.mark.world(2)
+def test_memory_that_is_freed_when_an_async_save_returns(shared_path: Path) -> None:
+    """verl offloads, or lets the rollout have the memory, as soon as it can."""
+    folder = str(step_folder(shared_path, 1) / "actor")
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        manager = verl_manager(training, async_save=True, async_mode="lazy", frees_memory=True)
+        at_save = snapshot(training)
+        manager.save_checkpoint(folder, None, 1, None)
+        for buffer in training.model[0].buffers:
+            buffer.param_data.untyped_storage().resize_(0)
+        for part in chained(training.optimizer):
+            for state in part.optimizer.state.values():
+                state["exp_avg"].untyped_storage().resize_(0)
+        manager.close()
+    with parallel(DP2):
+        training = build(DP2, seed=2)
+        manager = verl_manager(training)
+        manager.load_checkpoint(folder)
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, at_save)
+
+
+@pytest.mark.world(2)
+def test_the_keywords_of_older_workers(shared_path: Path) -> None:
+    """verl 0.4.0 had a tokenizer, contents without a config, no scheduler; 0.5 had what 0.9 has, and less."""
+    folder = str(step_folder(shared_path, 1) / "actor")
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        keywords = {
+            "config": SimpleNamespace(),
+            "model_config": None,
+            "role": "actor",
+            "model": training.model,
+            "arch": "Qwen2ForCausalLM",
+            "hf_config": None,
+            "param_dtype": torch.bfloat16,
+            "share_embeddings_and_output_weights": False,
+            "tokenizer": None,
+            "optimizer": training.optimizer,
+            "use_distributed_optimizer": True,
+        }
+        manager = MegatronCheckpointManager(**keywords, checkpoint_contents=["model", "optimizer"])
+        manager.save_checkpoint(local_path=folder, hdfs_path=None, global_step=1, max_ckpt_to_keep=None)
+        manager.close()
+        at_save = {name: value for name, value in snapshot(training).items() if not name.startswith("generator")}
+        poison(training)
+        training.scheduler.load_state_dict(training.scheduler.state_dict() | {"num_steps": 0})
+        manager = MegatronCheckpointManager(**keywords, checkpoint_contents=["model", "optimizer"])
+        manager.load_checkpoint(local_path=folder)
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            wanted = {name: value for name, value in at_save.items() if not name.startswith("scheduler")}
+            assert_same({name: found[name] for name in wanted}, wanted)
+            assert not (Path(folder) / "rng_states").exists()

@@ -76,8 +76,8 @@ class MegatronCheckpointManager:
         self._options["skip_frozen"] = peft_cls is not None
         if peft_cls is not None and "hf_model" in self._options.get("save_contents", ()):
             raise UnsupportedError(
-                "save_contents has 'hf_model', and the model has adapters, whose HuggingFace form is not written: leave "
-                "the word out, and call the bridge's save_hf_adapter where it is needed"
+                "save_contents has 'hf_model', and the model has adapters, whose HuggingFace form is not written: "
+                "leave the word out, and call the bridge's save_hf_adapter where it is needed"
             )
         if frees_memory:
             self._options["async_mode"] = "snapshot"
