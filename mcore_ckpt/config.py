@@ -46,8 +46,9 @@ class CheckpointConfig:
         keep_every: steps that are multiples of this stay too, whatever their age; needs max_to_keep.
         remote: where checkpoints are copied to once they are committed, beside the training, and loaded from where they
             are newer than the local ones, or these are gone: a URL that fsspec knows, such as s3://bucket/prefix,
-            gs://..., hdfs://host/path, file:///folder. None: nowhere. `max_to_keep` and `keep_every` count there, too.
-            Credentials come from the environment, as the store's own tools have them.
+            gs://..., hdfs://host/path, file:///folder. None: nowhere. Credentials come from the environment, as the
+            store's own tools have them.
+        prune_remote: whether `max_to_keep` and `keep_every` count there, too; off, it keeps all.
         upload_timeout_s: how long `wait` and `close` wait for uploads under way, in seconds. Only rank 0 does: keep it
             below the process group's timeout where training goes on after `wait`.
         roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
@@ -80,6 +81,7 @@ class CheckpointConfig:
     max_to_keep: int | None = None
     keep_every: int | None = None
     remote: str | None = dataclasses.field(default=None, repr=False)  # it may hold a password
+    prune_remote: bool = True
     upload_timeout_s: float = 300.0
     roles: tuple[str, ...] | None = None
     vocab_size: int | None = None

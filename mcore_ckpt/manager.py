@@ -387,7 +387,8 @@ def _session(
     coordinates, topology = read_topology(len(chunks))
     # Now, not at the first upload: a package may be missing.
     remote = None if config.remote is None else Remote(config.remote)
-    uploads = None if remote is None else Uploads(remote, root, role, Policy(config.max_to_keep, config.keep_every))
+    policy = Policy(config.max_to_keep, config.keep_every) if config.prune_remote else Policy()
+    uploads = None if remote is None else Uploads(remote, root, role, policy)
     return Session(
         root=root,
         role=role,
@@ -438,6 +439,7 @@ def _set_up_together(session: Session) -> None:
             "vocab_size": session.vocab_size,
             "load_replicas": config.load_replicas,
             "remote": session.remote and session.remote.url,
+            "prune_remote": config.prune_remote,
         }
 
     def combine(records: Sequence[Record]) -> Record:

@@ -201,7 +201,9 @@ class Save:
     def upload(self) -> StepUpload | None:
         """Lets the committed checkpoint go to the remote store. None where there is none, and but on rank 0."""
         uploads, policy = self._session.uploads, self._policy
-        return None if uploads is None or policy is None else uploads.committed(self.step, policy)
+        if uploads is None or policy is None:
+            return None
+        return uploads.committed(self.step, policy if self._session.config.prune_remote else None)
 
     def after_commit(self) -> None:
         """Deletes what is too old: after all ranks know of the commit, because it may take long."""
