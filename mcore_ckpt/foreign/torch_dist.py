@@ -56,6 +56,10 @@ class _Entry:
     live: torch.Tensor
     sharded: Any
 
+    @property
+    def is_frozen(self) -> bool:
+        return isinstance(self.live, torch.nn.Parameter) and not self.live.requires_grad
+
 
 def load_torch_dist(session: Session, path: Path) -> ForeignLoad:
     """Loads such a folder, or verl's `dist_ckpt` folders below it. Every rank calls it.
@@ -86,7 +90,7 @@ def load_torch_dist(session: Session, path: Path) -> ForeignLoad:
 
 def _read(session: Session, files: TorchDistFiles) -> ForeignState:
     contents = session.config.load_contents
-    entries = _entries(session, files)
+    entries = [entry for entry in _entries(session, files) if not (session.config.skip_frozen and entry.is_frozen)]
     weights: tuple[LoadedModelTensor, ...] = ()
     # The optimizer state is checked against the weights, so they are read for it too.
     if "model" in contents or ("optimizer" in contents and _missing(files, entries) < len(entries)):
