@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -10,9 +11,11 @@ import torch.distributed as dist
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.hf.loading import load_hf
 from mcore_ckpt.integrations.verl import resume
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
+from mcore_ckpt.integrations.verl.stock import huggingface_weights
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.storage import retention, steps
 
@@ -109,7 +112,7 @@ class MegatronCheckpointManager:
                 names the step once all its roles are committed.
             hdfs_path: the same place in a remote store that fsspec knows, where it is copied to beside the training.
             global_step: N.
-            max_ckpt_to_keep: how many steps stay, counted on disk, and in the remote store; None or 0 for all.
+            max_ckpt_to_keep: how many steps stay, counted on disk; None or 0 for all. At `hdfs_path` all stay.
 
         Raises:
             CheckpointError: the save, or an earlier one with `async_save`, has failed: the same on all ranks.
@@ -146,20 +149,37 @@ class MegatronCheckpointManager:
             lambda: {
                 "there": resume.is_checkpoint(place.folder),
                 "lacks": resume.why_not_whole(place),
+                "weights": str(huggingface_weights(place.folder) or ""),
             },
         )
         try:
             if seen["lacks"]:
                 raise CheckpointNotFoundError(f"{place.folder}: not a complete step: {seen['lacks']}")
-            if seen["there"] or place.step is None or self._config.remote is None:
-                manager.load(path=place.folder)
-            else:
-                manager.load(step=place.step)
+            self._load(manager, place, seen)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             advice = manager.agree("going back", request, lambda: {"advice": resume.send_back(place)})["advice"]
             raise type(error)(f"{error}; {advice}") from error
         if del_local_after_load:
             self._delete_later = place
+
+    def _load(self, manager: CheckpointManager, place: Place, seen: dict[str, Any]) -> None:
+        if not seen["there"] and place.step is not None and self._config.remote is not None:
+            manager.load(step=place.step)
+            return
+        contents = self._config.load_contents
+        if not seen["weights"] or "model" not in contents:
+            manager.load(path=place.folder)
+            return
+        rest = tuple(word for word in contents if word not in ("model", "hf_model"))
+        load_hf(
+            self._trainer["model"],
+            seen["weights"],
+            # Loaded main parameters are these weights, and finer.
+            optimizer=None if "optimizer" in rest else self._trainer["optimizer"],
+            timeout_s=self._config.timeout_s,
+        )
+        if rest:
+            self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
     def wait(self) -> None:
         """Returns once no save is under way, and no upload. Every rank calls it.
@@ -192,7 +212,8 @@ class MegatronCheckpointManager:
     def _with(self, hdfs_path: str | None, max_to_keep: int | None) -> CheckpointConfig:
         options = {**self._options, "max_to_keep": max_to_keep}
         if hdfs_path:
-            options["remote"] = remote_root(hdfs_path)
+            # verl's count is of local folders: what it has copied stays.
+            options.update(remote=remote_root(hdfs_path), prune_remote=False)
         if max_to_keep is None:
             options.pop("keep_every", None)  # verl keeps all
         return CheckpointConfig(**options)
