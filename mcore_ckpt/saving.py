@@ -211,8 +211,12 @@ class Save:
             _delete_old(self._session.root, self._policy, self.step)
 
     def _move_tracker(self) -> None:
-        if self._policy is not None:
-            _update_tracker(self._session, self.step)
+        if self._policy is None:
+            return
+        assert self._attempt is not None
+        session = self._session
+        is_own_name = self._attempt.role_dir == layout.step_dir(session.root, self.step) / session.role
+        _update_tracker(session, self.step, only=None if is_own_name else self.step)
 
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and has to write."""
@@ -322,8 +326,8 @@ def _write_assets(session: Session, staging: Path) -> list[WrittenFile]:
     return written_assets(folder, save_assets(folder, session.hf_config, session.processing_class))
 
 
-def _update_tracker(session: Session, step: int) -> None:
-    newest = steps.move_tracker(session.root)
+def _update_tracker(session: Session, step: int, only: int | None) -> None:
+    newest = steps.move_tracker(session.root, only)
     if newest is not None and newest > step:
         logger.warning(
             "step %d is saved, but load() takes the newer step %d: delete that one to go on from here", step, newest

@@ -137,26 +137,32 @@ def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
             )
 
 
-def update_tracker(root: Path) -> int | None:
-    """Makes the tracker name the newest complete step, which is returned. Raises OSError."""
+def update_tracker(root: Path, only: int | None = None) -> int | None:
+    """Makes the tracker name the newest complete step, which is returned. Raises OSError.
+
+    `only`: a trainer that names its folders itself resumes from what the tracker names, and after going back to an
+    older step that must not be a newer one of the run that it left: name this step, if it is complete, or leave the
+    tracker alone.
+    """
     newest = None
     for _ in range(_TRACKER_LOOKS):
-        complete = complete_steps(root)
+        complete = [status.step for status in complete_steps(root)]
         if not complete:
             return None
-        newest = complete[-1].step
-        if read_tracker(root) == newest:
+        newest = complete[-1]
+        wanted = newest if only is None else only
+        if read_tracker(root) == wanted or wanted not in complete:
             break
-        replace_file(root / layout.TRACKER_FILE, str(newest).encode())
+        replace_file(root / layout.TRACKER_FILE, str(wanted).encode())
         # Once more: another role may have completed a newer step between the look and the write, and have moved the
         # tracker there before it was moved back here.
     return newest
 
 
-def move_tracker(root: Path) -> int | None:
+def move_tracker(root: Path, only: int | None = None) -> int | None:
     """`update_tracker` behind a commit: the checkpoint is in place, so a failure here is told and is not the save's."""
     try:
-        return update_tracker(root)
+        return update_tracker(root, only)
     except OSError as error:
         logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
         return None
