@@ -188,3 +188,16 @@ def test_another_steps_tracker_is_left_alone(shared_path: Path) -> None:
             assert "the newest complete step is 1" in message
             assert "names from now on" not in message
             assert tracked(shared_path) == "1"
+
+
+def test_after_going_back_to_an_older_step_the_tracker_follows(shared_path: Path) -> None:
+    """`resume_mode=resume_path`: the next start must not find the run that was left."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        for step in (1, 3):
+            save_ppo(training, shared_path, step)
+        resume(training, step_folder(shared_path, 1) / "actor")
+        save_ppo(training, shared_path, 2, async_save=True)
+        with everywhere():
+            assert tracked(shared_path) == "2"
+        resume(training, step_folder(shared_path, 2) / "actor")
