@@ -106,3 +106,11 @@ def test_the_entry_point_imports_nothing_of_verl_unless_asked(monkeypatch: pytes
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] == "verl"}
     with pytest.raises(AttributeError, match="Nothing"):
         verl.Nothing  # noqa: B018
+
+
+def test_memory_that_is_freed_is_not_copied_lazily() -> None:
+    """On a GPU the copy would still be under way."""
+    lazy = {"async_save": True, "async_mode": "lazy"}
+    for frees_memory, mode in ((True, "snapshot"), (False, "lazy")):
+        manager = verl.MegatronCheckpointManager(model=MODEL, checkpoint_config=lazy, frees_memory=frees_memory)
+        assert manager._config.async_mode == mode

@@ -15,7 +15,8 @@ except ImportError as error:
     raise ImportError(f"McoreCkptConfig needs verl 0.9 (pip install verl): {error}") from error
 
 _OwnOptions: Any = dataclasses.make_dataclass(
-    "_OwnOptions", [(field.name, field.type, dataclasses.field(default=field.default)) for field in own_options()]
+    "_OwnOptions",
+    [(field.name, field.type, dataclasses.field(default=field.default, repr=field.repr)) for field in own_options()],
 )
 
 
