@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -40,9 +41,11 @@ def save_ppo(training: Training, root: Path, step: int, async_save: bool = False
     write_ppo_data(root, step)
 
 
-def refused(training: Training, folder: Path, expected: type[Exception] = CheckpointNotFoundError) -> str:
+def refused(
+    training: Training, folder: Path, expected: type[Exception] = CheckpointNotFoundError, **options: Any
+) -> str:
     """What verl's resume raises, on every rank alike."""
-    manager = verl_manager(training)
+    manager = verl_manager(training, **options)
     messages = raised_everywhere(expected, error_of(lambda: manager.load_checkpoint(str(folder))))
     manager.close()
     # Rank 0 has it from itself.
@@ -116,6 +119,12 @@ def test_where_nothing_was_ever_committed_training_may_begin(shared_path: Path) 
         with everywhere():
             assert "there is no other checkpoint here" in message
             assert tracked(shared_path) is None
+        # With copies elsewhere the beginning is not where to go.
+        write_sft_data_and_tracker(shared_path, 5)
+        message = refused(training, step_folder(shared_path, 5), remote=(shared_path / "store").as_uri())
+        with everywhere():
+            assert "resume_from_path" in message
+            assert tracked(shared_path) == "5"
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,11 @@ class MegatronCheckpointManager:
             CheckpointMismatchError: it does not fit the model; nothing has been changed.
         """
         place = Place.of(local_path, self.role)
-        is_here = self._manager is not None and self._manager.root == place.root and not hdfs_path
-        manager = self._manager_of(place, self._config if is_here else self._with(hdfs_path, None))
+        config = self._with(hdfs_path, None)
+        if self._manager is not None and self._manager.root == place.root and not hdfs_path:
+            # With as many to keep as its saves were told.
+            config = replace(self._config, load_contents=config.load_contents)
+        manager = self._manager_of(place, config)
         request = {"path": str(place.folder)}
         seen = manager.agree(
             "looking for verl's checkpoint",
@@ -157,8 +160,9 @@ class MegatronCheckpointManager:
                 raise CheckpointNotFoundError(f"{place.folder}: not a complete step: {seen['lacks']}")
             self._load(manager, place, seen)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
-            advice = manager.agree("going back", request, lambda: {"advice": resume.send_back(place)})["advice"]
-            raise type(error)(f"{error}; {advice}") from error
+            has_copies = self._config.remote is not None
+            told = manager.agree("going back", request, lambda: {"advice": resume.send_back(place, has_copies)})
+            raise type(error)(f"{error}; {told['advice']}") from error
         if del_local_after_load:
             self._delete_later = place
 

@@ -60,13 +60,19 @@ def step_to_go_back_to(place: Place) -> int | None:
     return next(iter(with_data or found), None)
 
 
-def send_back(place: Place) -> str:
+def send_back(place: Place, has_copies: bool) -> str:
     """Makes the tracker name a step that can be loaded, if it names the one that cannot. Returns what to do, in words.
+
+    Args:
+        place: of what cannot be loaded.
+        has_copies: whether there may be other steps in a remote store, which verl does not find by the tracker.
 
     Raises OSError.
     """
     step, tracker = step_to_go_back_to(place), place.root / layout.TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
+    if step is None and has_copies:
+        return f"{newest}; to resume from a copy in the remote store name its step's folder (trainer.resume_from_path)"
     if place.step is None or steps.read_tracker(place.root) != place.step:
         return newest
     if step is None:
