@@ -17,5 +17,7 @@ def huggingface_weights(folder: Path) -> Path | None:
     With `use_dist_checkpointing` off verl writes no shards of the model, and of one with adapters the adapters alone.
     """
     weights = folder / _WEIGHTS
-    is_stock = kinds.kind_of(folder) == "torch_dist" and not (folder / _SHARDS).exists()
+    # Empty it is made in any case (`get_model_dist_checkpoint_path`).
+    has_shards = any((folder / _SHARDS).glob("*"))
+    is_stock = kinds.kind_of(folder) == "torch_dist" and not has_shards
     return weights if is_stock and any(weights.glob("*.safetensors")) else None
