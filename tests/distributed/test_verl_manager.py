@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from adapters import FROZEN, with_adapters
 from agreement import everywhere
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from layouts import LAYOUTS
 from snapshot import assert_same, chained, poison, snapshot
-from test_export import hf_config
 from training import build, parallel, train
 from verl_words import (
     step_folder,
@@ -185,7 +183,7 @@ def test_a_checkpoint_of_the_whole_model_loads_into_one_with_adapters(
             assert_same(found, at_save)
 
 
-# -- retention, copies, other programs' checkpoints --------------------------------------------------------
+# -- retention, copies, older workers ----------------------------------------------------------------------
 
 
 @pytest.mark.world(2)
@@ -335,65 +333,3 @@ def test_the_keywords_of_older_workers(shared_path: Path) -> None:
             wanted = {name: value for name, value in at_save.items() if not name.startswith("scheduler")}
             assert_same({name: found[name] for name in wanted}, wanted)
             assert not (Path(folder) / "rng_states").exists()
-
-
-# -- checkpoints of verl's own manager ---------------------------------------------------------------------
-
-
-@pytest.mark.world(2)
-def test_a_run_of_the_stock_manager_goes_on(shared_path: Path) -> None:
-    """0.9.1's defaults: HuggingFace weights beside megatron's optimizer; ours is told apart by its manifest."""
-    layout = LAYOUTS["dp2-bf16"]
-    ours, stock = step_folder(shared_path, 1) / "actor", step_folder(shared_path, 2) / "actor"
-    with parallel(layout):
-        training = build(layout, seed=1)
-        train(training, 0, 2)
-        seed_replicas_alike()
-        hf = {"hf_config": hf_config(layout), "save_contents": ["model", "optimizer", "extra", "hf_model"]}
-        manager = verl_manager(training, **hf)
-        manager.save_checkpoint(str(ours), None, 1, None)
-        at_save = snapshot(training)
-        for tree in ("optimizer", "extra"):
-            save_torch_dist(training, stock / tree / "dist_ckpt", "dp_reshardable", model={})
-        if dist.get_rank() == 0:
-            shutil.copytree(ours / "huggingface", stock / "model/huggingface")
-        dist.barrier()
-        for folder in (stock, ours, stock):
-            train(training, 2, 3)
-            manager.load_checkpoint(str(folder))
-            found = snapshot(training)
-            with everywhere():
-                assert_same(found, at_save)
-        # And on in our format, the manager being the same.
-        manager.save_checkpoint(str(step_folder(shared_path, 3) / "actor"), None, 3, None)
-        poison(training)
-        manager.load_checkpoint(str(step_folder(shared_path, 3) / "actor"))
-        manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
-
-
-@pytest.mark.world(2)
-def test_adapters_of_the_stock_manager_go_on(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_adapters(monkeypatch)
-    layout = replace(DP2, frozen=FROZEN)
-    folder = step_folder(shared_path, 1) / "actor"
-    with parallel(layout):
-        training = build(layout, seed=1)
-        train(training, 0, 1)
-        seed_replicas_alike()
-        adapters = {
-            name: value
-            for name, value in training.model[0].module.sharded_state_dict(prefix="").items()
-            if ".adapter." in name
-        }
-        save_torch_dist(training, folder / "model/dist_ckpt", "dp_reshardable", model=adapters)
-        at_save = snapshot(training)
-        train(training, 1, 2)
-        manager = verl_manager(training, peft_cls=object())
-        manager.load_checkpoint(str(folder))
-        manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)

@@ -114,3 +114,10 @@ def test_memory_that_is_freed_is_not_copied_lazily() -> None:
     for frees_memory, mode in ((True, "snapshot"), (False, "lazy")):
         manager = verl.MegatronCheckpointManager(model=MODEL, checkpoint_config=lazy, frees_memory=frees_memory)
         assert manager._config.async_mode == mode
+
+
+def test_the_tokenizer_by_either_name() -> None:
+    tokenizer, processor = object(), object()
+    old = verl.MegatronCheckpointManager(model=MODEL, tokenizer=tokenizer)
+    new = verl.MegatronCheckpointManager(model=MODEL, processing_class=processor)
+    assert (old._trainer["processing_class"], new._trainer["processing_class"]) == (tokenizer, processor)

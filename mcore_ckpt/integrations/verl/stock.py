@@ -5,19 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_ckpt.foreign import kinds
+from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles
 
-# verl's layout 2 (0.8 and 0.9): `get_hf_model_checkpoint_path`, `get_model_dist_checkpoint_path`.
-_WEIGHTS = "model/huggingface"
-_SHARDS = "model/dist_ckpt"
+# `get_hf_model_checkpoint_path` of verl 0.9, and of 0.5 to 0.7.
+_WEIGHTS = ("model/huggingface", "huggingface")
 
 
 def huggingface_weights(folder: Path) -> Path | None:
-    """The model beside optimizer and random states in megatron's format; None where the model is there too.
+    """The model beside optimizer and random states in megatron's format; None where that has the model, too.
 
-    With `use_dist_checkpointing` off verl writes no shards of the model, and of one with adapters the adapters alone.
+    With a bridge, and `use_dist_checkpointing` off, verl writes no shards of the model; of one with adapters the
+    adapters alone.
+
+    Raises CheckpointCorruptError: what lists the shards is damaged.
     """
-    weights = folder / _WEIGHTS
-    # Empty it is made in any case (`get_model_dist_checkpoint_path`).
-    has_shards = any((folder / _SHARDS).glob("*"))
-    is_stock = kinds.kind_of(folder) == "torch_dist" and not has_shards
-    return weights if is_stock and any(weights.glob("*.safetensors")) else None
+    if kinds.kind_of(folder) != "torch_dist":
+        return None
+    weights = next((folder / name for name in _WEIGHTS if any((folder / name).glob("*.safetensors"))), None)
+    return None if weights is None or _has_model(folder) else weights
+
+
+def _has_model(folder: Path) -> bool:
+    names = TorchDistFiles(folder, kinds.torch_dist_folders(folder)).names
+    # `optimizer.` and, of several chained ones, `chained_0.optimizer.`
+    return not all("optimizer" in name.split(".")[:2] for name in names)

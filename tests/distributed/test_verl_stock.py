@@ -1,0 +1,82 @@
+"""Runs that verl's own manager has saved go on with ours."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from adapters import FROZEN, with_adapters
+from agreement import everywhere
+from foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from layouts import LAYOUTS
+from snapshot import assert_same, poison, snapshot
+from test_export import hf_config
+from training import build, parallel, train
+from verl_words import step_folder, verl_manager
+
+DP2 = LAYOUTS["dp2-bf16"]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("version", ["0.7", "0.9"])
+def test_a_run_of_the_stock_manager_goes_on(version: str, shared_path: Path) -> None:
+    """Its defaults: HuggingFace weights beside megatron's optimizer; ours is told apart by its manifest."""
+    layout = DP2
+    ours, stock = step_folder(shared_path, 1) / "actor", step_folder(shared_path, 2) / "actor"
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 2)
+        seed_replicas_alike()
+        hf = {"hf_config": hf_config(layout), "save_contents": ["model", "optimizer", "extra", "hf_model"]}
+        manager = verl_manager(training, **hf)
+        manager.save_checkpoint(str(ours), None, 1, None)
+        at_save = snapshot(training)
+        for tree in ("optimizer", "extra") if version == "0.9" else (".",):
+            save_torch_dist(training, stock / tree / "dist_ckpt", "dp_reshardable", model={})
+        if dist.get_rank() == 0:
+            shutil.copytree(
+                ours / "huggingface", stock / "model/huggingface" if version == "0.9" else stock / "huggingface"
+            )
+            if version == "0.9":
+                (stock / "model/dist_ckpt").mkdir()  # verl makes it in any case
+        dist.barrier()
+        for folder in (stock, ours, stock):
+            train(training, 2, 3)
+            manager.load_checkpoint(str(folder))
+            found = snapshot(training)
+            with everywhere():
+                assert_same(found, at_save)
+        # And on in our format, the manager being the same.
+        manager.save_checkpoint(str(step_folder(shared_path, 3) / "actor"), None, 3, None)
+        poison(training)
+        manager.load_checkpoint(str(step_folder(shared_path, 3) / "actor"))
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, at_save)
+
+
+@pytest.mark.world(2)
+def test_adapters_of_the_stock_manager_go_on(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_adapters(monkeypatch)
+    layout = replace(DP2, frozen=FROZEN)
+    folder = step_folder(shared_path, 1) / "actor"
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 1)
+        seed_replicas_alike()
+        adapters = {
+            name: value
+            for name, value in training.model[0].module.sharded_state_dict(prefix="").items()
+            if ".adapter." in name
+        }
+        save_torch_dist(training, folder / "model/dist_ckpt", "dp_reshardable", model=adapters)
+        at_save = snapshot(training)
+        train(training, 1, 2)
+        manager = verl_manager(training, peft_cls=object())
+        manager.load_checkpoint(str(folder))
+        manager.close()
+        found = snapshot(training)
+        with everywhere():
+            assert_same(found, at_save)
