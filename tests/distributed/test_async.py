@@ -367,3 +367,19 @@ def test_an_offloaded_model_is_saved_from_host_memory(
             with everywhere():
                 assert_same(loaded, wanted)
         manager.close()
+
+
+def test_offloaded_parameters_that_other_ranks_have_not_sent_yet_are_refused(shared_path: Path) -> None:
+    layout = LAYOUTS["dp2-overlap"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 1)
+        manager = start(training, shared_path)
+        kept = offload(training, "verl")
+        messages = raised_everywhere(UnsupportedError, error_of(lambda: manager.save(1)))
+        assert all("overlap_param_gather" in text for text in messages)
+        for data, copy in kept:
+            data.untyped_storage().resize_(copy.nbytes)
+            data.copy_(copy)
+        manager.save(2).wait()
+        manager.close()
