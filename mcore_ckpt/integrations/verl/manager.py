@@ -112,15 +112,21 @@ class MegatronCheckpointManager:
                 names the step once all its roles are committed.
             hdfs_path: the same place in a remote store that fsspec knows, where it is copied to beside the training.
             global_step: N.
-            max_ckpt_to_keep: how many steps stay, counted on disk; None or 0 for all. At `hdfs_path` all stay.
+            max_ckpt_to_keep: how many steps stay, counted on disk; None for all. At `hdfs_path` all stay.
 
         Raises:
             CheckpointError: the save, or an earlier one with `async_save`, has failed: the same on all ranks.
         """
         place = Place.of(local_path, self.role)
-        manager = self._manager_of(place, self._with(hdfs_path, max_ckpt_to_keep or None))
+        # As verl has it, what is not positive keeps all.
+        max_to_keep = max_ckpt_to_keep if max_ckpt_to_keep and max_ckpt_to_keep > 0 else None
+        manager = self._manager_of(place, self._with(hdfs_path, max_to_keep))
         manager.save(int(global_step), path=place.folder, roles=self._roles(place))
-        self._delete_loaded(place)
+        if self._delete_later is not None and dist.get_rank() == 0:
+            try:
+                self._delete_loaded(self._delete_later, place)
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", self._delete_later.step_path, error)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -161,7 +167,9 @@ class MegatronCheckpointManager:
             self._load(manager, place, seen)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             has_copies = self._config.remote is not None
-            told = manager.agree("going back", request, lambda: {"advice": resume.send_back(place, has_copies)})
+            told = (self._manager or manager).agree(
+                "going back", request, lambda: {"advice": resume.send_back(place, has_copies)}
+            )
             raise type(error)(f"{error}; {told['advice']}") from error
         if del_local_after_load:
             self._delete_later = place
@@ -231,17 +239,18 @@ class MegatronCheckpointManager:
         here = [other for other in _managers if other._manager is None or other._manager.root == place.root]
         return tuple(sorted({self.role, *(other.role for other in here)}))
 
-    def _delete_loaded(self, saved: Place) -> None:
-        """Deletes the step that was loaded, if that was asked for and there is a newer one by now."""
-        place = self._delete_later
-        if place is None or place.step_path is None or dist.get_rank() != 0:
+    def _delete_loaded(self, loaded: Place, saved: Place) -> None:
+        """Deletes the step that was loaded, if there is a newer one by now. Raises OSError."""
+        if loaded.step_path is None or loaded.step is None:
             return
-        newer = [status for status in steps.complete_steps(saved.root) if status.path != place.step_path]
-        if not any(self.role in status.committed and status.step > (place.step or 0) for status in newer):
+        others = [status for status in steps.complete_steps(saved.root) if status.path != loaded.step_path]
+        # Steps of another run are counted from its own beginning.
+        is_of_other_run = saved.root != loaded.root
+        if not any(self.role in s.committed and (is_of_other_run or s.step > loaded.step) for s in others):
             return
-        status = steps.step_status(place.step_path)
+        status = steps.step_status(loaded.step_path)
         if not status.is_complete:
-            logger.warning("%s stays though it was to be deleted: %s", place.step_path, status.reason)
+            logger.warning("%s stays though it was to be deleted: %s", loaded.step_path, status.reason)
             self._delete_later = None
         elif retention.delete_step(status) is None:
             self._delete_later = None
