@@ -11,6 +11,7 @@ from agreement import everywhere, raised_everywhere
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
 from test_async import error_of, full_disk
+from test_fallback import flip_a_bit
 from training import Training, build, parallel, train
 from verl_words import (
     step_folder,
@@ -23,6 +24,7 @@ from verl_words import (
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 DP2 = LAYOUTS["dp2-bf16"]
+MODEL_FILE = "actor/model/mp_rank_00_000/model_states.pt"
 
 pytestmark = pytest.mark.world(2)
 
@@ -173,10 +175,7 @@ def test_a_damaged_step_sends_the_next_start_to_the_one_before(shared_path: Path
         save_ppo(training, shared_path, 3)
         with on_rank_0() as writes:
             if writes:
-                file = step_folder(shared_path, 3) / "actor/model/mp_rank_00_000/model_states.pt"
-                data = bytearray(file.read_bytes())
-                data[len(data) // 2] ^= 1
-                file.write_bytes(data)
+                flip_a_bit(step_folder(shared_path, 3) / MODEL_FILE)
         message = refused(training, step_folder(shared_path, 3) / "actor", CheckpointCorruptError)
         with everywhere():
             assert "model_states.pt" in message
@@ -186,6 +185,20 @@ def test_a_damaged_step_sends_the_next_start_to_the_one_before(shared_path: Path
         found = snapshot(training)
         with everywhere():
             assert_same(found, at_save)
+
+
+def test_the_only_step_is_not_given_up_because_it_is_damaged(shared_path: Path) -> None:
+    """Else the next start would begin from the beginning, and in time save over it."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        save_ppo(training, shared_path, 1)
+        with on_rank_0() as writes:
+            if writes:
+                flip_a_bit(step_folder(shared_path, 1) / MODEL_FILE)
+        message = refused(training, step_folder(shared_path, 1) / "actor", CheckpointCorruptError)
+        with everywhere():
+            assert "to begin from the beginning delete it" in message
+            assert tracked(shared_path) == "1"
 
 
 def test_another_steps_tracker_is_left_alone(shared_path: Path) -> None:

@@ -75,6 +75,9 @@ def send_back(place: Place, has_copies: bool) -> str:
         return f"{newest}; to resume from a copy in the remote store name its step's folder (trainer.resume_from_path)"
     if place.step is None or steps.read_tracker(place.root) != place.step:
         return newest
+    if step is None and is_checkpoint(place.folder):
+        # Damaged: whoever starts anew over it must say so.
+        return f"{newest}. Bring it back from elsewhere; to begin from the beginning delete it and {tracker}"
     if step is None:
         tracker.unlink()
         sync_dir(place.root)
