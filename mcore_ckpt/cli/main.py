@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError, compare, convert, merge, prune, reshard, verify
+from mcore_ckpt.cli import UsageError, compare, convert, inspecting, listing, merge, prune, reshard, verify
 from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.errors import CheckpointError
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
-COMMANDS = (demo, verify, prune, merge, compare, convert, reshard)
+COMMANDS = (demo, listing, inspecting, verify, prune, merge, compare, convert, reshard)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
