@@ -16,6 +16,7 @@ beside() {
 beside te
 beside transformers4
 beside remote
+beside verl
 
 .venv/bin/ruff check .
 .venv/bin/mypy mcore_ckpt

@@ -1,0 +1,73 @@
+"""verl's real MegatronEngine on a machine without CUDA: what cannot be had there is mapped here and nowhere else.
+
+The engine, its registry, optimizer, schedule, offloading and mbridge (the bridge of `vanilla_mbridge=True`) are verl's
+and megatron's own (seen with verl 0.9.1 and mbridge 0.15.1). Mapped are the device, for megatron as in the demo, and
+transformer-engine, which mbridge's models are made of.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+
+# What the engine is told in its own words, as everybody who lacks transformer-engine's kernels would.
+ENGINE = (
+    "engine.vanilla_mbridge=True",
+    # Packed sequences are for transformer-engine's attention alone.
+    "engine.use_remove_padding=False",
+    "engine.override_transformer_config.attention_backend=local",
+    "++engine.override_transformer_config.use_cpu_initialization=True",
+    # torch's norm, in the place of transformer-engine's, does not know it.
+    "++engine.override_transformer_config.sequence_parallel=False",
+    "++engine.override_transformer_config.gradient_accumulation_fusion=False",
+    "++engine.override_transformer_config.bias_dropout_fusion=False",
+    "++engine.override_transformer_config.bias_activation_fusion=False",
+    "++engine.override_transformer_config.masked_softmax_fusion=False",
+    "++engine.override_transformer_config.apply_rope_fusion=False",
+    # So that a resumed run that lacks its random states is another run.
+    "++engine.override_transformer_config.hidden_dropout=0.1",
+)
+
+
+class CausalAttention(DotProductAttention):
+    """verl masks the padding at the end (`preprocess_bshd_engine`) by a mask of transformer-engine's form."""
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Behind what it attends to: padding changes nothing but itself.
+        return super().forward(query, key, value, None, *args, **kwargs)
+
+
+def enable() -> None:
+    """For the rest of the process, on the thread that trains. Before the first engine is made."""
+    enable_cpu()
+    _map_device()
+    from mbridge.core import llm_bridge
+    from mbridge.models import Qwen2Bridge
+
+    llm_bridge.get_gpt_decoder_block_spec = _block_spec
+    # transformer-engine has each norm in the linear layer behind it.
+    layer = "model.layers.{layer_number}"
+    Qwen2Bridge._OTHER_MAPPING = {"input_layernorm.weight": [f"{layer}.input_layernorm.weight"]}
+    Qwen2Bridge._MLP_MAPPING |= {"pre_mlp_layernorm.weight": [f"{layer}.post_attention_layernorm.weight"]}
+
+
+def _map_device() -> None:
+    """What verl asks of the device beyond what megatron does."""
+    torch.cuda.device_count = lambda: 1  # set_random_seed seeds megatron's generators only where there is one
+    torch.cuda.get_device_name = lambda *device: "CPU"  # the key of its table of FLOPS
+    torch.cuda.mem_get_info = lambda *device: (0, 0)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        setattr(torch.cuda, name, lambda *device: 0)
+
+
+def _block_spec(config: TransformerConfig, use_transformer_engine: bool, **where: Any) -> TransformerBlockSubmodules:
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **where)
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=CausalAttention)
+    return block

@@ -1,0 +1,29 @@
+"""Imports verl once, for all ranks of all tests: they are forks of this process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(TESTS / folder) for folder in ("verl", "distributed", "hf")]
+
+import absent  # noqa: E402
+
+absent.stand_in()
+
+import sft  # noqa: E402
+from tiny_models import make_hf_folder  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2 with a tokenizer, as verl wants it at `model.path`."""
+    folder = make_hf_folder(tmp_path_factory.mktemp("model"), "qwen2", vocab_size=sft.VOCABULARY)
+    words = {f"word{number}": number for number in range(sft.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, "word0"))
+    special = {"unk_token": "word0", "pad_token": "word0", "eos_token": "word2"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder

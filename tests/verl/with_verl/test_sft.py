@@ -1,0 +1,60 @@
+"""verl's own SFT trainer, killed and started again with our checkpoints, is as one that was never stopped."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sft import OURS, Run
+from snapshot import assert_same
+
+from mcore_ckpt.storage import steps
+
+ASYNC = "++checkpoint.async_save=True"
+KEEP = "trainer.max_ckpt_to_keep=2"
+
+# By the number of ranks: with offloading, and cut every way that a dense model can be.
+LAYOUTS = {
+    2: ("engine.param_offload=True", "engine.optimizer_offload=True"),
+    4: ("engine.tensor_model_parallel_size=2", "engine.pipeline_model_parallel_size=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+    """The run of so many ranks that was never stopped, and never saved: of verl's own engine."""
+    runs: dict[int, Run] = {}
+
+    def run(world: int) -> Run:
+        if world not in runs:
+            folder = tmp_path_factory.mktemp(f"uninterrupted{world}")
+            runs[world] = Run(world, model, folder / "run", folder / "root", LAYOUTS[world], saves=False)
+            assert runs[world].start() == [0] * world, runs[world].log
+        return runs[world]
+
+    return run
+
+
+def names_below(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if not path.name.startswith(".")}
+
+
+def check_went_on(run: Run, reference: Run, since: int) -> None:
+    """The steps after `since`, and all state at the end."""
+    assert run.losses == {step: losses for step, losses in reference.losses.items() if step > since}
+    for found, wanted in zip(run.states, reference.states, strict=True):
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run], world: int) -> None:
+    root = tmp_path / "root"
+    killed = Run(world, model, tmp_path / "killed", root, (*LAYOUTS[world], OURS, KEEP), killed_at=5)
+    assert -9 in killed.start(), killed.log
+    assert names_below(root) == {"global_step_2", "global_step_4", "latest_checkpointed_iteration.txt"}
+    resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
+    assert resumed.start() == [0] * world, resumed.log
+    check_went_on(resumed, uninterrupted(world), since=4)
+    # What the run before has saved counts, too.
+    assert names_below(root) == {"global_step_4", "global_step_6", "latest_checkpointed_iteration.txt"}
+    assert steps.read_tracker(root) == 6
