@@ -16,23 +16,30 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 
-# What the engine is told in its own words, as everybody who lacks transformer-engine's kernels would.
-ENGINE = (
-    "engine.vanilla_mbridge=True",
-    # Packed sequences are for transformer-engine's attention alone.
-    "engine.use_remove_padding=False",
-    "engine.override_transformer_config.attention_backend=local",
-    "++engine.override_transformer_config.use_cpu_initialization=True",
-    # torch's norm, in the place of transformer-engine's, does not know it.
-    "++engine.override_transformer_config.sequence_parallel=False",
-    "++engine.override_transformer_config.gradient_accumulation_fusion=False",
-    "++engine.override_transformer_config.bias_dropout_fusion=False",
-    "++engine.override_transformer_config.bias_activation_fusion=False",
-    "++engine.override_transformer_config.masked_softmax_fusion=False",
-    "++engine.override_transformer_config.apply_rope_fusion=False",
-    # So that a resumed run that lacks its random states is another run.
-    "++engine.override_transformer_config.hidden_dropout=0.1",
-)
+
+def engine_options(engine: str) -> list[str]:
+    """What the engine is told in verl's own words.
+
+    Args:
+        engine: where its options are in the configuration: "engine" of SFT, "critic.megatron" and the like of PPO.
+    """
+    transformer = f"{engine}.override_transformer_config"
+    return [
+        f"{engine}.vanilla_mbridge=True",
+        # Packed sequences are for transformer-engine's attention alone.
+        f"{engine}.use_remove_padding=False",
+        f"{transformer}.attention_backend=local",
+        f"++{transformer}.use_cpu_initialization=True",
+        # torch's norm, in the place of transformer-engine's, does not know it.
+        f"++{transformer}.sequence_parallel=False",
+        f"++{transformer}.gradient_accumulation_fusion=False",
+        f"++{transformer}.bias_dropout_fusion=False",
+        f"++{transformer}.bias_activation_fusion=False",
+        f"++{transformer}.masked_softmax_fusion=False",
+        f"++{transformer}.apply_rope_fusion=False",
+        # So that a resumed run that lacks its random states is another run.
+        f"++{transformer}.hidden_dropout=0.1",
+    ]
 
 
 class CausalAttention(DotProductAttention):

@@ -96,10 +96,10 @@ class Run:
         engine_on_cpu.enable()
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
         if self.held_at is not None:
-            _hold_commit(f"global_step_{self.held_at}")
+            hold_commit(f"global_step_{self.held_at}")
         trainer = SFTTrainer(configuration(self.root, self.model, self.overrides))
-        # Of its own: an iterator begins by drawing a number, here from the generator that the dropout has, too. On a GPU
-        # the dropout has the GPU's.
+        # Of its own: an iterator begins by drawing a number, here from the generator that the dropout has, too. On a
+        # GPU the dropout has the GPU's.
         trainer.train_dataloader.generator = torch.Generator()
         if self.killed_at is not None:
             _kill_before(trainer, self.killed_at)
@@ -114,7 +114,7 @@ def configuration(root: Path, model: Path, overrides: Sequence[str]) -> Any:
         return compose(
             "sft_trainer_engine",
             overrides=[
-                *("engine=megatron", "optim=megatron", *engine_on_cpu.ENGINE),
+                *("engine=megatron", "optim=megatron", *engine_on_cpu.engine_options("engine")),
                 f"model.path={model}",
                 "model.use_remove_padding=False",
                 *("optim.lr=1e-2", "optim.lr_warmup_steps=4", "optim.lr_decay_style=cosine"),
@@ -154,11 +154,12 @@ def _kill_before(trainer: SFTTrainer, step: int) -> None:
     client.train_batch = train_or_die
 
 
-def _hold_commit(step_folder: str) -> None:
+def hold_commit(folder: str) -> None:
+    """Rank 0 gets no further in committing this folder, or what is below it, than to the rename."""
     publish = commit.publish
 
     def hold(staging: Path, role_dir: Path, attempt: str) -> None:
-        if step_folder in role_dir.parts:
+        if f"/{folder}/" in f"{role_dir}/":
             threading.Event().wait()
         publish(staging, role_dir, attempt)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from sft import OURS, Run
 from snapshot import assert_same
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from mcore_ckpt.storage import steps
 
@@ -58,3 +59,34 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callab
     # What the run before has saved counts, too.
     assert names_below(root) == {"global_step_4", "global_step_6", "latest_checkpointed_iteration.txt"}
     assert steps.read_tracker(root) == 6
+
+
+def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run]) -> None:
+    root = tmp_path / "root"
+    killed = Run(2, model, tmp_path / "killed", root, (*LAYOUTS[2], OURS, ASYNC), killed_at=5, held_at=4)
+    assert -9 in killed.start(), killed.log
+    # By the trainer, which does not know that its engine saves beside the training.
+    assert steps.read_tracker(root) == 4
+    first = replace(killed, folder=tmp_path / "first", killed_at=None, held_at=None)
+    assert 1 in first.start(), first.log
+    assert "CheckpointNotFoundError" in first.log
+    assert find_latest_ckpt_path(str(root)) == str(root / "global_step_2")
+    second = replace(first, folder=tmp_path / "second")
+    assert second.start() == [0, 0], second.log
+    check_went_on(second, uninterrupted(2), since=2)
+    assert [status.step for status in steps.complete_steps(root)] == [2, 4, 6]
+
+
+def test_a_run_of_verls_own_engine_goes_on_with_ours(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    # One data-parallel rank: of the others verl's own manager saves no random states.
+    layout = ("engine.tensor_model_parallel_size=2",)
+    reference = Run(2, model, tmp_path / "reference", tmp_path / "none", layout, saves=False)
+    assert reference.start() == [0, 0], reference.log
+    stock = Run(2, model, tmp_path / "stock", root, (*layout, "trainer.save_freq=4"), killed_at=5)
+    assert -9 in stock.start(), stock.log
+    assert (root / "global_step_4" / "model" / "huggingface" / "model.safetensors").exists()
+    ours = replace(stock, folder=tmp_path / "ours", overrides=(*layout, OURS), killed_at=None)
+    assert ours.start() == [0, 0], ours.log
+    check_went_on(ours, reference, since=4)
+    assert [status.step for status in steps.complete_steps(root)] == [6]

@@ -1,0 +1,215 @@
+"""What verl's PPO trainer does with checkpoints, with the workers that it has made by ray: actor and critic.
+
+The driver is in rank 0, and its calls reach the workers of all ranks by a broadcast in the place of ray. There is no
+rollout: both models learn from the same sequences.
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import engine_on_cpu
+import ranks
+import sft
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_module
+from snapshot import Snapshot
+from tensordict import TensorDict
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, TrainingWorkerConfig
+from verl.workers.utils.losses import sft_loss
+
+STEPS = 4
+BATCH = 8
+
+ACTOR = "actor_rollout_ref.actor"
+OURS = [f"{role}.checkpoint._target_=mcore_ckpt.integrations.verl.McoreCkptConfig" for role in (ACTOR, "critic")]
+
+
+def both(option: str) -> list[str]:
+    """An option of actor and critic alike."""
+    return [f"{role}.{option}" for role in (ACTOR, "critic")]
+
+
+@dataclass(frozen=True)
+class Run:
+    """As sft.Run; `saves` are the steps after which the trainer saves."""
+
+    world: int
+    model: Path
+    folder: Path
+    root: Path
+    overrides: tuple[str, ...] = ()
+    saves: tuple[int, ...] = ()
+    killed_at: int | None = None
+    held: str | None = None
+    """A folder in whose commit rank 0 gets no further than to the rename, as "global_step_3/critic"."""
+
+    def start(self) -> list[int]:
+        """What the ranks exited with."""
+        self.folder.mkdir()
+        return ranks.start(self.world, self._work, self.folder / "log")
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    @property
+    def resumed_from(self) -> int:
+        return int((self.folder / "resumed_from").read_text())
+
+    @property
+    def states(self) -> list[Snapshot]:
+        """What each rank had at its end, of actor and critic."""
+        return [torch.load(self._state_file(rank), weights_only=False) for rank in range(self.world)]
+
+    def _state_file(self, rank: int) -> Path:
+        return self.folder / f"state_{rank}.pt"
+
+    def _work(self) -> None:
+        engine_on_cpu.enable()
+        if self.held is not None:
+            sft.hold_commit(self.held)
+        config = configuration(self.root, self.model, self.overrides)
+        workers = {"actor": Worker(make_actor(config)), "critic": Worker(make_critic(config))}
+        if dist.get_rank() == 0:
+            self._drive(config, workers)
+            broadcast(None)
+        else:
+            serve(workers)
+        state = {f"{role}.{name}": value for role in workers for name, value in sft.state(workers[role].engine).items()}
+        torch.save(state, self._state_file(dist.get_rank()))
+
+    def _drive(self, config: Any, workers: dict[str, "Worker"]) -> None:
+        """The part of RayPPOTrainer.fit that is about checkpoints."""
+        trainer = make_trainer(config, workers)
+        trainer._load_checkpoint()
+        (self.folder / "resumed_from").write_text(str(trainer.global_steps))
+        batches = iter(trainer.train_dataloader)
+        while trainer.global_steps < STEPS:
+            if trainer.global_steps + 1 == self.killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            batch = next(batches)
+            trainer.actor_rollout_wg.train(batch)
+            trainer.critic_wg.train(batch)
+            trainer.global_steps += 1
+            if trainer.global_steps in self.saves:
+                trainer._save_checkpoint()
+
+
+class Worker:
+    """A rank's part of a worker group."""
+
+    def __init__(self, worker: ActorRolloutRefWorker | TrainingWorker) -> None:
+        self._worker = worker
+        self._training = getattr(worker, "actor", worker)
+        self.engine = self._training.engine
+        self.save_checkpoint, self.load_checkpoint = worker.save_checkpoint, worker.load_checkpoint
+
+    def train(self, batch: dict[str, Any]) -> None:
+        """One step on this rank's share of the batch."""
+        rank, size = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
+        options = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "temperature": 1.0}
+        options |= {"pad_mode": DatasetPadMode.NO_PADDING, "update_lr_scheduler": True, "global_token_num": None}
+        data = tu.get_tensordict(SFTTensorCollator(DatasetPadMode.NO_PADDING)(batch[rank::size]), options)
+        self._training.train_batch(data=data)
+
+
+class Group:
+    """What the driver calls: all ranks do it."""
+
+    def __init__(self, role: str, worker: Worker) -> None:
+        self._role, self._worker = role, worker
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            broadcast((self._role, name, args, kwargs))
+            getattr(self._worker, name)(*args, **kwargs)
+
+        return call
+
+
+def broadcast(call: Any) -> Any:
+    """Rank 0's, on all ranks."""
+    box = [call]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def serve(workers: dict[str, Worker]) -> None:
+    """Does what the driver calls, until it has no more."""
+    while (call := broadcast(None)) is not None:
+        role, name, args, kwargs = call
+        getattr(workers[role], name)(*args, **kwargs)
+
+
+def configuration(root: Path, model: Path, overrides: tuple[str, ...]) -> Any:
+    engines = [option for role in (ACTOR, "critic") for option in engine_on_cpu.engine_options(f"{role}.megatron")]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(
+            "ppo_trainer",
+            overrides=[
+                *("model_engine=megatron", *engines),
+                *(f"{model_at}={model}" for model_at in ("actor_rollout_ref.model.path", "critic.model.path")),
+                *(f"{at}.use_remove_padding=False" for at in ("actor_rollout_ref.model", "critic.model")),
+                *both("optim.lr=1e-2"),
+                *both(f"optim.total_training_steps={STEPS}"),
+                *both("use_dynamic_bsz=False"),
+                *both("ppo_micro_batch_size_per_gpu=2"),
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+                f"trainer.default_local_dir={root}",
+                *overrides,
+            ],
+        )
+
+
+def make_trainer(config: Any, workers: dict[str, Worker]) -> RayPPOTrainer:
+    """verl's trainer with its workers already made: making them is ray's business."""
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.config, trainer.use_critic, trainer.global_steps = config, True, 0
+    trainer.actor_rollout_wg, trainer.critic_wg = (Group(role, worker) for role, worker in workers.items())
+    trainer.train_dataloader = StatefulDataLoader(
+        sft.Sequences(None, None, None, None, 0),
+        batch_size=BATCH,
+        collate_fn=list,
+        generator=torch.Generator(),  # not the one that the dropout has
+    )
+    return trainer
+
+
+def make_actor(config: Any) -> ActorRolloutRefWorker:
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    worker.set_loss_fn(partial(sft_loss, config=None))
+    return worker
+
+
+def make_critic(config: Any) -> TrainingWorker:
+    """As RayPPOTrainer.init_workers has it made."""
+    critic = omega_conf_to_dataclass(config.critic)
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="value_model",
+            model_config=critic.model,
+            engine_config=critic.engine,
+            optimizer_config=critic.optim,
+            checkpoint_config=critic.checkpoint,
+            profiler_config=None,
+        )
+    )
+    worker.reset()
+    worker.set_loss_fn(value_loss)
+    return worker
+
+
+def value_loss(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict]:
+    """Something to learn."""
+    return (model_output["values"].values().float() - 0.5).square().mean(), {}

@@ -1,0 +1,81 @@
+"""verl's own PPO trainer and workers with our checkpoints of actor and critic."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ppo import OURS, Run, both
+from snapshot import assert_same
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from mcore_ckpt.storage import steps
+
+ASYNC = both("checkpoint.async_save=True")
+KEEP = ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2")
+
+# By the number of ranks: with offloading, and cut every way that a dense model can be.
+LAYOUTS = {
+    2: (*both("megatron.param_offload=True"), *both("megatron.optimizer_offload=True")),
+    4: (*both("megatron.tensor_model_parallel_size=2"), *both("megatron.pipeline_model_parallel_size=2")),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+    """The run of so many ranks that was never stopped, and never saved: of verl's own engines."""
+    runs: dict[int, Run] = {}
+
+    def run(world: int) -> Run:
+        if world not in runs:
+            folder = tmp_path_factory.mktemp(f"uninterrupted{world}")
+            runs[world] = Run(world, model, folder / "run", folder / "root", LAYOUTS[world])
+            assert runs[world].start() == [0] * world, runs[world].log
+        return runs[world]
+
+    return run
+
+
+def complete(root: Path) -> dict[int, tuple[str, ...]]:
+    """The steps that can be loaded, and of which roles."""
+    return {status.step: tuple(sorted(status.committed)) for status in steps.complete_steps(root)}
+
+
+def check_same(run: Run, reference: Run) -> None:
+    for found, wanted in zip(run.states, reference.states, strict=True):
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run], world: int) -> None:
+    root = tmp_path / "root"
+    overrides = (*LAYOUTS[world], *OURS, *KEEP)
+    killed = Run(world, model, tmp_path / "killed", root, overrides, saves=(1, 2, 3), killed_at=3)
+    assert -9 in killed.start(), killed.log
+    assert complete(root) == {1: ("actor", "critic"), 2: ("actor", "critic")}
+    resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
+    assert resumed.start() == [0] * world, resumed.log
+    assert resumed.resumed_from == 2
+    check_same(resumed, uninterrupted(world))
+    # What the run before has saved counts, too.
+    assert complete(root) == {2: ("actor", "critic"), 3: ("actor", "critic")}
+    assert steps.read_tracker(root) == 3
+
+
+def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run]) -> None:
+    root = tmp_path / "root"
+    overrides = (*LAYOUTS[2], *OURS, *ASYNC)
+    held = {"held": "global_step_3/critic", "killed_at": 4}
+    killed = Run(2, model, tmp_path / "killed", root, overrides, saves=(2, 3, 4), **held)
+    assert -9 in killed.start(), killed.log
+    assert complete(root) == {2: ("actor", "critic")}
+    # The trainer was through with the step's save, and has written its own part.
+    assert (root / "global_step_3" / "data.pt").exists()
+    assert find_latest_ckpt_path(str(root)) == str(root / "global_step_2")
+    resumed = replace(killed, folder=tmp_path / "resumed", held=None, killed_at=None)
+    assert resumed.start() == [0, 0], resumed.log
+    assert resumed.resumed_from == 2
+    check_same(resumed, uninterrupted(2))
+    assert list(complete(root)) == [2, 3, 4]
+    # Of the last step, too: ray ends the workers as soon as the trainer returns.
+    assert find_latest_ckpt_path(str(root)) == str(root / "global_step_4")
