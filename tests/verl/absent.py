@@ -15,7 +15,7 @@ ABSENT = ("PIL", "datasets", "pandas", "ray", "uvicorn", "fastapi", "zmq", "aioh
 
 
 class _Anything(type):
-    """A class whose every member is another one: verl decorates with them, derives from them and annotates with them."""
+    """A class whose every member is another one: verl decorates with them, derives from them, annotates with them."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -50,7 +50,7 @@ def check_same(run: Run, reference: Run) -> None:
 def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run], world: int) -> None:
     root = tmp_path / "root"
     overrides = (*LAYOUTS[world], *OURS, *KEEP)
-    killed = Run(world, model, tmp_path / "killed", root, overrides, saves=(1, 2, 3), killed_at=3)
+    killed = Run(world, model, tmp_path / "killed", root, overrides, saves=(1, 2, 4), killed_at=3)
     assert -9 in killed.start(), killed.log
     assert complete(root) == {1: ("actor", "critic"), 2: ("actor", "critic")}
     resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
@@ -58,8 +58,8 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callab
     assert resumed.resumed_from == 2
     check_same(resumed, uninterrupted(world))
     # What the run before has saved counts, too.
-    assert complete(root) == {2: ("actor", "critic"), 3: ("actor", "critic")}
-    assert steps.read_tracker(root) == 3
+    assert complete(root) == {2: ("actor", "critic"), 4: ("actor", "critic")}
+    assert steps.read_tracker(root) == 4
 
 
 def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run]) -> None:
