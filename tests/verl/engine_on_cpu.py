@@ -8,6 +8,8 @@ transformer-engine, which mbridge's models are made of.
 from typing import Any
 
 import torch
+from mbridge.core import llm_bridge
+from mbridge.models import Qwen2Bridge
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -54,9 +56,6 @@ def enable() -> None:
     """For the rest of the process, on the thread that trains. Before the first engine is made."""
     enable_cpu()
     _map_device()
-    from mbridge.core import llm_bridge
-    from mbridge.models import Qwen2Bridge
-
     llm_bridge.get_gpt_decoder_block_spec = _block_spec
     # transformer-engine has each norm in the linear layer behind it.
     layer = "model.layers.{layer_number}"

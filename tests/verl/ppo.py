@@ -56,7 +56,8 @@ class Run:
     def start(self) -> list[int]:
         """What the ranks exited with."""
         self.folder.mkdir()
-        return ranks.start(self.world, self._work, self.folder / "log")
+        config = configuration(self.root, self.model, self.overrides)
+        return ranks.start(self.world, partial(self._work, config), self.folder / "log")
 
     @property
     def log(self) -> str:
@@ -74,11 +75,10 @@ class Run:
     def _state_file(self, rank: int) -> Path:
         return self.folder / f"state_{rank}.pt"
 
-    def _work(self) -> None:
+    def _work(self, config: Any) -> None:
         engine_on_cpu.enable()
         if self.held is not None:
             sft.hold_commit(self.held)
-        config = configuration(self.root, self.model, self.overrides)
         workers = {"actor": Worker(make_actor(config)), "critic": Worker(make_critic(config))}
         if dist.get_rank() == 0:
             self._drive(config, workers)

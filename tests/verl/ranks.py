@@ -3,6 +3,7 @@
 Each is as new as a process of torchrun: nothing in the parent has run but imports.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -30,6 +31,9 @@ def start(world: int, work: Callable[[], None], log: Path) -> list[int]:
         if codes[pid] != 0:
             for other in set(processes) - codes.keys():
                 os.kill(other, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            # What megatron's saves have spawned waits for its rank for ever.
+            os.killpg(pid, signal.SIGKILL)
     return [codes[pid] for pid in processes]
 
 
@@ -39,6 +43,7 @@ def _fork(rank: int, world: int, work: Callable[[], None], server: socket.socket
         return pid
     code = 1
     try:
+        os.setpgid(0, 0)
         _print_to(log)
         _join(rank, world, server)
         work()

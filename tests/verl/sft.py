@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +72,8 @@ class Run:
     def start(self) -> list[int]:
         """What the ranks exited with."""
         self.folder.mkdir()
-        return ranks.start(self.world, self._work, self.folder / "log")
+        config = configuration(self.root, self.model, self.overrides)
+        return ranks.start(self.world, partial(self._work, config), self.folder / "log")
 
     @property
     def log(self) -> str:
@@ -92,12 +94,12 @@ class Run:
     def _state_file(self, rank: int) -> Path:
         return self.folder / f"state_{rank}.pt"
 
-    def _work(self) -> None:
+    def _work(self, config: Any) -> None:
         engine_on_cpu.enable()
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
         if self.held_at is not None:
             hold_commit(f"global_step_{self.held_at}")
-        trainer = SFTTrainer(configuration(self.root, self.model, self.overrides))
+        trainer = SFTTrainer(config)
         # Of its own: an iterator begins by drawing a number, here from the generator that the dropout has, too. On a
         # GPU the dropout has the GPU's.
         trainer.train_dataloader.generator = torch.Generator()

@@ -13,15 +13,18 @@ import absent  # noqa: E402
 absent.stand_in()
 
 import sft  # noqa: E402
+import verl.workers.engine  # noqa: E402, F401
 from tiny_models import make_hf_folder  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+import mcore_ckpt.integrations.verl  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 with a tokenizer, as verl wants it at `model.path`."""
-    folder = make_hf_folder(tmp_path_factory.mktemp("model"), "qwen2", vocab_size=sft.VOCABULARY)
+    folder = make_hf_folder(tmp_path_factory.mktemp("model"), "qwen2", vocab_size=sft.VOCABULARY, num_hidden_layers=2)
     words = {f"word{number}": number for number in range(sft.VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, "word0"))
     special = {"unk_token": "word0", "pad_token": "word0", "eos_token": "word2"}

@@ -1,10 +1,8 @@
 """verl's own PPO trainer and workers with our checkpoints of actor and critic."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from ppo import OURS, Run, both
 from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
@@ -21,21 +19,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
-    """The run of so many ranks that was never stopped, and never saved: of verl's own engines."""
-    runs: dict[int, Run] = {}
-
-    def run(world: int) -> Run:
-        if world not in runs:
-            folder = tmp_path_factory.mktemp(f"uninterrupted{world}")
-            runs[world] = Run(world, model, folder / "run", folder / "root", LAYOUTS[world])
-            assert runs[world].start() == [0] * world, runs[world].log
-        return runs[world]
-
-    return run
-
-
 def complete(root: Path) -> dict[int, tuple[str, ...]]:
     """The steps that can be loaded, and of which roles."""
     return {status.step: tuple(sorted(status.committed)) for status in steps.complete_steps(root)}
@@ -46,23 +29,24 @@ def check_same(run: Run, reference: Run) -> None:
         assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
-def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run], world: int) -> None:
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
+    reference = uninterrupted(4, model, tmp_path)
     root = tmp_path / "root"
-    overrides = (*LAYOUTS[world], *OURS, *KEEP)
-    killed = Run(world, model, tmp_path / "killed", root, overrides, saves=(1, 2, 4), killed_at=3)
+    overrides = (*LAYOUTS[4], *OURS, *KEEP)
+    killed = Run(4, model, tmp_path / "killed", root, overrides, saves=(1, 2, 4), killed_at=3)
     assert -9 in killed.start(), killed.log
     assert complete(root) == {1: ("actor", "critic"), 2: ("actor", "critic")}
     resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
-    assert resumed.start() == [0] * world, resumed.log
+    assert resumed.start() == [0] * 4, resumed.log
     assert resumed.resumed_from == 2
-    check_same(resumed, uninterrupted(world))
+    check_same(resumed, reference)
     # What the run before has saved counts, too.
     assert complete(root) == {2: ("actor", "critic"), 4: ("actor", "critic")}
     assert steps.read_tracker(root) == 4
 
 
-def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run]) -> None:
+def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path) -> None:
+    reference = uninterrupted(2, model, tmp_path)
     root = tmp_path / "root"
     overrides = (*LAYOUTS[2], *OURS, *ASYNC)
     held = {"held": "global_step_3/critic", "killed_at": 4}
@@ -75,7 +59,14 @@ def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path, uninterr
     resumed = replace(killed, folder=tmp_path / "resumed", held=None, killed_at=None)
     assert resumed.start() == [0, 0], resumed.log
     assert resumed.resumed_from == 2
-    check_same(resumed, uninterrupted(2))
+    check_same(resumed, reference)
     assert list(complete(root)) == [2, 3, 4]
     # Of the last step, too: ray ends the workers as soon as the trainer returns.
     assert find_latest_ckpt_path(str(root)) == str(root / "global_step_4")
+
+
+def uninterrupted(world: int, model: Path, folder: Path) -> Run:
+    """The run that was never stopped, and never saved: of verl's own engines."""
+    run = Run(world, model, folder / "uninterrupted", folder / "none", LAYOUTS[world])
+    assert run.start() == [0] * world, run.log
+    return run
