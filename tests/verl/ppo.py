@@ -96,6 +96,8 @@ class Run:
         batches = iter(trainer.train_dataloader)
         while trainer.global_steps < STEPS:
             if trainer.global_steps + 1 == self.killed_at:
+                # So that of a step with two models just one is there.
+                trainer.actor_rollout_wg.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             batch = next(batches)
             trainer.actor_rollout_wg.train(batch)
@@ -113,6 +115,10 @@ class Worker:
         self._training = getattr(worker, "actor", worker)
         self.engine = self._training.engine
         self.save_checkpoint, self.load_checkpoint = worker.save_checkpoint, worker.load_checkpoint
+
+    def wait(self) -> None:
+        """Returns once no save is under way."""
+        self.engine.checkpoint_mananager.wait()
 
     def train(self, batch: dict[str, Any]) -> None:
         """One step on this rank's share of the batch."""

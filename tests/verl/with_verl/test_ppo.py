@@ -55,6 +55,7 @@ def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path) -> None:
     assert complete(root) == {2: ("actor", "critic")}
     # The trainer was through with the step's save, and has written its own part.
     assert (root / "global_step_3" / "data.pt").exists()
+    assert (root / "global_step_3" / "actor" / "manifest.json").exists()
     assert find_latest_ckpt_path(str(root)) == str(root / "global_step_2")
     resumed = replace(killed, folder=tmp_path / "resumed", held=None, killed_at=None)
     assert resumed.start() == [0, 0], resumed.log
