@@ -11,7 +11,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-ABSENT = ("PIL", "datasets", "pandas", "ray", "uvicorn", "fastapi", "zmq", "aiohttp", "starlette")
+ABSENT = ("PIL", "datasets", "pandas", "ray", "uvicorn", "fastapi", "zmq", "aiohttp", "starlette", "transfer_queue")
 
 
 class _Anything(type):

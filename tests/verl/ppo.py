@@ -20,7 +20,9 @@ from hydra import compose, initialize_config_module
 from snapshot import Snapshot
 from tensordict import TensorDict
 from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
@@ -89,7 +91,7 @@ class Run:
         torch.save(state, self._state_file(dist.get_rank()))
 
     def _drive(self, config: Any, workers: dict[str, "Worker"]) -> None:
-        """The part of RayPPOTrainer.fit that is about checkpoints."""
+        """The part of the trainer's `fit` that is about checkpoints."""
         trainer = make_trainer(config, workers)
         trainer._load_checkpoint()
         (self.folder / "resumed_from").write_text(str(trainer.global_steps))
@@ -177,10 +179,12 @@ def configuration(root: Path, model: Path, overrides: tuple[str, ...]) -> Any:
         )
 
 
-def make_trainer(config: Any, workers: dict[str, Worker]) -> RayPPOTrainer:
-    """verl's trainer with its workers already made: making them is ray's business."""
-    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+def make_trainer(config: Any, workers: dict[str, Worker]) -> Any:
+    """The trainer that main_ppo chooses, with its workers already made: making them is ray's business."""
+    kind = get_trainer_cls(config.trainer.v1.trainer_mode) if config.trainer.use_v1 else RayPPOTrainer
+    trainer: Any = kind.__new__(kind)
     trainer.config, trainer.use_critic, trainer.global_steps = config, True, 0
+    trainer.trainer_mode, trainer.checkpoint_callback = "sync", build_checkpoint_callback(config)
     trainer.actor_rollout_wg, trainer.critic_wg = (Group(role, worker) for role, worker in workers.items())
     trainer.train_dataloader = StatefulDataLoader(
         sft.Sequences(None, None, None, None, 0),

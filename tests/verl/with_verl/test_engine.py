@@ -18,6 +18,8 @@ import pytest
 import ranks
 import sft
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -141,6 +143,23 @@ def test_a_failed_save_leaves_the_tracker(in_rank: Callable[..., None]) -> None:
         raise OSError("no space left")
 
     in_rank(work, "trainer.max_ckpt_to_keep=1")
+
+
+def test_the_model_for_huggingface(in_rank: Callable[..., None]) -> None:
+    def work(trainer: SFTTrainer, root: Path) -> None:
+        trainer.ckpt_handler.save_checkpoint(step=1)
+        folder = root / "global_step_1" / "huggingface"
+        # What verl hands to its rollout, by mbridge.
+        bridged = {name: tensor.clone() for name, tensor in trainer.engine.get_per_tensor_param()[0]}
+        tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert tensors.keys() == bridged.keys()
+        for name, tensor in bridged.items():
+            assert torch.equal(tensors[name], tensor), name
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+        assert AutoTokenizer.from_pretrained(folder).pad_token == "word0"
+
+    in_rank(work, "checkpoint.save_contents=[model,optimizer,extra,hf_model]")
 
 
 def test_copies_in_another_store(in_rank: Callable[..., None], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""verl's own PPO trainer and workers with our checkpoints of actor and critic."""
+"""verl's own PPO trainers, old and new, and workers with our checkpoints of actor and critic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def check_same(run: Run, reference: Run) -> None:
 def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
     reference = uninterrupted(4, model, tmp_path)
     root = tmp_path / "root"
-    overrides = (*LAYOUTS[4], *OURS, *KEEP)
+    overrides = (*LAYOUTS[4], *OURS, *KEEP, "trainer.use_v1=False")
     killed = Run(4, model, tmp_path / "killed", root, overrides, saves=(1, 2, 4), killed_at=3)
     assert -9 in killed.start(), killed.log
     assert complete(root) == {1: ("actor", "critic"), 2: ("actor", "critic")}
@@ -40,7 +40,8 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
     assert resumed.start() == [0] * 4, resumed.log
     assert resumed.resumed_from == 2
     check_same(resumed, reference)
-    # What the run before has saved counts, too.
+    # What the run before has saved counts, too; what the trainer had beside it is gone with it.
+    assert {path.name for path in root.glob("global*")} == {"global_step_2", "global_step_4"}
     assert complete(root) == {2: ("actor", "critic"), 4: ("actor", "critic")}
     assert steps.read_tracker(root) == 4
 
