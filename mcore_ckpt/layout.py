@@ -69,6 +69,11 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
     return found
 
 
+def megatron_dir(root: Path, iteration: int) -> Path:
+    """Where Megatron-LM keeps a checkpoint of its own (`get_checkpoint_name`, core_r0.16)."""
+    return root / f"iter_{iteration:07d}"
+
+
 def parse_step(name: str) -> int | None:
     """The step of a folder name, or None if it is not a step folder's."""
     match = _STEP_DIR.fullmatch(name)

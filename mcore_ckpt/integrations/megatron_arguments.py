@@ -1,0 +1,107 @@
+"""What Megatron-LM's functions take from its global arguments, and what a loop of its own sets instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import UnsupportedError
+
+# Megatron-LM's own defaults (megatron/training/arguments.py), for arguments that a loop of its own leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "save": None,
+    "load": None,
+    "pretrained_checkpoint": None,
+    "ckpt_step": None,
+    "exit_on_missing_checkpoint": False,
+    "finetune": False,
+    "no_load_optim": False,
+    "no_load_rng": False,
+    "no_save_optim": False,
+    "no_save_rng": False,
+    "async_save": False,
+    "save_retain_interval": None,
+    "dataloader_save": None,
+    "non_persistent_ckpt_type": None,
+    "data_parallel_random_init": False,
+    "consumed_train_samples": 0,
+    "skipped_train_samples": 0,
+    "consumed_valid_samples": 0,
+}
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What `configure` was given; see there."""
+
+    args: Any = None
+    config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    role: str = "actor"
+    hf_config: Any = None
+    processing_class: Any = None
+
+    def arguments(self) -> Arguments:
+        """Those that `configure` was given, or Megatron-LM's.
+
+        Raises RuntimeError if there are neither.
+        """
+        if self.args is not None:
+            return Arguments(self.args)
+        try:
+            from megatron.training import get_args
+        except ImportError:
+            raise RuntimeError(
+                "megatron.training is not installed, so nobody knows where to save: call "
+                "mcore_ckpt.integrations.megatron.configure(args) once, with args.save, args.load, ... as Megatron-LM "
+                "names them"
+            ) from None
+        return Arguments(get_args())
+
+
+class Arguments:
+    """Megatron-LM's arguments by their names, its defaults for those that are not there."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._namespace, name, _DEFAULTS.get(name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._namespace, name, value)
+
+    def folder(self, name: str) -> str:
+        """Raises ValueError if there is none."""
+        if not self[name]:
+            raise ValueError(f"args.{name} is {self[name]!r}: name the folder of all checkpoints")
+        return str(self[name])
+
+    def saving(self, config: CheckpointConfig, with_optimizer: bool) -> CheckpointConfig:
+        """Our choices, where Megatron's arguments say nothing else, for a manager that saves."""
+        without_optimizer = self["no_save_optim"] or not with_optimizer
+        interval = self["save_retain_interval"]
+        if interval is not None:
+            # finalize_fn in Megatron-LM's save_checkpoint keeps the newest, and the multiples of this.
+            config = replace(config, max_to_keep=config.max_to_keep or 1, keep_every=int(interval))
+        return replace(
+            config,
+            save_contents=tuple(w for w in config.save_contents if w != "optimizer" or not without_optimizer),
+            load_contents=("model",),
+            async_save=bool(self["async_save"]),
+        )
+
+    def loading(self, config: CheckpointConfig, with_optimizer: bool) -> CheckpointConfig:
+        """The same for a manager that loads."""
+        without_optimizer = self["no_load_optim"] or self["finetune"] or not with_optimizer
+        words = tuple(word for word in config.load_contents if word != "optimizer" or not without_optimizer)
+        return replace(config, save_contents=("model",), load_contents=words)
+
+    def refuse_unsupported(self) -> None:
+        """Raises UnsupportedError for a kind of checkpoint that there is none of here."""
+        if self["non_persistent_ckpt_type"] is not None:
+            raise UnsupportedError(
+                f"args.non_persistent_ckpt_type is {self['non_persistent_ckpt_type']!r}: non-persistent checkpoints "
+                "have no folder of their own here. Save as often with args.async_save and configure(config="
+                "CheckpointConfig(max_to_keep=1, keep_every=...)), which deletes them as the next one is committed"
+            )

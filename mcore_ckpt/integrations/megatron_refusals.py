@@ -1,0 +1,81 @@
+"""Arguments of Megatron-LM's functions that cannot be honoured: each is refused by name, and none passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.topology import read_topology
+
+
+def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_prefix: str) -> None:
+    """Raises UnsupportedError for checkpoints that are not the training's own, whole state."""
+    if non_persistent_ckpt:
+        raise UnsupportedError(
+            "save_checkpoint(non_persistent_ckpt=True): there are no checkpoints of another kind here. Save as often "
+            "with args.async_save and max_to_keep, keep_every in configure(config=CheckpointConfig(...))"
+        )
+    if release:
+        raise UnsupportedError(
+            "save_checkpoint(release=True): what is released is a HuggingFace model here: use mcore-ckpt merge"
+        )
+    if rng_state_key_prefix:
+        raise UnsupportedError(
+            f"rng_state_key_prefix={rng_state_key_prefix!r}: several models in one checkpoint are not supported: "
+            "configure another role for each"
+        )
+
+
+def refuse_partial_loads(strict: bool, skip_load_to_model_and_opt: bool) -> None:
+    """Raises UnsupportedError."""
+    if not strict:
+        raise UnsupportedError(
+            "load_checkpoint(strict=False): a checkpoint fits the model, or is refused: leave the argument out"
+        )
+    if skip_load_to_model_and_opt:
+        raise UnsupportedError(
+            "load_checkpoint(skip_load_to_model_and_opt=True): that is for Megatron-FSDP and torch's FSDP2, which are "
+            "not supported: leave the argument out"
+        )
+
+
+def check_place(ranks: dict[str, int | None], parallel: dict[str, bool | None]) -> None:
+    """Raises UnsupportedError for a rank that is not this one's: a checkpoint is where parallel_state says."""
+    coordinates, topology = read_topology(1)
+    own: dict[str, Any] = {
+        "tensor_rank": coordinates.tp,
+        "pipeline_rank": coordinates.pp,
+        "expert_rank": coordinates.ep,
+        "pipeline_parallel": topology.pp > 1,
+        "expert_parallel": topology.ep > 1,
+    }
+    for name, value in {**ranks, **parallel}.items():
+        if value is not None and value != own[name]:
+            raise UnsupportedError(
+                f"save_checkpoint({name}={value}): megatron's parallel_state says {own[name]} for this rank, and that "
+                "is what is saved: leave the argument out"
+            )
+
+
+def check_groups(tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, expt_dp_group: Any) -> None:
+    """Raises UnsupportedError for a group that is not parallel_state's."""
+    import torch.distributed as dist
+
+    given = {
+        "tp_group": (tp_group, parallel_state.get_tensor_model_parallel_group),
+        "pp_group": (pp_group, parallel_state.get_pipeline_model_parallel_group),
+        "dp_cp_group": (dp_cp_group, lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        "dp_group": (dp_group, parallel_state.get_data_parallel_group),
+        "expt_dp_group": (expt_dp_group, parallel_state.get_expert_data_parallel_group),
+    }
+    for name, (group, own) in given.items():
+        if group is None:
+            continue
+        found, wanted = dist.get_process_group_ranks(group), dist.get_process_group_ranks(own())
+        if found != wanted:
+            raise UnsupportedError(
+                f"{name} is of ranks {found}, megatron's parallel_state has {wanted} for this rank: other groups than "
+                "those of parallel_state are not supported"
+            )

@@ -1,0 +1,62 @@
+"""The state of megatron-core's rerun state machine (0.16.1) as plain values.
+
+Its `state_dict` has enums and named tuples in it, which a checkpoint opens under `weights_only` cannot hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import rerun_state_machine as machines
+
+# By their names in what is stored; both are plain records.
+_TUPLES = {"Caller": machines.Caller, "Call": machines.Call}
+_ENUMS = {
+    "RerunMode": machines.RerunMode,
+    "RerunState": machines.RerunState,
+    "RerunDiagnostic": machines.RerunDiagnostic,
+}
+_TAG = "class of megatron.core.rerun_state_machine"
+
+
+def read_rerun_state(data_iterator: Any) -> Any:
+    """What has to be kept of a step that is to be run again; None if none is, as in nearly all checkpoints.
+
+    Args:
+        data_iterator: the training's, or the list of those of its virtual stages.
+    """
+    # get_rerun_state_machine would make one, and say so in the log, in a loop that has none.
+    if machines._GLOBAL_RERUN_STATE_MACHINE is None:
+        return None
+    # Of Megatron's formats it names the one that keeps it at all.
+    state = machines.get_rerun_state_machine().state_dict(data_iterator=data_iterator, ckpt_format="torch_dist")
+    return None if state is None else _encode({**state, "sharded": state["sharded"].data})
+
+
+def write_rerun_state(state: Any) -> None:
+    """Puts it back. Where the machine is switched off (the default), it ignores the state, and says so."""
+    machines.get_rerun_state_machine().load_state_dict(_decode(state))
+
+
+def _encode(value: Any) -> Any:
+    name = type(value).__name__
+    if type(value) is _ENUMS.get(name):
+        return {_TAG: name, "value": value.value}
+    if type(value) is _TUPLES.get(name):
+        return {_TAG: name, "value": [_encode(item) for item in value]}
+    if type(value) is dict:
+        return {key: _encode(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_encode(item) for item in value)
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict) and _TAG in value:
+        name, inner = value[_TAG], _decode(value["value"])
+        return _ENUMS[name](inner) if name in _ENUMS else _TUPLES[name](*inner)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_decode(item) for item in value)
+    return value
