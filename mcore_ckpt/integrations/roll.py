@@ -1,0 +1,67 @@
+"""ROLL: `checkpoint_config.type: mcore_ckpt`, and a `worker_cls` (and, best, a pipeline) from here. See
+docs/integrations.md.
+
+    checkpoint_config:
+      type: mcore_ckpt
+      output_dir: /shared/models/${exp_name}
+    actor_train:
+      worker_cls: mcore_ckpt.integrations.roll.RLVRActorWorker
+
+Importing this module, in the driver and in each worker, makes the type known.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+try:
+    from roll.utils.upload_utils import uploader_registry
+except ImportError as error:
+    raise ImportError(
+        "mcore_ckpt.integrations.roll needs ROLL: install it from https://github.com/alibaba/ROLL"
+    ) from error
+
+from mcore_ckpt.integrations.roll_pipeline import TYPE, CheckpointPipeline, CheckpointUploader
+from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy, CheckpointWorker, ResumingWorker
+
+__all__ = [
+    "TYPE",
+    "CheckpointPipeline",
+    "CheckpointStrategy",
+    "CheckpointUploader",
+    "CheckpointWorker",
+    "ResumingWorker",
+]
+
+uploader_registry[TYPE] = CheckpointUploader
+
+# ROLL's classes under a name here, each with what goes before it. Imported when they are asked for: each pulls in a
+# part of ROLL that others have no use for.
+_CLASSES = {
+    "ActorWorker": (CheckpointWorker, "roll.pipeline.base_worker", "ActorWorker"),
+    "CriticWorker": (CheckpointWorker, "roll.pipeline.base_worker", "CriticWorker"),
+    "RLVRActorWorker": (CheckpointWorker, "roll.pipeline.rlvr.actor_worker", "ActorWorker"),
+    "RLVRActorPGWorker": (CheckpointWorker, "roll.pipeline.rlvr.actor_pg_worker", "ActorPGWorker"),
+    "AgenticActorWorker": (CheckpointWorker, "roll.pipeline.agentic.agentic_actor_worker", "ActorWorker"),
+    "AgenticActorPGWorker": (CheckpointWorker, "roll.pipeline.agentic.agentic_actor_pg_worker", "ActorWorker"),
+    "DPOActorWorker": (CheckpointWorker, "roll.pipeline.dpo.actor_worker", "ActorWorker"),
+    "SFTWorker": (ResumingWorker, "roll.pipeline.sft.sft_worker", "SFTWorker"),
+    "StudentWorker": (CheckpointWorker, "roll.pipeline.distill.distill_worker", "StudentWorker"),
+    "RLVRPipeline": (CheckpointPipeline, "roll.pipeline.rlvr.rlvr_pipeline", "RLVRPipeline"),
+    "RLVRVLMPipeline": (CheckpointPipeline, "roll.pipeline.rlvr.rlvr_vlm_pipeline", "RLVRVLMPipeline"),
+    "AgenticPipeline": (CheckpointPipeline, "roll.pipeline.agentic.agentic_pipeline", "AgenticPipeline"),
+    "SFTPipeline": (CheckpointPipeline, "roll.pipeline.sft.sft_pipeline", "SFTPipeline"),
+    "DPOPipeline": (CheckpointPipeline, "roll.pipeline.dpo.dpo_pipeline", "DPOPipeline"),
+    "DistillPipeline": (CheckpointPipeline, "roll.pipeline.distill.distill_pipeline", "DistillPipeline"),
+    "DistillVLMPipeline": (CheckpointPipeline, "roll.pipeline.distill.distill_vlm_pipeline", "DistillVLMPipeline"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    first, module, base = _CLASSES[name]
+    made = type(name, (first, getattr(import_module(module), base)), {"__module__": __name__, "__qualname__": name})
+    globals()[name] = made  # ray finds a class that it sends to another process by this name
+    return made

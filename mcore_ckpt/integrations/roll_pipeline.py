@@ -1,0 +1,166 @@
+"""The driver's side of ROLL: the uploader that its `checkpoint_config.type` names, and a pipeline that hears errors."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.integrations.roll_options import PIPELINE_ROLE, read_options, step_of
+from mcore_ckpt.integrations.roll_unit import commit_pipeline, newest_valid
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
+from mcore_ckpt.storage.steps import step_status
+
+logger = logging.getLogger(__name__)
+
+TYPE = "mcore_ckpt"  # in checkpoint_config.type
+_RNG_FILE = "rng_state_pipeline.pth"  # WorkerState.save_rng_state
+
+
+class CheckpointUploader:
+    """What ROLL makes of a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
+
+    The clusters' parts are written where they belong by `CheckpointStrategy`, so the driver's is all that is uploaded.
+
+    Args:
+        output_dir: the folder of `checkpoint-{N}`; no timestamp is added to it.
+        args, kwargs: the rest of `checkpoint_config`.
+    """
+
+    def __init__(self, output_dir: str, *args: Any, **kwargs: Any) -> None:
+        if args:
+            raise ValueError(f"arguments {args} have no names: hand over checkpoint_config")
+        self.options = read_options({"output_dir": output_dir, **kwargs})
+        self.roles: tuple[str, ...] | None = None
+
+    def upload(self, ckpt_id: str, local_state_path: str, **kwargs: Any) -> None:
+        """Commits the driver's part of a checkpoint.
+
+        Raises:
+            UnsupportedError: it is not the driver's: a strategy of ROLL's own has saved it.
+            CommitError: it could not be written; the checkpoint is not complete, and the one before stays.
+        """
+        source = Path(local_state_path) / PIPELINE_ROLE
+        if not source.is_dir():
+            raise UnsupportedError(
+                f"{local_state_path} has no {PIPELINE_ROLE}/: with checkpoint_config.type={TYPE} each cluster that "
+                "saves needs a worker_cls of mcore_ckpt.integrations.roll"
+            )
+        commit_pipeline(self.options.root, ckpt_id, source, self.roles, self.options.config.timeout_s)
+
+    def get_latest_ckpt(self) -> str | None:
+        """The newest checkpoint that is whole; None if there never was any.
+
+        Raises CheckpointNotFoundError if there are checkpoints, but none is whole: nobody starts anew in silence.
+        """
+        found = newest_valid(self.options.root, self.options.verify_on_resume)
+        return None if found is None else str(found)
+
+
+class CheckpointPipeline:
+    """Goes before a pipeline of ROLL's among the bases.
+
+    ROLL's `BasePipeline` logs what an uploader raises and goes on, prunes the folders its workers have written locally
+    instead of the checkpoints, and never puts the driver's random number generators back. Here errors end
+    `do_checkpoint`, `max_ckpt_to_keep` counts checkpoints, and `run` begins where the generators were.
+    """
+
+    # Of BasePipeline.
+    pipeline_config: Any
+    checkpoint_manager: Any
+    resume_from_checkpoint: Any
+
+    def __init__(self, pipeline_config: Any) -> None:
+        # Once, and before the workers are given the config: each would look for itself, and CriticWorker and
+        # StudentWorker make a path of `true`.
+        if pipeline_config.resume_from_checkpoint is True:
+            uploader = CheckpointUploader(**pipeline_config.checkpoint_config)
+            pipeline_config.resume_from_checkpoint = uploader.get_latest_ckpt() or False
+        elif pipeline_config.resume_from_checkpoint:
+            _refuse_incomplete(Path(pipeline_config.resume_from_checkpoint))
+        super().__init__(pipeline_config)  # type: ignore[call-arg]
+        self.checkpoint_manager = _Uploads(self.checkpoint_manager.uploader)
+
+    def set_checkpoint_clusters(self, *clusters: Any) -> None:
+        super().set_checkpoint_clusters(*clusters)  # type: ignore[misc]
+        uploader = self.checkpoint_manager.uploader
+        uploader.roles = (*(uploader.roles or ()), *(cluster.cluster_name for cluster in clusters))
+
+    def run(self) -> Any:
+        if self.resume_from_checkpoint:
+            _write_rng(Path(self.resume_from_checkpoint) / PIPELINE_ROLE / _RNG_FILE)
+        return super().run()  # type: ignore[misc]
+
+    def _cleanup_old_checkpoints(self) -> None:
+        """`do_checkpoint` calls this when it has handed its upload over.
+
+        Raises what the upload has raised; CommitError if it does not end.
+        """
+        uploads: _Uploads = self.checkpoint_manager
+        step = uploads.finish()
+        keep = getattr(self.pipeline_config, "max_ckpt_to_keep", 0)
+        if keep > 0:
+            options = uploads.uploader.options
+            delete_old_steps(options.root, Policy(keep, options.config.keep_every), step)
+
+
+class _Uploads:
+    """In place of ROLL's `CheckpointManager`, whose `upload` prints an error and returns."""
+
+    def __init__(self, uploader: CheckpointUploader) -> None:
+        self.uploader = uploader
+        self._ended: queue.Queue[tuple[str, BaseException | None]] = queue.Queue()
+
+    def upload(self, ckpt_id: str, local_state_path: str, keep_local_file: bool = False) -> None:
+        try:
+            self.uploader.upload(ckpt_id=ckpt_id, local_state_path=local_state_path)
+            if not keep_local_file:
+                shutil.rmtree(local_state_path, ignore_errors=True)
+        except BaseException as error:
+            self._ended.put((ckpt_id, error))
+        else:
+            self._ended.put((ckpt_id, None))
+
+    def finish(self) -> int:
+        """The step of the one upload that is under way, when it has ended; on the driver's thread or another."""
+        timeout_s = self.uploader.options.config.timeout_s
+        try:
+            ckpt_id, error = self._ended.get(timeout=timeout_s)
+        except queue.Empty:
+            raise CommitError(f"the driver's part of a checkpoint was not written within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return step_of(ckpt_id)
+
+
+def _refuse_incomplete(path: Path) -> None:
+    """Raises CheckpointNotFoundError, before any worker is started, for a checkpoint of ours that is not whole."""
+    if layout.parse_step(path.name) is None or not path.is_dir():
+        return
+    status = step_status(path)
+    if (status.committed or status.declared) and not status.is_complete:
+        raise CheckpointNotFoundError(
+            f"{status.reason}: resume_from_checkpoint: true takes the newest checkpoint that is whole"
+        )
+
+
+def _write_rng(path: Path) -> None:
+    """What `WorkerState.save_rng_state` has written; a file of another origin runs nothing."""
+    if not path.exists():
+        return
+    from mcore_ckpt.foreign.pickles import load_safely
+
+    state = load_safely(path, str(path))
+    python = state["python"]
+    random.setstate((python[0], tuple(python[1]), python[2]))
+    import numpy
+
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["cpu"])

@@ -1,0 +1,334 @@
+"""A trainer that is built as ROLL is (roll_trainer.py) saves, dies and comes back; ROLL's weak points it has not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.storage import steps
+from mcore_ckpt.storage.verify import verify
+
+HERE = Path(__file__).parent
+ROLES = {"actor_train", "critic", "pipeline"}
+STATE_FILE = "worker_state_pipeline.json"
+# What changes what is on disk; what only makes it durable, a SIGKILL does not see.
+CHANGES = ("write", "rename", "replace", "mkdir", "unlink", "rmdir", "native_start", "native_wait", "native_finish")
+
+
+class Trainers:
+    """Lives of trainers, one after the other, each a child of one process that has everything imported."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", HERE / "roll_trainer.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._made = 0
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+
+    def live(self, root: Path, **job: Any) -> dict[str, Any]:
+        """What a life that ended in order has seen; of one that was killed, nothing but its exit status."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._made += 1
+        out = root.parent / f"life{self._made}"
+        job = {"number": self._made, "root": str(root), "out": str(out), **job}
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        number, status = map(int, self._server.stdout.readline().split())
+        assert number == self._made
+        if status != 0:
+            return {"status": status, "out": out}
+        return {"status": 0, "out": out, **json.loads((out / "report.json").read_text())}
+
+    def train(self, root: Path, **job: Any) -> dict[str, Any]:
+        """A life that must end in order."""
+        report = self.live(root, **job)
+        assert report["status"] == 0
+        assert report["error"] is None, report["error"][2]
+        return report
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    started = Trainers()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def reference(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Never interrupted."""
+    return seen(trainers.train(tmp_path_factory.mktemp("reference") / "root"))
+
+
+@pytest.fixture(scope="module")
+def stopped(trainers: Trainers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that stopped after its first checkpoint, of step 2."""
+    root = tmp_path_factory.mktemp("stopped") / "root"
+    trainers.train(root, stop_after=2)
+    return root
+
+
+@pytest.fixture
+def root(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of that."""
+    return shutil.copytree(stopped, tmp_path / "root")
+
+
+def seen(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: report[name] for name in ("digest", "step", "kv", "history")}
+
+
+def complete(root: Path) -> list[int]:
+    return [status.step for status in steps.complete_steps(root)]
+
+
+def test_resumed_training_is_bit_identical(trainers: Trainers, reference: dict[str, Any], root: Path) -> None:
+    """`true`, a path, and asynchronous saves; every fact of a checkpoint that the documents name."""
+    report = trainers.train(root, resume=True)
+    assert report["resumed"] == 2
+    assert seen(report) == reference
+    assert complete(root) == [2, 4]
+    assert steps.read_tracker(root) == 4
+    for name in ("checkpoint-2", "checkpoint-4"):
+        assert {path.name for path in (root / name).iterdir()} == ROLES
+        assert (root / name / "pipeline" / STATE_FILE).exists()
+        assert (root / name / "pipeline" / "rng_state_pipeline.pth").exists()
+    assert verify(root, deep=True).is_sound
+    assert "loss/critic" in report["history"][4]
+
+    by_path = trainers.train(root, resume=str(root / "checkpoint-2"))
+    assert by_path["resumed"] == 2
+    assert seen(by_path) == reference
+
+
+def test_saves_are_at_every_save_steps_and_at_the_end(trainers: Trainers, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    report = trainers.train(root, config={"save_steps": 3, "max_steps": 6})
+    assert complete(root) == [3, 5]
+    assert report["step"] == 5
+    # What ROLL writes locally first is not left behind.
+    assert not list((report["out"] / "output").rglob("*.*"))
+
+
+def test_nothing_is_resumed_unless_it_is_asked_for(trainers: Trainers, reference: dict[str, Any], root: Path) -> None:
+    report = trainers.train(root, resume=False)
+    assert report["resumed"] == -1
+    assert seen(report) == reference
+
+
+def test_true_with_an_empty_folder_is_the_beginning(trainers: Trainers, tmp_path: Path) -> None:
+    report = trainers.train(tmp_path / "root", resume=True, stop_after=0)
+    assert report["resumed"] == -1
+
+
+def kill_points(events: list[str]) -> list[tuple[str, int]]:
+    """The n-th of each kind of event that changes what is on disk."""
+    points, counts = [], dict.fromkeys(CHANGES, 0)
+    for event in events:
+        name = event.removeprefix("save:")
+        if name in counts:
+            counts[name] += 1
+            points.append((name, counts[name]))
+    return points
+
+
+def test_killed_between_any_two_writes_it_comes_back(
+    trainers: Trainers, reference: dict[str, Any], stopped: Path, tmp_path: Path
+) -> None:
+    """At each point of a checkpoint's making: by `true` the run goes on from one unit, and ends as if never stopped."""
+    dry = shutil.copytree(stopped, tmp_path / "dry" / "root")
+    points = kill_points(trainers.train(dry, resume=True, watched=4)["events"])
+    assert len(points) > 40
+    killed, after = 0, set()
+    for at, count in points:
+        root = shutil.copytree(stopped, tmp_path / f"{at}{count}" / "root")
+        dead = trainers.live(root, resume=True, watched=4, kill_at=at, kill_count=count)
+        killed += dead["status"] == -signal.SIGKILL
+        # The tracker is for other programs: it never names what is not there.
+        assert steps.read_tracker(root) in complete(root), (at, count)
+        report = trainers.train(root, resume=True)
+        after.add(report["resumed"])
+        assert report["resumed"] in (2, 4), (at, count)
+        assert seen(report) == reference, (at, count)
+        assert complete(root) == [2, 4], (at, count)
+        left = [path for path in root.rglob(".*") if "trainer.json" not in path.name]
+        assert not left, (at, count, left)
+        shutil.rmtree(root.parent)
+    assert killed == len(points)
+    assert after == {2, 4}
+
+
+@pytest.mark.parametrize("at", [("native_wait", 2), ("native_finish", 3), ("rename", 2), ("write", 9)])
+def test_after_a_rollback_parts_of_two_runs_make_no_checkpoint(
+    trainers: Trainers, reference: dict[str, Any], root: Path, at: tuple[str, int]
+) -> None:
+    """Step 4 is there, and saved again by a run that was started from step 2: killed in the middle of it."""
+    trainers.train(root, resume=True)
+    rollback = str(root / "checkpoint-2")
+    dead = trainers.live(root, resume=rollback, watched=4, kill_at=at[0], kill_count=at[1])
+    assert dead["status"] == -signal.SIGKILL
+    assert complete(root) == [2]
+    report = trainers.train(root, resume=True)
+    assert report["resumed"] == 2
+    assert seen(report) == reference
+
+
+@pytest.mark.parametrize("at", [("native_start", 1), ("write", 4), ("rename", 2), ("native_finish", 4), ("write", 14)])
+def test_killed_while_saves_go_on_beside_the_training(
+    trainers: Trainers, reference: dict[str, Any], stopped: Path, tmp_path: Path, at: tuple[str, int]
+) -> None:
+    """With async_upload, ROLL's default: the roles commit in any order, and the step counts when all have."""
+    root = shutil.copytree(stopped, tmp_path / "root")
+    config = {"max_steps": 9}
+    dead = trainers.live(
+        root, resume=str(root / "checkpoint-2"), watched=4, kill_at=at[0], kill_count=at[1], config=config
+    )
+    assert dead["status"] == -signal.SIGKILL
+    assert complete(root)[0] == 2
+    assert steps.read_tracker(root) in complete(root)
+    report = trainers.train(root, resume=True)
+    assert report["resumed"] in (2, 4)
+    assert seen(report) == reference
+
+
+def test_the_first_checkpoint_interrupted_is_the_beginning(
+    trainers: Trainers, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    dead = trainers.live(root, resume=True, watched=2, kill_at="native_finish", kill_count=3)
+    assert dead["status"] == -signal.SIGKILL
+    assert (root / "checkpoint-2" / "actor_train" / "manifest.json").exists()
+    report = trainers.train(root, resume=True)
+    assert report["resumed"] == -1
+    assert seen(report) == reference
+
+
+# -- what is not whole -------------------------------------------------------------------------------------
+
+
+def error_of(report: dict[str, Any]) -> tuple[str, str]:
+    assert report["status"] == 0
+    assert report["error"] is not None
+    return report["error"][0], report["error"][1]
+
+
+def test_true_takes_the_newest_that_is_whole(trainers: Trainers, root: Path) -> None:
+    trainers.train(root, resume=True)
+    model = next((root / "checkpoint-4" / "critic").rglob("model_states.pt"))
+    with model.open("r+b") as file:
+        file.truncate(model.stat().st_size - 1)
+    report = trainers.train(root, resume=True, stop_after=2)
+    assert report["resumed"] == 2
+
+    state = root / "checkpoint-2" / "pipeline" / STATE_FILE
+    state.unlink()
+    name, message = error_of(trainers.live(root, resume=True))
+    # Never from the beginning in silence.
+    assert name == "CheckpointNotFoundError"
+    assert "model_states.pt" in message
+    assert STATE_FILE in message
+
+
+def test_a_flipped_bit_is_found_before_or_when_it_is_loaded(trainers: Trainers, root: Path) -> None:
+    trainers.train(root, resume=True)
+    model = next((root / "checkpoint-4" / "critic").rglob("model_states.pt"))
+    data = bytearray(model.read_bytes())
+    data[len(data) // 2] ^= 1
+    model.write_bytes(data)
+    name, message = error_of(trainers.live(root, resume=True))
+    assert name == "CheckpointCorruptError"
+    assert "model_states.pt" in message
+    report = trainers.train(root, resume=True, options={"verify_on_resume": True}, stop_after=2)
+    assert report["resumed"] == 2
+
+
+def test_a_path_that_is_not_whole_is_refused_before_a_worker_starts(trainers: Trainers, root: Path) -> None:
+    (root / "checkpoint-2" / "critic" / "manifest.json").unlink()
+    name, message = error_of(trainers.live(root, resume=str(root / "checkpoint-2")))
+    assert name == "CheckpointNotFoundError"
+    assert "critic" in message
+
+
+def test_a_checkpoint_of_rolls_own_is_left_to_roll(trainers: Trainers, root: Path, tmp_path: Path) -> None:
+    """A run is switched over by its next start; from then on its checkpoints are ours."""
+    theirs = tmp_path / "before" / "checkpoint-300"
+    (theirs / "iter_0000001" / "dist_optimizer").mkdir(parents=True)
+    shutil.copytree(root / "checkpoint-2" / "pipeline", theirs / "pipeline")
+    (theirs / "pipeline" / "manifest.json").unlink()
+    report = trainers.train(tmp_path / "new", resume=str(theirs))
+    assert report["loaded_by_roll"] == [str(theirs), str(theirs / "critic")]
+    assert report["resumed"] == 2
+    assert complete(tmp_path / "new") == [4]
+
+
+# -- errors, retention, workers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_upload_that_fails_is_raised(trainers: Trainers, root: Path, asynchronous: bool) -> None:
+    options = {"async_upload": asynchronous}
+    resume = str(root / "checkpoint-2")
+    name, message = error_of(trainers.live(root, resume=resume, disk_full_at=4, options=options))
+    assert name == "CommitError"
+    assert "No space left" in message
+    assert complete(root) == [2]
+
+
+def test_an_upload_that_rolls_own_pipeline_forgets_is_told_at_the_next_save(trainers: Trainers, root: Path) -> None:
+    more = {"pipeline": "rolls", "config": {"max_steps": 7}, "options": {"async_upload": False}}
+    resume = str(root / "checkpoint-2")
+    report = trainers.live(root, resume=resume, disk_full_at=4, **more)
+    name, message = error_of(report)
+    assert name == "CommitError"
+    assert "checkpoint-4" in message
+    assert "No space left" in report["swallowed"][0]
+    assert complete(root) == [2]
+    # By our option's own word it may go on without a checkpoint.
+    more["options"] = {"async_upload": False, "if_failed": "warn"}
+    trainers.train(root, resume=resume, disk_full_at=4, **more)
+    assert complete(root) == [2, 6]
+
+
+def test_rolls_own_pipeline_resumes_too(trainers: Trainers, reference: dict[str, Any], root: Path) -> None:
+    report = trainers.train(root, resume=True, pipeline="rolls")
+    assert report["resumed"] == 2
+    assert seen(report) == reference
+    assert complete(root) == [2, 4]
+
+
+@pytest.mark.parametrize("pipeline", ["ours", "rolls"])
+def test_max_ckpt_to_keep_counts_checkpoints(trainers: Trainers, root: Path, pipeline: str) -> None:
+    """ROLL's clean-up looks at what its workers wrote locally, which is gone by then."""
+    config = {"max_ckpt_to_keep": 2, "save_steps": 1, "max_steps": 7}
+    trainers.train(root, resume=True, pipeline=pipeline, config=config)
+    # A worker cannot know of the step that the driver completes after it.
+    assert complete(root) == ([5, 6] if pipeline == "ours" else [4, 5, 6])
+    trainers.train(root, resume=True, config={**config, "max_steps": 9}, options={"keep_every": 7})
+    assert complete(root) == [7, 8]
+
+
+def test_a_worker_that_loads_nothing_is_loaded(trainers: Trainers, tmp_path: Path) -> None:
+    """ROLL's SFT pipeline goes on from the step, and its worker from the first weights."""
+    root, roles = tmp_path / "root", ("sft_train",)
+    whole = trainers.train(tmp_path / "whole", roles=roles)
+    trainers.train(root, roles=roles, stop_after=2)
+    report = trainers.train(root, roles=roles, resume=True)
+    assert report["resumed"] == 2
+    assert seen(report) == seen(whole)
