@@ -24,7 +24,6 @@ _DEFAULTS: dict[str, Any] = {
     "save_retain_interval": None,
     "dataloader_save": None,
     "non_persistent_ckpt_type": None,
-    "data_parallel_random_init": False,
     "consumed_train_samples": 0,
     "skipped_train_samples": 0,
     "consumed_valid_samples": 0,

@@ -15,7 +15,7 @@ from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, UnsupportedError
 from mcore_ckpt.integrations.roll_options import PIPELINE_ROLE, read_options, step_of
 from mcore_ckpt.integrations.roll_unit import commit_pipeline, newest_valid
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
+from mcore_ckpt.storage.retention import delete_old_steps
 from mcore_ckpt.storage.steps import step_status
 
 logger = logging.getLogger(__name__)
@@ -105,10 +105,8 @@ class CheckpointPipeline:
         """
         uploads: _Uploads = self.checkpoint_manager
         step = uploads.finish()
-        keep = getattr(self.pipeline_config, "max_ckpt_to_keep", 0)
-        if keep > 0:
-            options = uploads.uploader.options
-            delete_old_steps(options.root, Policy(keep, options.config.keep_every), step)
+        options = uploads.uploader.options
+        delete_old_steps(options.root, options.policy(self.pipeline_config), step)
 
 
 class _Uploads:

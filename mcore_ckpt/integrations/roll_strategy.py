@@ -93,8 +93,6 @@ class CheckpointStrategy:
             extra_state={"global_step": global_step},
             roles=(role, PIPELINE_ROLE),
             path=step_path / role,
-            # 0 is for all.
-            max_to_keep=getattr(self.worker.pipeline_config, "max_ckpt_to_keep", 0) or None,
         )
         self._saved = step_path
         if kwargs.get("is_last_step") or not options.async_upload:
@@ -145,8 +143,11 @@ class CheckpointStrategy:
                     )
             args = self.megatron_train_args
             contents = ("model",) if args.save_only_model else ("model", "optimizer", "extra")
+            policy = options.policy(self.worker.pipeline_config)
             config = replace(
                 options.config,
+                max_to_keep=policy.max_to_keep,
+                keep_every=policy.keep_every,
                 save_contents=(*contents, "hf_model") if args.save_hf_model else contents,
                 async_save=options.async_upload,
             )

@@ -1,0 +1,178 @@
+"""ROLL's options, the driver's part of a checkpoint, and arguments that cannot be honoured."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.integrations.roll_options import read_options, step_of
+from mcore_ckpt.integrations.roll_pipeline import CheckpointUploader, _write_rng
+from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy
+from mcore_ckpt.integrations.roll_unit import commit_pipeline, newest_valid, part_of
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.verify import verify
+
+TIMEOUT_S = 10.0
+
+
+def driver_files(folder: Path, step: int) -> Path:
+    """As BasePipeline.do_checkpoint leaves them: below the folder, in `pipeline`."""
+    (folder / "pipeline").mkdir(parents=True)
+    (folder / "pipeline" / "worker_state_pipeline.json").write_text(json.dumps({"step": step}))
+    return folder
+
+
+def uploader_of(root: Path, **options: Any) -> CheckpointUploader:
+    return CheckpointUploader(str(root), type="mcore_ckpt", timeout_s=TIMEOUT_S, **options)
+
+
+def test_the_drivers_part_alone_is_a_checkpoint_that_is_verified(tmp_path: Path) -> None:
+    """Of one whose clusters save nothing; a name of another program's in it is no obstacle."""
+    root, local = tmp_path / "root", driver_files(tmp_path / "local", 3)
+    (local / "pipeline" / "metrics").mkdir()
+    (local / "pipeline" / "metrics" / "rewards.txt").write_text("1.5")
+    uploader = uploader_of(root)
+    uploader.roles = ()
+    uploader.upload("checkpoint-3", str(local))
+    assert uploader.get_latest_ckpt() == str(root / "checkpoint-3")
+    assert verify(root, deep=True).is_sound
+    assert (root / "checkpoint-3" / "pipeline" / "metrics" / "rewards.txt").read_text() == "1.5"
+    assert steps.read_tracker(root) == 3
+
+
+def test_the_drivers_part_of_a_step_waits_for_the_clusters(tmp_path: Path) -> None:
+    """Those that have begun are its roles, where no pipeline of ours tells them."""
+    root = tmp_path / "root"
+    commit.open_staging(root / "checkpoint-3" / "critic", commit.new_attempt())
+    uploader_of(root).upload("checkpoint-3", str(driver_files(tmp_path / "local", 3)))
+    (status,) = steps.list_steps(root)
+    assert status.declared == {"critic", "pipeline"}
+    assert not status.is_complete
+    assert steps.read_tracker(root) is None
+    with pytest.raises(CheckpointNotFoundError, match="not committed by critic"):
+        uploader_of(root).get_latest_ckpt()
+
+
+def test_a_failed_upload_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    monkeypatch.setattr(commit, "publish", fails)
+    with pytest.raises(CommitError, match="No space left"):
+        commit_pipeline(root, "checkpoint-3", driver_files(tmp_path / "local", 3) / "pipeline", (), TIMEOUT_S)
+    assert not [path for path in root.rglob("*") if path.is_file()]
+
+
+def fails(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_strategy_of_rolls_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "local" / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(UnsupportedError, match="worker_cls"):
+        uploader_of(tmp_path / "root").upload("checkpoint-3", str(tmp_path / "local"))
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
+    assert uploader_of(tmp_path / "nowhere").get_latest_ckpt() is None
+    (tmp_path / "root" / "checkpoint-7").mkdir(parents=True)
+    assert uploader_of(tmp_path / "root").get_latest_ckpt() is None
+
+
+def test_a_checkpoint_of_others_is_not_ours_and_half_of_one_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    theirs = tmp_path / "checkpoint-300"
+    theirs.mkdir()
+    assert part_of(theirs, "actor_train") is None
+    assert part_of(tmp_path / "somewhere", "actor_train") is None
+    assert part_of(theirs / "critic", "critic") is None
+    uploader = uploader_of(root)
+    uploader.roles = ("actor_train",)
+    uploader.upload("checkpoint-3", str(driver_files(tmp_path / "local", 3)))
+    for folder in (root / "checkpoint-3", root / "checkpoint-3" / "actor_train"):
+        with pytest.raises(CheckpointNotFoundError, match="not committed by actor_train"):
+            part_of(folder, "actor_train")
+    with pytest.raises(CheckpointNotFoundError):
+        newest_valid(root, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "output_dir"),
+        ({"output_dir": "/models/${exp_name}"}, "resolve"),
+        ({"output_dir": "/models", "asnyc_upload": True}, "asnyc_upload"),
+        ({"output_dir": "/models", "async_save": True}, "async_save"),
+        ({"output_dir": "/models", "timeout_s": -1}, "timeout_s"),
+    ],
+)
+def test_options_that_nobody_knows_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_options(config)
+
+
+def test_options_are_rolls_and_ours() -> None:
+    options = read_options({"type": "mcore_ckpt", "output_dir": "/models/run", "strict": True, "keep_every": 500})
+    assert options.root == Path("/models/run")
+    assert options.async_upload is True  # as in ROLL
+    assert options.config.strict is True
+    assert options.policy(SimpleNamespace(max_ckpt_to_keep=0)).max_to_keep is None
+    policy = options.policy(SimpleNamespace(max_ckpt_to_keep=3))
+    assert (policy.max_to_keep, policy.keep_every) == (3, 500)
+    assert step_of("checkpoint-12") == 12
+    with pytest.raises(ValueError, match="checkpoint-"):
+        step_of("step12")
+
+
+def strategy_of(root: Path, **more: Any) -> CheckpointStrategy:
+    strategy = CheckpointStrategy()
+    strategy.worker = SimpleNamespace(cluster_name="actor_train", pipeline_config=SimpleNamespace())
+    strategy.worker_config = SimpleNamespace(checkpoint_config={"output_dir": str(root)})
+    strategy.load_states = lambda: None
+    vars(strategy).update(more)
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda s: s.save_checkpoint("local", 3, "checkpoint-3", tag="best"), UnsupportedError, "best"),
+        (lambda s: s.load_checkpoint("checkpoint-3", tag="best"), UnsupportedError, "best"),
+        (lambda s: s.save_checkpoint("local", 3, "checkpoint-4"), ValueError, "checkpoint-4"),
+        (lambda s: s.save_checkpoint("local", 3, "checkpoint-3"), UnsupportedError, "PEFT"),
+    ],
+)
+def test_a_strategys_arguments_that_cannot_be_honoured(
+    tmp_path: Path, call: Callable[[CheckpointStrategy], Any], error: type[Exception], message: str
+) -> None:
+    adapted = SimpleNamespace(peft_config={"default": None})
+    with pytest.raises(error, match=message):
+        call(strategy_of(tmp_path, models_unwrapped=[adapted]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_drivers_generators_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "rng_state_pipeline.pth"
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state(), "cuda": []}
+    torch.save(states, path)
+    wanted = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    _write_rng(path)
+    assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == wanted
+
+
+def test_the_drivers_generators_run_nothing(tmp_path: Path) -> None:
+    """ROLL opens this file with torch.load(weights_only=False)."""
+    path = tmp_path / "rng_state_pipeline.pth"
+    torch.save({"python": Bomb()}, path)
+    with pytest.raises(CheckpointCorruptError):
+        _write_rng(path)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('it went off')",))
