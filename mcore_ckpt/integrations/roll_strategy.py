@@ -90,7 +90,6 @@ class CheckpointStrategy:
         manager.agree(f"beginning {ckpt_id} of {role}", {"ckpt_id": ckpt_id}, answer)
         handle = manager.save(
             global_step,
-            extra_state={"global_step": global_step},
             roles=(role, PIPELINE_ROLE),
             path=step_path / role,
         )

@@ -1,0 +1,179 @@
+"""ROLL's Megatron strategy with our checkpoints, on several ranks: another layout, HuggingFace weights, weights alone.
+
+A whole trainer of ROLL's, on one rank, is in tests/integrations/test_roll.py.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from agreement import everywhere, raised_everywhere
+from checkpointing import TIMEOUT_S
+from global_state import assert_same_state, global_state
+from layouts import LAYOUTS
+from snapshot import assert_same, poison, snapshot
+from test_reshard import SAME
+from training import Layout, Training, build, parallel, train
+from transformers import LlamaConfig
+
+from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError
+from mcore_ckpt.integrations.roll_pipeline import CheckpointUploader
+from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy
+from mcore_ckpt.storage import steps
+
+pytestmark = pytest.mark.world(2)
+
+DP2 = LAYOUTS["dp2-bf16"]
+
+
+class Strategy(CheckpointStrategy):
+    """With what `MegatronTrainStrategy.initialize` sets."""
+
+    def __init__(self, training: Training, root: Path, role: str = "actor_train", **args: Any) -> None:
+        self.worker = SimpleNamespace(cluster_name=role, pipeline_config=SimpleNamespace(max_ckpt_to_keep=0))
+        config = {"type": "mcore_ckpt", "output_dir": str(root), "timeout_s": TIMEOUT_S}
+        path = args.pop("model_name_or_path", None)
+        options = args.pop("options", {})
+        self.worker_config = SimpleNamespace(
+            checkpoint_config=config | options, model_args=SimpleNamespace(model_name_or_path=path)
+        )
+        defaults = {"save_only_model": False, "save_hf_model": False, "ckpt_format": "torch_dist"}
+        self.megatron_train_args = SimpleNamespace(**defaults | args)
+        self.models_wrapped = training.model
+        self.models_unwrapped = [chunk.module for chunk in training.model]
+        self.optimizer, self.scheduler = training.optimizer, training.scheduler
+        self.tokenizer = self.processor = None
+        self.offloaded = True
+
+    def load_states(self) -> None:
+        self.offloaded = False
+
+    def close(self) -> None:
+        assert self._manager is not None
+        self._manager.close()
+
+
+def complete_step(root: Path, step: int, tmp_path: Path) -> None:
+    """The driver's part."""
+    if dist.get_rank() == 0:
+        folder = tmp_path / f"driver{step}" / "pipeline"
+        folder.mkdir(parents=True)
+        (folder / "worker_state_pipeline.json").write_text(json.dumps({"step": step}))
+        CheckpointUploader(str(root), timeout_s=TIMEOUT_S).upload(f"checkpoint-{step}", str(folder.parent))
+    dist.barrier()
+
+
+def test_a_checkpoint_of_its_ranks_loads_under_another_layout(shared_path: Path, tmp_path: Path) -> None:
+    """ROLL's torch_dist format, which is asked for here, cannot be resumed from under any."""
+    root = shared_path / "root"
+    with parallel(Layout(2, **SAME)):
+        first = build(Layout(2, **SAME), seed=1)
+        train(first, 0, 2)
+        strategy = Strategy(first, root)
+        metrics = strategy.save_checkpoint("unused", 2, "checkpoint-2", is_last_step=True)
+        complete_step(root, 2, tmp_path)
+        wanted = global_state(first)
+        strategy.close()
+        with everywhere():
+            assert metrics.keys() == {"load", "save"}
+            assert not strategy.offloaded
+            assert [status.step for status in steps.complete_steps(root)] == [2]
+    with parallel(Layout(2, **SAME, tp=2)):
+        # An actor is handed the checkpoint, a critic its own folder in it.
+        for name in ("checkpoint-2", "checkpoint-2/actor_train"):
+            second = build(Layout(2, **SAME, tp=2), seed=2)
+            poison(second)
+            strategy = Strategy(second, root)
+            strategy.load_checkpoint(str(root / name))
+            strategy.close()
+            found = global_state(second)
+            with everywhere():
+                assert_same_state(found, wanted)
+
+
+def test_hugging_face_weights_are_beside_the_checkpoint_if_roll_asks_for_them(
+    shared_path: Path, tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        vocab_size=131,
+        hidden_size=40,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        attention_bias=False,
+    )
+    if dist.get_rank() == 0:
+        config.save_pretrained(shared_path / "published")
+    dist.barrier()
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        strategy = Strategy(
+            training, shared_path / "root", save_hf_model=True, model_name_or_path=str(shared_path / "published")
+        )
+        strategy.save_checkpoint("unused", 1, "checkpoint-1", is_last_step=True)
+        strategy.close()
+        with everywhere():
+            folder = shared_path / "root" / "checkpoint-1" / "actor_train" / "huggingface"
+            assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+            assert list(folder.glob("*.safetensors"))
+
+
+def test_weights_alone_are_saved_if_roll_says_so(shared_path: Path, tmp_path: Path) -> None:
+    root = shared_path / "root"
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        strategy = Strategy(training, root, save_only_model=True)
+        strategy.save_checkpoint("unused", 1, "checkpoint-1", is_last_step=True)
+        strategy.close()
+        complete_step(root, 1, tmp_path)
+        with everywhere():
+            assert {path.name for path in (root / "checkpoint-1" / "actor_train").iterdir()} == {
+                "manifest.json",
+                "model",
+            }
+        strategy = Strategy(training, root)
+        error = error_of(lambda: strategy.load_checkpoint(str(root / "checkpoint-1")))
+        strategy.close()
+        raised_everywhere(CheckpointMismatchError, error)
+
+
+def test_a_driver_that_never_commits_is_told_on_all_ranks(shared_path: Path, tmp_path: Path) -> None:
+    """And what was saved by several ranks is taken by them again, bit for bit."""
+    root = shared_path / "root"
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        train(training, 0, 1)
+        strategy = Strategy(training, root, options={"async_upload": True})
+        strategy.save_checkpoint("unused", 1, "checkpoint-1")
+        error = error_of(lambda: strategy.save_checkpoint("unused", 2, "checkpoint-2"))
+        messages = raised_everywhere(CommitError, error)
+        with everywhere():
+            assert "checkpoint-1 never became a checkpoint" in messages[0]
+        complete_step(root, 1, tmp_path)
+        strategy.save_checkpoint("unused", 2, "checkpoint-2", is_last_step=True)
+        saved = snapshot(training)
+        complete_step(root, 2, tmp_path)
+        strategy.close()
+        second = build(DP2, seed=2)
+        poison(second)
+        strategy = Strategy(second, root)
+        strategy.load_checkpoint(str(root / "checkpoint-2"))
+        strategy.close()
+        found = snapshot(second)
+        with everywhere():
+            assert_same(found, saved)
+
+
+def error_of(work: Any) -> BaseException | None:
+    try:
+        work()
+    except CheckpointError as error:
+        return error
+    return None
