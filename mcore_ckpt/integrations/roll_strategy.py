@@ -212,9 +212,19 @@ class CheckpointWorker:
                 raise UnsupportedError(
                     f"strategy_name is {strategy.strategy_name!r}: checkpoints of mcore_ckpt are for 'megatron_train'"
                 )
-            cls = type(strategy)
-            strategy.__class__ = type(f"Checkpoint{cls.__name__}", (CheckpointStrategy, cls), {})
+            strategy = _with_checkpoints(strategy)
         self._strategy = strategy
+
+
+def _with_checkpoints(strategy: Any) -> Any:
+    """The same strategy, of a class that saves and loads as above.
+
+    Another object with the same attributes: with ROLL's several bases Python does not let `__class__` be assigned.
+    """
+    cls = type(strategy)
+    made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointStrategy, cls), {"__module__": __name__}))
+    made.__dict__ = strategy.__dict__
+    return made
 
 
 class ResumingWorker(CheckpointWorker):

@@ -129,8 +129,12 @@ def test_options_are_rolls_and_ours() -> None:
         step_of("step12")
 
 
+class Strategy(CheckpointStrategy):
+    """With attributes, as ROLL's has them."""
+
+
 def strategy_of(root: Path, **more: Any) -> CheckpointStrategy:
-    strategy = CheckpointStrategy()
+    strategy = Strategy()
     strategy.worker = SimpleNamespace(cluster_name="actor_train", pipeline_config=SimpleNamespace())
     strategy.worker_config = SimpleNamespace(checkpoint_config={"output_dir": str(root)})
     strategy.load_states = lambda: None

@@ -1,9 +1,19 @@
 """ROLL's Megatron strategies; the model is the test's."""
 
+from abc import ABC
+
 from roll.utils.checkpoint_manager import CheckpointManager
 
 
-class MegatronInferStrategy:
+class InferenceStrategy(ABC):  # noqa: B024 -- as in ROLL: of several bases, Python lets no class be assigned
+    strategy_name = None
+
+
+class TrainStrategy(InferenceStrategy):
+    pass
+
+
+class MegatronInferStrategy(InferenceStrategy):
     strategy_name = "megatron_infer"
 
     def __init__(self, worker):
@@ -11,7 +21,7 @@ class MegatronInferStrategy:
         self.worker_config = worker.worker_config
 
 
-class MegatronTrainStrategy(MegatronInferStrategy):
+class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     strategy_name = "megatron_train"
 
     def __init__(self, worker):
