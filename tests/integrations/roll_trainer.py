@@ -26,7 +26,7 @@ from crash_worker import Watch  # noqa: E402
 from roll.pipeline.rlvr import rlvr_pipeline  # noqa: E402
 from roll.utils import checkpoint_manager  # noqa: E402
 from snapshot import snapshot  # noqa: E402
-from training import Layout, build, parallel, train  # noqa: E402
+from training import Layout, Training, build, parallel, train  # noqa: E402
 
 from mcore_ckpt import knobs  # noqa: E402
 from mcore_ckpt.integrations import roll as integration  # noqa: E402
@@ -46,8 +46,8 @@ class Job:
         root, out: checkpoint_config.output_dir; where it tells what it saw, and ROLL writes first.
         resume: resume_from_checkpoint.
         kill_at, kill_count: see crash_worker.Watch.
-        watched: the step from whose checkpoint on events count, until the next step begins.
-        stop_after: it ends in order after the checkpoint of this step.
+        watched: the step from whose checkpoint on events count, until that of the step but one after.
+        stop_after: it ends in order after the checkpoint of this step; -2: before its first step.
         options: more of checkpoint_config; config: more of the pipeline's.
         roles: the clusters that train.
         pipeline: "ours", or "rolls": ROLL's own, with our uploader and our workers.
@@ -73,6 +73,9 @@ class Stop(Exception):
     """The trainer has done what it was started for."""
 
 
+built: list[str] = []  # the roles whose model has been made
+
+
 def pipeline_config(job: Job, watch: Watch) -> SimpleNamespace:
     """As BaseConfig makes it of the YAML file, `__post_init__` included."""
     checkpoint_config = {"type": "mcore_ckpt", "output_dir": job.root, "timeout_s": 30.0, **job.options}
@@ -85,14 +88,18 @@ def pipeline_config(job: Job, watch: Watch) -> SimpleNamespace:
     }
     layout = Layout(1, precision="bf16", num_layers=1, hidden_size=24, global_batch=2)
 
+    def build_model(role: str) -> Training:
+        built.append(role)
+        # A resumed trainer's own beginning must leave no trace.
+        return build(layout, SEEDS[role] + (100 if job.resume else 0))
+
     def worker(role: str) -> Any:
         config = SimpleNamespace(
             checkpoint_config=checkpoint_config,
             training_args=SimpleNamespace(save_only_model=False, save_hf_model=False, ckpt_format="torch_dist"),
             strategy_args=SimpleNamespace(strategy_name="megatron_train"),
             model_args=SimpleNamespace(model_name_or_path=None),
-            # A resumed trainer's own beginning must leave no trace.
-            build=lambda: build(layout, SEEDS[role] + (100 if job.resume else 0)),
+            build=lambda: build_model(role),
         )
         return classes[role](config, role)
 
@@ -111,16 +118,16 @@ def pipeline_config(job: Job, watch: Watch) -> SimpleNamespace:
 
 def step_of(pipeline: Any, step: int, job: Job, watch: Watch) -> dict[str, Any]:
     """One step of the pipeline. Which prompts come next is in the driver's state, as with ROLL's schedulers."""
-    if step - 1 == job.stop_after:
+    if job.stop_after in (step - 1, -2):
         raise Stop
-    watch.phase = ""
     position = pipeline.state.kv.get("scheduler_state", {"prompts": 0})["prompts"] + 1 + random.randrange(3)
     losses = {}
     for cluster in pipeline.checkpoint_clusters:
         done = train(cluster.strategy.training, position, position + 1)
         losses[f"loss/{cluster.cluster_name}"] = done[0].losses[0]
     pipeline.state.kv["scheduler_state"] = {"prompts": position}
-    watch.phase = "save" if step == job.watched else ""
+    # Training touches no file; a save that goes on beside it does.
+    watch.phase = "save" if step in (job.watched, job.watched + 1) else ""
     return losses
 
 
@@ -162,6 +169,10 @@ def live(job: Job) -> None:
                 folder for cluster in pipeline.checkpoint_clusters for folder in cluster.strategy.loaded_by_roll
             ]
             report["resumed"] = pipeline.state.step
+            if job.pipeline == "ours":
+                # Between its first line and `run` a pipeline of ROLL's makes datasets, which draw.
+                random.seed(99)
+                torch.manual_seed(99)
             watch.watch_io()
             try:
                 pipeline.run()
@@ -175,6 +186,7 @@ def live(job: Job) -> None:
     except Exception as error:
         watch.stop()
         report["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+    report["built"] = built
     report["swallowed"] = list(map(str, checkpoint_manager.swallowed))
     report["events"] = [name for name in watch.events if name.startswith("save:")]
     Path(job.out, "report.json").write_text(json.dumps(report))

@@ -15,7 +15,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 from mcore_ckpt.integrations.roll_options import read_options, step_of
 from mcore_ckpt.integrations.roll_pipeline import CheckpointUploader, _write_rng
 from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy
-from mcore_ckpt.integrations.roll_unit import commit_pipeline, newest_valid, part_of
+from mcore_ckpt.integrations.roll_unit import commit_pipeline, give_up, newest_valid, part_of
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.verify import verify
 
@@ -180,3 +180,15 @@ def test_the_drivers_generators_run_nothing(tmp_path: Path) -> None:
 class Bomb:
     def __reduce__(self) -> Any:
         return (exec, ("raise SystemExit('it went off')",))
+
+
+def test_what_is_saved_again_counts_only_when_all_of_it_has_come(tmp_path: Path) -> None:
+    """With async_upload the driver may commit before a cluster does, whose part of an earlier run must not count."""
+    step = tmp_path / "checkpoint-4"
+    for role in ("actor_train", "critic", "pipeline"):
+        (step / role).mkdir(parents=True)
+        (step / role / "manifest.json").touch()
+    give_up(step, "critic")
+    assert [path.parent.name for path in step.rglob("manifest.json")] == ["actor_train"]
+    give_up(step, "critic")
+    give_up(tmp_path / "checkpoint-5", "critic")
