@@ -24,6 +24,7 @@ _SAID_ELSEWHERE = {
     "keep_every",
     "roles",
     "remote",
+    "prune_remote",
     "upload_timeout_s",
 }
 _OURS = {field.name for field in dataclasses.fields(CheckpointConfig)} - _SAID_ELSEWHERE

@@ -79,7 +79,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
             files=tuple(FileRecord(**record) for record in records[0]["files"]),
         )
 
-    commit_together(agreement, topic, attempt, write, describe, lambda: steps.move_tracker(root))
+    commit_together(agreement, topic, attempt, write, describe, lambda: steps.move_tracker(root, step))
 
 
 def _copy(source: Path, staging: Path) -> list[FileRecord]:
