@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -157,19 +158,30 @@ class CheckpointStrategy:
                 self.scheduler,
                 role=self.worker.cluster_name,
                 hf_config=self._hf_config(),
-                processing_class=self.processor or self.tokenizer,
+                processing_class=self.tokenizer if self.processor is None else self.processor,
                 config=config,
             )
         return self._manager
 
     def _hf_config(self) -> Any:
-        """The model's own config: what mcore_adapter keeps is megatron's."""
+        """The published model's, for `huggingface/`: the one that mcore_adapter keeps is megatron's."""
         path = self.worker_config.model_args.model_name_or_path
         if not path:
             return None
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(path)
+        if not os.path.isdir(path):
+            from roll.utils.checkpoint_manager import download_model
+
+            path = download_model(path)
+        try:
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask at the terminal
+        except (OSError, ValueError) as error:
+            # Of a model with code of its own, say. Its checkpoints do not need it.
+            if self.megatron_train_args.save_hf_model:
+                raise
+            logger.warning("%s: no HuggingFace config goes beside the checkpoints: %s", path, error)
+            return None
 
     def _check_last(self, step_path: Path) -> None:
         """On rank 0. ROLL only logs what its uploader raises (`CheckpointManager.upload`): here it is noticed."""

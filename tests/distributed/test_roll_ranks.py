@@ -125,6 +125,26 @@ def test_hugging_face_weights_are_beside_the_checkpoint_if_roll_asks_for_them(
             assert list(folder.glob("*.safetensors"))
 
 
+def test_a_config_that_cannot_be_read_is_no_obstacle_unless_it_is_needed(shared_path: Path) -> None:
+    """A published model may bring code of its own, which is not run for the sake of a copy of its config."""
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    if dist.get_rank() == 0:
+        (shared_path / "published").mkdir()
+        (shared_path / "published" / "config.json").write_text(json.dumps(own))
+    dist.barrier()
+    options = {"model_name_or_path": str(shared_path / "published")}
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        strategy = Strategy(training, shared_path / "root", **options)
+        strategy.save_checkpoint("unused", 1, "checkpoint-1", is_last_step=True)
+        strategy.close()
+        with everywhere():
+            assert (shared_path / "root" / "checkpoint-1" / "actor_train" / "manifest.json").exists()
+        strategy = Strategy(training, shared_path / "root", **options, save_hf_model=True)
+        with pytest.raises(ValueError, match="custom code"):
+            strategy.save_checkpoint("unused", 2, "checkpoint-2")
+
+
 def test_weights_alone_are_saved_if_roll_says_so(shared_path: Path, tmp_path: Path) -> None:
     root = shared_path / "root"
     with parallel(DP2):
