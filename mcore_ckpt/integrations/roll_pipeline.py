@@ -106,7 +106,10 @@ class CheckpointPipeline:
         uploads: _Uploads = self.checkpoint_manager
         step = uploads.finish()
         options = uploads.uploader.options
-        delete_old_steps(options.root, options.policy(self.pipeline_config), step)
+        try:
+            delete_old_steps(options.root, options.policy(self.pipeline_config), step)
+        except OSError as error:
+            logger.warning("the checkpoint is committed, but old ones could not be deleted: %s", error)
 
 
 class _Uploads:

@@ -15,6 +15,7 @@ from mcore_ckpt.integrations.roll_options import PIPELINE_ROLE, RollOptions, rea
 from mcore_ckpt.integrations.roll_unit import give_up, newest_valid, part_of
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.storage.steps import step_status
+from mcore_ckpt.storage.trainer_lock import TrainerLock
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class CheckpointStrategy:
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Where the worker does not load what its pipeline goes on from, this does."""
         super().initialize(*args, **kwargs)  # type: ignore[misc]
+        self._refuse_adapters()  # and not at the first save, hours from now
         resume = self.worker.pipeline_config.resume_from_checkpoint
         if not resume or not getattr(self.worker, "leaves_loading_to_strategy", False):
             return
@@ -71,6 +73,7 @@ class CheckpointStrategy:
 
         Raises:
             CommitError: it failed; or the last checkpoint never became complete, since the driver's part is missing.
+            LockedError: another trainer saves to this folder; nothing has been done.
             CheckpointError: see CheckpointManager.save.
         """
         _check_tag(tag)
@@ -83,17 +86,20 @@ class CheckpointStrategy:
         step_path, role = options.root / ckpt_id, self.worker.cluster_name
         manager = self._manager_of(options)
 
+        lock = TrainerLock(options.root, role)
+
         def answer() -> dict[str, Any]:
             self._check_last(step_path)
+            # Before `save` does: a second trainer that was started by mistake is to give up nothing of the first one's.
+            lock.take(options.config.timeout_s / 2)
             give_up(step_path, role)
             return {}
 
-        manager.agree(f"beginning {ckpt_id} of {role}", {"ckpt_id": ckpt_id}, answer)
-        handle = manager.save(
-            global_step,
-            roles=(role, PIPELINE_ROLE),
-            path=step_path / role,
-        )
+        try:
+            manager.agree(f"beginning {ckpt_id} of {role}", {"ckpt_id": ckpt_id}, answer)
+            handle = manager.save(global_step, roles=(role, PIPELINE_ROLE), path=step_path / role)
+        finally:
+            lock.release()  # the manager has its own share
         self._saved = step_path
         if kwargs.get("is_last_step") or not options.async_upload:
             handle.wait()
@@ -135,12 +141,7 @@ class CheckpointStrategy:
     def _manager_of(self, options: RollOptions) -> CheckpointManager:
         """Made when it is needed, since only then the model is there; kept, since its host memory is reused."""
         if self._manager is None:
-            for model in self.models_unwrapped:
-                if hasattr(model, "peft_config"):
-                    raise UnsupportedError(
-                        f"{self.worker.cluster_name} trains a {type(model).__name__}: adapters of PEFT are not "
-                        "supported in ROLL; save them with ROLL's own strategy"
-                    )
+            self._refuse_adapters()
             args = self.megatron_train_args
             contents = ("model",) if args.save_only_model else ("model", "optimizer", "extra")
             policy = options.policy(self.worker.pipeline_config)
@@ -162,6 +163,14 @@ class CheckpointStrategy:
                 config=config,
             )
         return self._manager
+
+    def _refuse_adapters(self) -> None:
+        for model in self.models_unwrapped:
+            if hasattr(model, "peft_config"):
+                raise UnsupportedError(
+                    f"{self.worker.cluster_name} trains a {type(model).__name__}: adapters of PEFT are not supported "
+                    "in ROLL; save them with ROLL's own strategy"
+                )
 
     def _hf_config(self) -> Any:
         """The published model's, for `huggingface/`: the one that mcore_adapter keeps is megatron's."""

@@ -4,6 +4,7 @@ A whole trainer of ROLL's, on one rank, is in tests/integrations/test_roll.py.
 """
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ from test_reshard import SAME
 from training import Layout, Training, build, parallel, train
 from transformers import LlamaConfig
 
-from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError
+from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError, LockedError
 from mcore_ckpt.integrations.roll_pipeline import CheckpointUploader
 from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy
 from mcore_ckpt.storage import steps
+from mcore_ckpt.storage.trainer_lock import TrainerLock
 
 pytestmark = pytest.mark.world(2)
 
@@ -189,6 +191,39 @@ def test_a_driver_that_never_commits_is_told_on_all_ranks(shared_path: Path, tmp
         found = snapshot(second)
         with everywhere():
             assert_same(found, saved)
+
+
+def test_a_second_trainer_takes_nothing_from_the_first(shared_path: Path, tmp_path: Path) -> None:
+    """Started by mistake from the same configuration, it comes to a step that the first one has saved."""
+    root = shared_path / "root"
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        strategy = Strategy(training, root)
+        strategy.save_checkpoint("unused", 1, "checkpoint-1", is_last_step=True)
+        strategy.close()
+        complete_step(root, 1, tmp_path)
+        if dist.get_rank() == 0:
+            told, tell = os.pipe()
+            over, end = os.pipe()
+            first = os.fork()
+            if first == 0:
+                os.close(end)
+                TrainerLock(root, "actor_train").take(0)
+                os.write(tell, b"x")
+                os.read(over, 1)
+                os._exit(0)
+            os.read(told, 1)
+            os.close(over)
+        dist.barrier()
+        second = Strategy(training, root)
+        error = error_of(lambda: second.save_checkpoint("unused", 1, "checkpoint-1"))
+        second.close()
+        if dist.get_rank() == 0:
+            os.close(end)
+            os.waitpid(first, 0)
+        raised_everywhere(LockedError, error)
+        with everywhere():
+            assert [status.step for status in steps.complete_steps(root)] == [1]
 
 
 def error_of(work: Any) -> BaseException | None:
