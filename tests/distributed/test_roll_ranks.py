@@ -21,8 +21,8 @@ from training import Layout, Training, build, parallel, train
 from transformers import LlamaConfig
 
 from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError, LockedError
-from mcore_ckpt.integrations.roll_pipeline import CheckpointUploader
-from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy
+from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader
+from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 

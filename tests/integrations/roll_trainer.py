@@ -30,7 +30,6 @@ from training import Layout, Training, build, parallel, train  # noqa: E402
 
 from mcore_ckpt import knobs  # noqa: E402
 from mcore_ckpt.integrations import roll as integration  # noqa: E402
-from mcore_ckpt.integrations import roll_unit  # noqa: E402
 
 ROLES = ("actor_train", "critic")
 SAVE_STEPS, MAX_STEPS = 2, 5
@@ -194,14 +193,14 @@ def live(job: Job) -> None:
 
 
 def fill_disk(job: Job) -> None:
-    copy = roll_unit._copy
+    copy = unit._copy
 
     def fails(source: Path, staging: Path) -> Any:
         if f"checkpoint-{job.disk_full_at}" in source.parts:
             raise OSError(28, "No space left on device", str(staging))
         return copy(source, staging)
 
-    roll_unit._copy = fails
+    unit._copy = fails
 
 
 def serve() -> None:

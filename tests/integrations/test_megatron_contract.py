@@ -12,7 +12,6 @@ from source_facts import FACTS, signature_in, signature_of
 
 from mcore_ckpt import layout
 from mcore_ckpt.integrations import megatron as drop_in
-from mcore_ckpt.integrations import megatron_arguments
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,7 +34,7 @@ def test_signatures_are_megatrons(facts: dict[str, Any], name: str) -> None:
 
 
 def test_arguments_are_called_as_megatron_calls_them(facts: dict[str, Any]) -> None:
-    assert sorted(megatron_arguments._DEFAULTS) == sorted(facts["arguments"])
+    assert sorted(arguments._DEFAULTS) == sorted(facts["arguments"])
     assert facts["checkpoint_version"] == drop_in.CHECKPOINT_VERSION
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, UnsupportedError
-from mcore_ckpt.integrations.roll_options import read_options, step_of
-from mcore_ckpt.integrations.roll_pipeline import CheckpointUploader, _write_rng
-from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy
-from mcore_ckpt.integrations.roll_unit import commit_pipeline, give_up, newest_valid, part_of
+from mcore_ckpt.integrations.roll.options import read_options, step_of
+from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng
+from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
+from mcore_ckpt.integrations.roll.unit import commit_pipeline, give_up, newest_valid, part_of
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.verify import verify
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CommitError, UnsupportedError
-from mcore_ckpt.integrations.roll_options import PIPELINE_ROLE, RollOptions, read_options, step_of
-from mcore_ckpt.integrations.roll_unit import give_up, newest_valid, part_of
+from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
+from mcore_ckpt.integrations.roll.unit import give_up, newest_valid, part_of
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.storage.steps import step_status
 from mcore_ckpt.storage.trainer_lock import TrainerLock

@@ -13,8 +13,8 @@ import torch
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, UnsupportedError
-from mcore_ckpt.integrations.roll_options import PIPELINE_ROLE, read_options, step_of
-from mcore_ckpt.integrations.roll_unit import commit_pipeline, newest_valid
+from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
+from mcore_ckpt.integrations.roll.unit import commit_pipeline, newest_valid
 from mcore_ckpt.storage.retention import delete_old_steps
 from mcore_ckpt.storage.steps import step_status
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.integrations.roll_options import PIPELINE_ROLE, step_of
+from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.sealing import package_versions
 from mcore_ckpt.storage import commit, steps

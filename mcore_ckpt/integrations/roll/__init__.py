@@ -22,8 +22,8 @@ except ImportError as error:
         "mcore_ckpt.integrations.roll needs ROLL: install it from https://github.com/alibaba/ROLL"
     ) from error
 
-from mcore_ckpt.integrations.roll_pipeline import TYPE, CheckpointPipeline, CheckpointUploader
-from mcore_ckpt.integrations.roll_strategy import CheckpointStrategy, CheckpointWorker, ResumingWorker
+from mcore_ckpt.integrations.roll.pipeline import TYPE, CheckpointPipeline, CheckpointUploader
+from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy, CheckpointWorker, ResumingWorker
 
 __all__ = [
     "TYPE",

@@ -28,15 +28,15 @@ try:
 except ImportError as error:
     raise ImportError("mcore_ckpt.integrations.megatron needs megatron-core: pip install megatron-core") from error
 
-from mcore_ckpt.integrations.megatron_arguments import Arguments, LoopSettings
-from mcore_ckpt.integrations.megatron_folders import COUNTERS, find
-from mcore_ckpt.integrations.megatron_refusals import (
+from mcore_ckpt.integrations.megatron.arguments import Arguments, LoopSettings
+from mcore_ckpt.integrations.megatron.folders import COUNTERS, find
+from mcore_ckpt.integrations.megatron.refusals import (
     check_groups,
     check_place,
     refuse_other_kinds,
     refuse_partial_loads,
 )
-from mcore_ckpt.integrations.megatron_rerun import read_rerun_state, write_rerun_state
+from mcore_ckpt.integrations.megatron.rerun import read_rerun_state, write_rerun_state
 
 logger = logging.getLogger(__name__)
 
