@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import engine_on_cpu
-import ranks
 import sft
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
-from snapshot import Snapshot
+from run import Run
 from tensordict import TensorDict
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
@@ -42,43 +41,27 @@ def both(option: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Run:
-    """As sft.Run; `saves` are the steps after which the trainer saves."""
+class PPORun(Run):
+    """A run of a PPO trainer.
 
-    world: int
-    model: Path
-    folder: Path
-    root: Path
-    overrides: tuple[str, ...] = ()
+    Attributes:
+        saves: the steps after which the trainer saves.
+        killed_at: all ranks are killed before they train this step.
+        held: a folder in whose commit rank 0 gets no further than to the rename, as "global_step_3/critic".
+    """
+
     saves: tuple[int, ...] = ()
     killed_at: int | None = None
     held: str | None = None
-    """A folder in whose commit rank 0 gets no further than to the rename, as "global_step_3/critic"."""
-
-    def start(self) -> list[int]:
-        """What the ranks exited with."""
-        self.folder.mkdir()
-        config = configuration(self.root, self.model, self.overrides)
-        return ranks.start(self.world, partial(self._work, config), self.folder / "log")
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
 
     @property
     def resumed_from(self) -> int:
         return int((self.folder / "resumed_from").read_text())
 
-    @property
-    def states(self) -> list[Snapshot]:
-        """What each rank had at its end, of actor and critic."""
-        return [torch.load(self._state_file(rank), weights_only=False) for rank in range(self.world)]
+    def configuration(self) -> Any:
+        return configuration(self.root, self.model, self.overrides)
 
-    def _state_file(self, rank: int) -> Path:
-        return self.folder / f"state_{rank}.pt"
-
-    def _work(self, config: Any) -> None:
-        engine_on_cpu.enable()
+    def train(self, config: Any) -> dict[str, Any]:
         if self.held is not None:
             sft.hold_commit(self.held)
         workers = {"actor": Worker(make_actor(config)), "critic": Worker(make_critic(config))}
@@ -87,8 +70,7 @@ class Run:
             broadcast(None)
         else:
             serve(workers)
-        state = {f"{role}.{name}": value for role in workers for name, value in sft.state(workers[role].engine).items()}
-        torch.save(state, self._state_file(dist.get_rank()))
+        return {role: worker.engine for role, worker in workers.items()}
 
     def _drive(self, config: Any, workers: dict[str, "Worker"]) -> None:
         """The part of the trainer's `fit` that is about checkpoints."""

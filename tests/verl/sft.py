@@ -6,16 +6,13 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import engine_on_cpu
-import ranks
 import torch
 from hydra import compose, initialize_config_module
-from snapshot import Snapshot, snapshot
+from run import Run
 from torch.utils.data import Dataset
 from verl.trainer.sft_trainer import SFTTrainer
 
@@ -48,36 +45,18 @@ class Sequences(Dataset):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of the trainer, on several ranks.
+class SFTRun(Run):
+    """A run of the SFT trainer.
 
     Attributes:
-        folder: what the run leaves beside its checkpoints: losses, the state of each rank, what was printed.
-        root: `trainer.default_local_dir`.
-        overrides: of the configuration, as on verl's command line.
         killed_at: all ranks are killed before they train this step.
         held_at: rank 0 gets no further in committing this step than to its rename.
         saves: the trainer always saves at its end; what verl's own engine takes for that is longer than all else here.
     """
 
-    world: int
-    model: Path
-    folder: Path
-    root: Path
-    overrides: tuple[str, ...] = ()
     killed_at: int | None = None
     held_at: int | None = None
     saves: bool = True
-
-    def start(self) -> list[int]:
-        """What the ranks exited with."""
-        self.folder.mkdir()
-        config = configuration(self.root, self.model, self.overrides)
-        return ranks.start(self.world, partial(self._work, config), self.folder / "log")
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
 
     @property
     def losses(self) -> dict[int, tuple[float, float, float]]:
@@ -86,16 +65,10 @@ class Run:
         fields = ("train/loss", "train/grad_norm", "train/lr")
         return {line["step"]: tuple(line["data"][field] for field in fields) for line in lines}
 
-    @property
-    def states(self) -> list[Snapshot]:
-        """What each rank had at its end."""
-        return [torch.load(self._state_file(rank), weights_only=False) for rank in range(self.world)]
+    def configuration(self) -> Any:
+        return configuration(self.root, self.model, self.overrides)
 
-    def _state_file(self, rank: int) -> Path:
-        return self.folder / f"state_{rank}.pt"
-
-    def _work(self, config: Any) -> None:
-        engine_on_cpu.enable()
+    def train(self, config: Any) -> dict[str, Any]:
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
         if self.held_at is not None:
             hold_commit(f"global_step_{self.held_at}")
@@ -108,7 +81,7 @@ class Run:
         if not self.saves:
             trainer.ckpt_handler.save_checkpoint = lambda step: None
         trainer.fit()
-        torch.save(state(trainer.engine), self._state_file(torch.distributed.get_rank()))
+        return {"model": trainer.engine}
 
 
 def configuration(root: Path, model: Path, overrides: Sequence[str]) -> Any:
@@ -128,19 +101,6 @@ def configuration(root: Path, model: Path, overrides: Sequence[str]) -> Any:
                 *overrides,
             ],
         )
-
-
-def state(engine: Any) -> Snapshot:
-    """All that an engine has, loaded back if it is offloaded."""
-    engine.to("cuda")
-    # No gather is overlapped here.
-    training: Any = SimpleNamespace(
-        layout=SimpleNamespace(overlap_param_gather=False),
-        model=engine.module,
-        optimizer=engine.optimizer,
-        scheduler=engine.lr_scheduler,
-    )
-    return snapshot(training)
 
 
 def _kill_before(trainer: SFTTrainer, step: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ppo import OURS, Run, both
+from ppo import OURS, PPORun, both
 from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -24,7 +24,7 @@ def complete(root: Path) -> dict[int, tuple[str, ...]]:
     return {status.step: tuple(sorted(status.committed)) for status in steps.complete_steps(root)}
 
 
-def check_same(run: Run, reference: Run) -> None:
+def check_same(run: PPORun, reference: PPORun) -> None:
     for found, wanted in zip(run.states, reference.states, strict=True):
         assert_same(found, wanted)
 
@@ -33,7 +33,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
     reference = uninterrupted(4, model, tmp_path)
     root = tmp_path / "root"
     overrides = (*LAYOUTS[4], *OURS, *KEEP, "trainer.use_v1=False")
-    killed = Run(4, model, tmp_path / "killed", root, overrides, saves=(1, 2, 4), killed_at=3)
+    killed = PPORun(4, model, tmp_path / "killed", root, overrides, saves=(1, 2, 4), killed_at=3)
     assert -9 in killed.start(), killed.log
     assert complete(root) == {1: ("actor", "critic"), 2: ("actor", "critic")}
     resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
@@ -51,7 +51,7 @@ def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     overrides = (*LAYOUTS[2], *OURS, *ASYNC)
     held = {"held": "global_step_3/critic", "killed_at": 4}
-    killed = Run(2, model, tmp_path / "killed", root, overrides, saves=(2, 3, 4), **held)
+    killed = PPORun(2, model, tmp_path / "killed", root, overrides, saves=(2, 3, 4), **held)
     assert -9 in killed.start(), killed.log
     assert complete(root) == {2: ("actor", "critic")}
     # The trainer was through with the step's save, and has written its own part.
@@ -67,8 +67,8 @@ def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path) -> None:
     assert find_latest_ckpt_path(str(root)) == str(root / "global_step_4")
 
 
-def uninterrupted(world: int, model: Path, folder: Path) -> Run:
+def uninterrupted(world: int, model: Path, folder: Path) -> PPORun:
     """The run that was never stopped, and never saved: of verl's own engines."""
-    run = Run(world, model, folder / "uninterrupted", folder / "none", LAYOUTS[world])
+    run = PPORun(world, model, folder / "uninterrupted", folder / "none", LAYOUTS[world])
     assert run.start() == [0] * world, run.log
     return run

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sft import OURS, Run
+from sft import OURS, SFTRun
 from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -22,14 +22,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], SFTRun]:
     """The run of so many ranks that was never stopped, and never saved: of verl's own engine."""
-    runs: dict[int, Run] = {}
+    runs: dict[int, SFTRun] = {}
 
-    def run(world: int) -> Run:
+    def run(world: int) -> SFTRun:
         if world not in runs:
             folder = tmp_path_factory.mktemp(f"uninterrupted{world}")
-            runs[world] = Run(world, model, folder / "run", folder / "root", LAYOUTS[world], saves=False)
+            runs[world] = SFTRun(world, model, folder / "run", folder / "root", LAYOUTS[world], saves=False)
             assert runs[world].start() == [0] * world, runs[world].log
         return runs[world]
 
@@ -40,7 +40,7 @@ def names_below(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if not path.name.startswith(".")}
 
 
-def check_went_on(run: Run, reference: Run, since: int) -> None:
+def check_went_on(run: SFTRun, reference: SFTRun, since: int) -> None:
     """The steps after `since`, and all state at the end."""
     assert run.losses == {step: losses for step, losses in reference.losses.items() if step > since}
     for found, wanted in zip(run.states, reference.states, strict=True):
@@ -48,9 +48,9 @@ def check_went_on(run: Run, reference: Run, since: int) -> None:
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run], world: int) -> None:
+def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], SFTRun], world: int) -> None:
     root = tmp_path / "root"
-    killed = Run(world, model, tmp_path / "killed", root, (*LAYOUTS[world], OURS, KEEP), killed_at=5)
+    killed = SFTRun(world, model, tmp_path / "killed", root, (*LAYOUTS[world], OURS, KEEP), killed_at=5)
     assert -9 in killed.start(), killed.log
     assert names_below(root) == {"global_step_2", "global_step_4", "latest_checkpointed_iteration.txt"}
     resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
@@ -61,9 +61,9 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callab
     assert steps.read_tracker(root) == 6
 
 
-def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterrupted: Callable[[int], Run]) -> None:
+def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterrupted: Callable[[int], SFTRun]) -> None:
     root = tmp_path / "root"
-    killed = Run(2, model, tmp_path / "killed", root, (*LAYOUTS[2], OURS, ASYNC), killed_at=5, held_at=4)
+    killed = SFTRun(2, model, tmp_path / "killed", root, (*LAYOUTS[2], OURS, ASYNC), killed_at=5, held_at=4)
     assert -9 in killed.start(), killed.log
     # By the trainer, which does not know that its engine saves beside the training.
     assert steps.read_tracker(root) == 4
@@ -81,9 +81,9 @@ def test_a_run_of_verls_own_engine_goes_on_with_ours(model: Path, tmp_path: Path
     root = tmp_path / "root"
     # One data-parallel rank: of the others verl's own manager saves no random states.
     layout = ("engine.tensor_model_parallel_size=2",)
-    reference = Run(2, model, tmp_path / "reference", tmp_path / "none", layout, saves=False)
+    reference = SFTRun(2, model, tmp_path / "reference", tmp_path / "none", layout, saves=False)
     assert reference.start() == [0, 0], reference.log
-    stock = Run(2, model, tmp_path / "stock", root, (*layout, "trainer.save_freq=4"), killed_at=5)
+    stock = SFTRun(2, model, tmp_path / "stock", root, (*layout, "trainer.save_freq=4"), killed_at=5)
     assert -9 in stock.start(), stock.log
     assert (root / "global_step_4" / "model" / "huggingface" / "model.safetensors").exists()
     ours = replace(stock, folder=tmp_path / "ours", overrides=(*layout, OURS), killed_at=None)
