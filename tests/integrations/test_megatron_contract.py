@@ -12,6 +12,7 @@ from source_facts import FACTS, signature_in, signature_of
 
 from mcore_ckpt import layout
 from mcore_ckpt.integrations import megatron as drop_in
+from mcore_ckpt.integrations.megatron import arguments
 
 REPOSITORY = Path(__file__).parents[2]
 
