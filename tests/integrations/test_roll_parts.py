@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.verify import verify
+
+sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
 from mcore_ckpt.integrations.roll.options import read_options, step_of
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng
 from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
 from mcore_ckpt.integrations.roll.unit import commit_pipeline, give_up, newest_valid, part_of
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.verify import verify
 
 TIMEOUT_S = 10.0
 
