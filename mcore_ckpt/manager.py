@@ -33,7 +33,7 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_optimizer,
 )
 from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere, take_seat
+from mcore_ckpt.storage.agreement import Agreement, Record, agree, decide, same_everywhere, take_seat
 from mcore_ckpt.storage.manifest import StageRecord
 from mcore_ckpt.storage.remote import Remote
 from mcore_ckpt.storage.retention import Policy
@@ -226,12 +226,7 @@ class CheckpointManager:
             AgreementError: the requests differ, a rank is missing, or `answer` failed with a foreign exception.
             CheckpointError: what `answer` raised; the same on all ranks.
         """
-
-        def combine(records: Sequence[Record]) -> Record:
-            same_everywhere(records, topic)
-            return answer()
-
-        return decide(self._session.agreement, topic, lambda: request, combine)
+        return agree(self._session.agreement, topic, request, answer)
 
     def latest_step(self) -> int | None:
         """The newest complete step of this role, here or in the remote store, or None. What one rank sees: no

@@ -88,7 +88,7 @@ def recover(
         return _from_path(by_role, Path(resume), retries)
     wanted = None if resume == AUTO else int(resume)
 
-    found = _retried(
+    found = retried(
         lambda: first.agree("finding a step to resume from", request, lambda: _found(first, tuple(by_role), wanted)),
         retries,
     )
@@ -214,7 +214,7 @@ def _load_all(
     results: dict[str, LoadResult] = {}
     for role, manager in by_role.items():
         try:
-            results[role] = _retried(partial(manager.load, **which[role]), retries)
+            results[role] = retried(partial(manager.load, **which[role]), retries)
         except CheckpointError as error:
             loaded = f". Already loaded: {', '.join(results)}" if results else ""
             raise type(error)(f"{role}: {error}{loaded}") from error
@@ -225,7 +225,7 @@ def _listed(what: str, reasons: Sequence[str]) -> str:
     return "".join(f"\n  {what}: {reason}" for reason in reasons)
 
 
-def _retried(work: Callable[[], Any], retries: int) -> Any:
+def retried(work: Callable[[], Any], retries: int) -> Any:
     """Tries again what may pass. All ranks see an error of such a kind, so all do."""
     for number in range(retries):
         try:

@@ -343,6 +343,21 @@ def decide(
         return record
 
 
+def agree(agreement: Agreement, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
+    """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values.
+
+    Raises:
+        AgreementError: the requests differ, a rank is missing, or `answer` failed with a foreign exception.
+        CheckpointError: what `answer` raised; the same on all ranks.
+    """
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere(records, topic)
+        return answer()
+
+    return decide(agreement, topic, lambda: request, combine)
+
+
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
     """For `combine`: the record all ranks have submitted. Raises `error` naming the first rank whose is another."""
     for rank, record in enumerate(records):
