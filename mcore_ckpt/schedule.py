@@ -1,0 +1,156 @@
+"""When to save: every so many epochs, steps or seconds; any of them is enough.
+
+Pure but for the clock, which may be handed over. The ranks' clocks differ, so one of them decides for all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+Agree = Callable[[str, Record, Callable[[], Record]], Record]
+"""(topic, what every rank must have alike, what one rank decides) -> what that one has decided, on every rank.
+`CheckpointManager.agree` is one."""
+
+
+def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
+    """`Agree` for one process."""
+    return answer()
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """Every `epochs` epochs, every `steps` steps, every `secs` seconds; None: not because of these.
+
+    Raises ValueError for what is not above 0.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    secs: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"freq_{name} is {value!r}: use 1 or more, or None")
+        if self.secs is not None and not (_is_seconds(self.secs) and self.secs > 0):
+            raise ValueError(f"freq_secs is {self.secs!r}: use seconds above 0, or None")
+
+    @property
+    def is_never(self) -> bool:
+        return self.epochs is None and self.steps is None and self.secs is None
+
+
+class Schedule:
+    """Counts epochs, steps and seconds since each of them last was a reason to save.
+
+    Args:
+        frequency: of now. It is not part of the state: what a config says after a restart is what counts.
+        clock: seconds that only go forward. Between two lives of a training none pass.
+
+    Example:
+        >>> schedule = Schedule(Frequency(steps=2))
+        >>> [schedule.due(), schedule.due(), schedule.due()]
+        [False, True, False]
+    """
+
+    def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
+        self._frequency = frequency
+        self._clock = clock
+        self._epochs = self._steps = 0
+        self._began = clock()
+
+    def due(self, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
+        """Whether to save now. Call it once after every step, on every rank.
+
+        Args:
+            epochs, steps: that have ended since the last call.
+            agree: how the ranks agree; the one that answers looks at its clock for all.
+
+        Raises what `agree` does, for ranks that are not at the same step, too. Nothing has been counted then.
+        """
+        counted = {"epochs": self._epochs + epochs, "steps": self._steps + steps}
+        fired: Record = {"epochs": False, "steps": False, "secs": False}
+        if not self._frequency.is_never:
+            request = {"frequency": asdict(self._frequency), "since the last save": counted}
+            fired = agree("whether to save now", request, lambda: self._fired(**counted))
+        # Each by itself: a save for the clock's sake does not move those at every hundredth step.
+        self._epochs = 0 if fired["epochs"] else counted["epochs"]
+        self._steps = 0 if fired["steps"] else counted["steps"]
+        if fired["secs"]:
+            self._began = self._clock()
+        return any(fired.values())
+
+    def _fired(self, epochs: int, steps: int) -> Record:
+        frequency = self._frequency
+        return {
+            "epochs": frequency.epochs is not None and epochs >= frequency.epochs,
+            "steps": frequency.steps is not None and steps >= frequency.steps,
+            "secs": frequency.secs is not None and self._elapsed >= frequency.secs,
+        }
+
+    @property
+    def _elapsed(self) -> float:
+        return max(0.0, self._clock() - self._began)
+
+    def state_dict(self) -> Record:
+        """What has been counted, as JSON values: `epochs`, `steps`, `secs`."""
+        return {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting from there. Raises ValueError for what `state_dict` does not return; nothing has changed."""
+        epochs, steps, secs = (state.get(name) for name in ("epochs", "steps", "secs"))
+        if not _is_count(epochs) or not _is_count(steps) or not _is_seconds(secs):
+            raise ValueError(f"{dict(state)!r} is not the state of a schedule: epochs, steps and secs, none below 0")
+        self._epochs, self._steps = int(epochs), int(steps)  # type: ignore[arg-type]
+        self._began = self._clock() - float(secs)  # type: ignore[arg-type]
+
+
+class RoleSchedules:
+    """A schedule for each role: one that all share would count a step once for each of them."""
+
+    def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
+        self._frequency = frequency
+        self._clock = clock
+        # A role that is asked for the first time has waited as long as this object.
+        self._began = clock()
+        self._schedules: dict[str, Schedule] = {}
+
+    def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
+        """See `Schedule.due`."""
+        return self._of(role).due(epochs, steps, agree)
+
+    def state_dict(self) -> Record:
+        """By role, see `Schedule.state_dict`."""
+        return {role: schedule.state_dict() for role, schedule in self._schedules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Roles that are not in the state begin anew. Raises ValueError; nothing has changed."""
+        loaded: dict[str, Schedule] = {}
+        for role, of_role in state.items():
+            if not isinstance(of_role, Mapping):
+                raise ValueError(f"the schedule of {role} is {of_role!r}, not its counts")
+            loaded[role] = Schedule(self._frequency, self._clock)
+            loaded[role].load_state_dict(of_role)
+        self._schedules = loaded
+
+    def _of(self, role: str) -> Schedule:
+        if role not in self._schedules:
+            schedule = Schedule(self._frequency, self._clock)
+            schedule.load_state_dict({"epochs": 0, "steps": 0, "secs": max(0.0, self._clock() - self._began)})
+            self._schedules[role] = schedule
+        return self._schedules[role]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
