@@ -1,0 +1,194 @@
+"""What AReaL's MegatronEngine (1.0.4) calls as `engine.checkpointer`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt import layout
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.integrations.areal.export import HfExport
+from mcore_ckpt.integrations.areal.hearing import be_heard
+from mcore_ckpt.manager import CheckpointManager
+
+logger = logging.getLogger(__name__)
+
+# A folder that is no part of a step has no name of its own for what is in it; AReaL calls a single engine so.
+SINGLE_ROLE = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a checkpoint goes: AReaL names the folder alone (`SaveLoadMeta.path`)."""
+
+    path: Path
+    root: Path
+    role: str
+    step: int
+
+
+def _place(local_path: str | Path) -> _Place:
+    path = Path(os.path.abspath(local_path))
+    step = layout.parse_step(path.parent.name)
+    if step is not None and layout.is_role(path.name):
+        return _Place(path, path.parent.parent, path.name, step)
+    # SaveLoadMeta has no step. It is saved as atomically, and that is all: see CheckpointManager.save.
+    return _Place(path, path.parent, SINGLE_ROLE, 0)
+
+
+class Checkpointer:
+    """Saves and loads one engine. Every rank of the engine makes one and calls the same methods.
+
+    A path `<root>/global_steps_{N}/<name>` is an engine's part of a step; any other folder is written as safely, in
+    place of what was there.
+
+    Args:
+        model: the engine's list of virtual chunks.
+        optimizer, lr_scheduler: the engine's, or None.
+        hf_config, processing_class: a transformers config and tokenizer or processor, or None.
+        config: choices. What is saved and loaded comes with each call instead.
+
+    Raises ValueError: the config says which steps stay, which is the RecoverHandler's, or names a remote store, where
+    they would be without their recover_info.
+
+    Example:
+        >>> engine.checkpointer = Checkpointer(engine.model, engine.optimizer, engine.lr_scheduler)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        hf_config: Any = None,
+        processing_class: Any = None,
+        config: CheckpointConfig | None = None,
+    ) -> None:
+        self._trainer = {
+            "model": list(model),
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "hf_config": hf_config,
+            "processing_class": processing_class,
+        }
+        self._config = config or CheckpointConfig()
+        for field in ("max_to_keep", "keep_every", "remote", "roles"):
+            if getattr(self._config, field) is not None:
+                raise ValueError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
+        # Kept from save to save: its plan, and host memory as large as the state.
+        self._manager: CheckpointManager | None = None
+        self._made_for: tuple[Path, str, tuple[str, ...]] | None = None
+        self._export: HfExport | None = None
+
+    def save_checkpoint(
+        self,
+        local_path: str | Path,
+        with_model: bool = True,
+        with_optimizer: bool = True,
+        with_rng: bool = True,
+    ) -> None:
+        """Saves into exactly this folder; with `async_save` it is complete some time after this has returned.
+
+        Raises:
+            CheckpointError: as `CheckpointManager.save`; what was there before stays.
+            ValueError: nothing is to be saved.
+        """
+        be_heard()
+        place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
+        manager = self._saving(place, contents)
+        manager.save(place.step, path=place.path)
+
+    def load_checkpoint(
+        self,
+        local_path: str | Path,
+        with_model: bool = True,
+        with_optimizer: bool = True,
+        with_rng: bool = True,
+    ) -> None:
+        """Loads exactly this folder, saved under whatever parallel layout; AReaL's own (`torch_dist`), too.
+
+        The LR scheduler comes with the optimizer.
+
+        Raises CheckpointError: as `CheckpointManager.load`.
+        """
+        be_heard()
+        self.wait_async_saves()
+        place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
+        loader = self._make(place, dataclasses.replace(self._config, load_contents=contents, async_save=False))
+        try:
+            loader.load(path=place.path)
+        finally:
+            loader.close()
+
+    def export(self, path: str | Path, processing_class: Any = None, wait: bool = True) -> None:
+        """Writes the model as HuggingFace has it into exactly this folder, which appears when it is complete.
+
+        Args:
+            path: the folder; one that is there is replaced.
+            processing_class: the tokenizer or processor to write beside the weights, if not the engine's.
+            wait: until it is there; else until the model may change again.
+
+        Raises:
+            UnsupportedError: there is no table for this architecture; nothing has been done.
+            CheckpointError: the export, or the one before, has failed.
+        """
+        be_heard()
+        self._end_export()
+        place = _Place(Path(os.path.abspath(path)), Path(os.path.abspath(path)).parent, SINGLE_ROLE, 0)
+        config = dataclasses.replace(
+            self._config, save_contents=("hf_model",), async_save=not wait, async_mode="snapshot"
+        )
+        trainer = {"optimizer": None, "lr_scheduler": None}
+        if processing_class is not None:
+            trainer["processing_class"] = processing_class
+        self._export = HfExport(self._make(place, config, **trainer), place.path)
+        if wait:
+            self._end_export()
+
+    def wait_async_saves(self) -> None:
+        """Returns once no save and no export is under way. Every rank calls it.
+
+        Raises CheckpointError: one has failed, and nobody was told yet.
+        """
+        self._end_export()
+        if self._manager is not None:
+            self._manager.wait()
+
+    def close(self) -> None:
+        """Ends what is under way, and frees the host memory that saves use. May be called again.
+
+        Raises CheckpointError: as `wait_async_saves`.
+        """
+        try:
+            self._end_export()
+        finally:
+            manager, self._manager, self._made_for = self._manager, None, None
+            if manager is not None:
+                manager.close()
+
+    def _end_export(self) -> None:
+        export, self._export = self._export, None
+        if export is not None:
+            export.end()
+
+    def _saving(self, place: _Place, contents: tuple[str, ...]) -> CheckpointManager:
+        wanted = (place.root, place.role, contents)
+        if self._manager is None or self._made_for != wanted:
+            if self._manager is not None:
+                self._manager.close()
+                self._manager = None
+            self._manager = self._make(place, dataclasses.replace(self._config, save_contents=contents))
+            self._made_for = wanted
+        return self._manager
+
+    def _make(self, place: _Place, config: CheckpointConfig, **trainer: Any) -> CheckpointManager:
+        return CheckpointManager(place.root, **(self._trainer | trainer), role=place.role, config=config)
+
+
+def _contents(with_model: bool, with_optimizer: bool, with_rng: bool) -> tuple[str, ...]:
+    asked = {"model": with_model, "optimizer": with_optimizer, "extra": with_rng}
+    return tuple(word for word, is_wanted in asked.items() if is_wanted)

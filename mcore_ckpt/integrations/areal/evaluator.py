@@ -1,0 +1,47 @@
+"""AReaL's Evaluator (1.0.4), whose timer has the same faults as the Saver's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from areal.utils import evaluator as areal
+
+from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
+from mcore_ckpt.schedule import Schedule
+from mcore_ckpt.storage.agreement import take_seat
+
+if TYPE_CHECKING:
+    from areal.api import FinetuneSpec
+    from areal.api.cli_args import EvaluatorConfig
+
+_seats_taken = itertools.count()
+
+
+class Evaluator(areal.Evaluator):
+    """Same configuration and calls."""
+
+    def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
+        self.config = config
+        self.ft_sepc = ft_spec  # sic
+        self._schedule = Schedule(frequency_of(config))
+        self._agree = agree_with(take_seat(f"areal/evaluator/{next(_seats_taken)}", timeout_s))
+        # With `eval_before_train` the first call evaluates, after a restart no more.
+        self._is_first = config.eval_before_train
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted, as JSON values."""
+        return self._schedule.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on counting from there, at the frequency that the config has now. Raises ValueError."""
+        self._schedule.load_state_dict(state_dict)
+        self._is_first = False
+
+    def evaluate(self, evaluate_fn: Callable[[], Any], epoch: int, step: int, global_step: int) -> None:
+        """Evaluates if that is due."""
+        is_due = self._schedule.due(ends_epoch(self.ft_sepc, step), 1, self._agree)
+        if is_due or self._is_first:
+            self._is_first = False
+            evaluate_fn()

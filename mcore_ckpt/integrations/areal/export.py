@@ -1,0 +1,78 @@
+"""A HuggingFace folder of exactly the name that AReaL's documents give it, there when it is complete and not before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mcore_ckpt import layout
+from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.storage.files import sync_dir
+
+
+class HfExport:
+    """One export, begun when this is made. Every rank makes one, and ends it.
+
+    It is saved beside its place, as any checkpoint that holds `hf_model` alone, and rank 0 then moves the weights'
+    folder there.
+
+    Args:
+        manager: whose `save_contents` is `hf_model` alone; `end` closes it.
+        path: the folder to write.
+
+    Raises CheckpointError: nothing has been written.
+    """
+
+    def __init__(self, manager: CheckpointManager, path: Path) -> None:
+        self._manager = manager
+        self._path = path
+        self._saved_as = path.with_name(f".{path.name}.export")
+        self._not_moved: Exception | None = None
+        self._mover: threading.Thread | None = None
+        try:
+            self._handle = manager.save(0, path=self._saved_as)
+        except BaseException:
+            manager.close()
+            raise
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            # No daemon: what was asked for is there when the process has ended.
+            self._mover = threading.Thread(target=self._move_when_saved, name="mcore_ckpt export")
+            self._mover.start()
+
+    def end(self) -> None:
+        """Returns when the folder is there. Raises CheckpointError: it will not come; the same on all ranks."""
+        try:
+            if self._mover is not None:
+                self._mover.join()
+            self._handle.wait()
+            self._manager.agree(f"putting {self._path} in place", {"path": str(self._path)}, self._tell)
+        finally:
+            self._manager.close()
+
+    def _move_when_saved(self) -> None:
+        try:
+            self._handle.wait()
+            _put(self._saved_as / layout.HUGGINGFACE_DIR, self._path)
+            shutil.rmtree(self._saved_as, ignore_errors=True)
+        except Exception as error:  # told by `end`
+            self._not_moved = error
+
+    def _tell(self) -> dict[str, str]:
+        if self._not_moved is not None:
+            raise self._not_moved
+        return {}
+
+
+def _put(folder: Path, path: Path) -> None:
+    """Moves a folder to its place. Of an older one no file may stay: weights of both would be taken for one model's."""
+    replaced = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        os.rename(path, replaced)
+    os.rename(folder, path)
+    sync_dir(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,83 @@
+"""What AReaL itself (1.0.4) has left of a run: a run is moved here from there, and its files stay for the way back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt import knobs
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.integrations.areal.recover_info import JSON_FILES, Progress, check_step, parse_json
+from mcore_ckpt.storage.files import make_folder, read_small, sync_dir
+from mcore_ckpt.storage.unpickling import PickleError, Unpickler
+
+DATALOADER_FILE = "dataloader_info.pkl"
+# Below the recover_info folder: where its own files go, once a unit of ours is complete.
+_MOVED_TO = "of_areal"
+
+
+def found(folder: Path) -> list[str]:
+    """Which of AReaL's own files a recover_info folder has. STEP_FILE may be ours."""
+    return [name for name in (*JSON_FILES.values(), DATALOADER_FILE) if os.path.lexists(folder / name)]
+
+
+def read_stock(folder: Path, rank: int) -> Progress:
+    """AReaL's recover_info.
+
+    Args:
+        folder: that it is in.
+        rank: whose data loader, where each rank had its own.
+
+    Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values. Nothing is run.
+    """
+    values = {field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()}
+    check_step(values["step"], folder / JSON_FILES["step"])
+    dataloader = _unpickled(folder / DATALOADER_FILE)
+    if isinstance(dataloader, list) and dataloader:
+        dataloader = dataloader[rank % len(dataloader)]
+    for timer in ("checkpoint", "evaluator"):
+        values[timer] = _schedule(values[timer])
+    # One counter for all roles: it is nobody's.
+    values["saver"] = {}
+    return Progress(**values, dataloader=dataloader)
+
+
+def move_aside(folder: Path) -> None:
+    """AReaL would pair what is new in this folder with its old pickle. Raises OSError."""
+    target = folder / _MOVED_TO
+    make_folder(target)
+    for name in found(folder):
+        os.rename(folder / name, target / name)
+    sync_dir(target)
+    sync_dir(folder)
+
+
+def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`EpochStepTimeFreqCtl.state_dict` as that of a Schedule. How long it was until this save, it does not say."""
+    return {"epochs": _counted(state.get("epoch")), "steps": _counted(state.get("step")), "secs": 0.0}
+
+
+def _counted(control: Any) -> int:
+    """Since it last fired, of a `FrequencyControl.state_dict`."""
+    counts = [control.get(name) for name in ("steps", "last_steps")] if isinstance(control, dict) else [None]
+    known = [count for count in counts if isinstance(count, int)]
+    return max(0, known[0] - known[1]) if len(known) == 2 else 0
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_small(path, knobs.HF_JSON_BYTES)
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        return Unpickler(_read(path)).load()
+    except PickleError as error:
+        raise CheckpointCorruptError(
+            f"{path}: holds more than plain values, or is damaged: {error}. Nothing was run. If you trust it, write it "
+            "again with pickle from dicts, lists and numbers alone"
+        ) from None

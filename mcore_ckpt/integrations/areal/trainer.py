@@ -1,0 +1,103 @@
+"""AReaL's trainers (1.0.4) with our engines, Evaluator, Saver and RecoverHandler.
+
+    from areal import PPOTrainer
+
+    class Trainer(CheckpointedTrainer, PPOTrainer):
+        pass
+
+A trainer makes all of these in `__init__`, and comes back from a failure there: each is replaced when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from areal.utils.environ import is_single_controller
+
+from mcore_ckpt.integrations.areal import engine as ours
+from mcore_ckpt.integrations.areal.evaluator import Evaluator
+from mcore_ckpt.integrations.areal.recover import RecoverHandler
+from mcore_ckpt.integrations.areal.saver import Saver
+
+T = TypeVar("T")
+
+
+class _Replaced(Generic[T]):
+    """An attribute that, when AReaL assigns its own object, holds what is made in its place."""
+
+    def __init__(self, make: Callable[[Any, Any], T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, trainer: Any, stock: Any) -> None:
+        trainer.__dict__[self._name] = self._make(trainer, stock)
+
+    def __get__(self, trainer: Any, owner: type) -> T:
+        try:
+            found: T = trainer.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__} has no {self._name} yet") from None
+        return found
+
+
+def _handler(trainer: Any, stock: Any) -> RecoverHandler:
+    critic = getattr(trainer, "critic", None)
+    others = {} if critic is None else {"critic": critic}
+    return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.units_to_keep, others=others)
+
+
+class CheckpointedTrainer:
+    """Before one of AReaL's trainers in the list of bases.
+
+    Engines of other backends than megatron are AReaL's own.
+    """
+
+    units_to_keep = 1
+
+    evaluator = _Replaced(lambda trainer, stock: Evaluator(stock.config, stock.ft_sepc))
+    saver = _Replaced(lambda trainer, stock: Saver(stock.config, stock.ft_spec))
+    recover_handler = _Replaced(_handler)
+
+    def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
+        """PPOTrainer's actor, reference and teacher."""
+        if alloc.backend != "megatron":
+            return super()._create_train_engine(actor_config, alloc)  # type: ignore[misc]
+        return self._started(ours.MegatronPPOActor, actor_config, alloc)
+
+    def _create_critic(self, critic_config: Any, alloc: Any) -> Any:
+        if alloc.backend != "megatron":
+            return super()._create_critic(critic_config, alloc)  # type: ignore[misc]
+        return self._started(ours.MegatronPPOCritic, critic_config, alloc)
+
+    def _create_actor(self, actor_config: Any) -> Any:
+        """The one engine of the trainers of SFT, reward models and DPO."""
+        alloc = self.actor_alloc  # type: ignore[attr-defined]
+        if alloc.backend != "megatron":
+            return super()._create_actor(actor_config)  # type: ignore[misc]
+        # MegatronLMEngine, ..., by the name of the one that the trainer would take.
+        return self._started(getattr(ours, _engine_name(type(self))), actor_config, alloc)
+
+    def _started(self, engine_class: Any, config: Any, alloc: Any) -> Any:
+        scheduler = getattr(self, "scheduler", None)
+        engine = (
+            engine_class.as_controller(config, scheduler) if is_single_controller() else engine_class(config=config)
+        )
+        engine.create_process_group(parallel_strategy=alloc.parallel)
+        return engine
+
+
+_ENGINE_OF_TRAINER = {
+    "SFTTrainer": "MegatronLMEngine",
+    "RWTrainer": "MegatronRWEngine",
+    "DPOTrainer": "MegatronDPOEngine",
+}
+
+
+def _engine_name(trainer: type) -> str:
+    for base in trainer.__mro__:
+        if base.__name__ in _ENGINE_OF_TRAINER:
+            return _ENGINE_OF_TRAINER[base.__name__]
+    raise TypeError(f"{trainer.__name__}: is none of AReaL's {', '.join(_ENGINE_OF_TRAINER)}: override _create_actor")
