@@ -17,6 +17,7 @@ beside te
 beside transformers4
 beside remote
 beside verl
+beside areal
 
 .venv/bin/ruff check .
 .venv/bin/mypy mcore_ckpt

@@ -1,0 +1,21 @@
+"""For files that tests/integrations/test_areal.py runs in a process of its own: see there."""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+# One thread: children are forked, and threads of a pool are not.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+TESTS = Path(__file__).parents[2]
+sys.path[:0] = [str(TESTS / "integrations" / "areal"), str(TESTS / "distributed"), str(TESTS / "storage")]
+
+import torch  # noqa: E402
+from areal_on_cpu import import_areal  # noqa: E402
+
+torch.set_num_threads(1)
+import_areal()
+# Children share what is not written to, and a collection of garbage writes to all.
+gc.freeze()
