@@ -71,6 +71,22 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_dir(path.parent)
 
 
+def claim_file(path: Path, data: bytes) -> None:
+    """Makes a small file that is not there, whole or not at all. Raises OSError, FileExistsError included."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_file(temporary, [data])
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        write_file(path, [data])  # a file system without links
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder and those above it, where they are not there. Raises OSError."""
     for parent in (*reversed(path.parents), path):

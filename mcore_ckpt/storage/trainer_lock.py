@@ -20,7 +20,7 @@ from pathlib import Path
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import LockedError
 from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.files import replace_file, write_file
+from mcore_ckpt.storage.files import claim_file, replace_file
 from mcore_ckpt.storage.owner import Owner
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class TrainerLock:
             claim = _read(self._path)
             if claim is None:
                 try:
-                    write_file(self._path, [content])
+                    claim_file(self._path, content)
                 except FileExistsError:
                     continue  # somebody was faster
                 return _Hold(self._path, content)

@@ -1,6 +1,7 @@
 """Two trainers of one role below one root: the second is refused while the first may live, and never after."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -293,3 +294,33 @@ def test_the_sweep_takes_a_lock_that_was_being_written_and_no_other(
         commit.sweep(tmp_path, ROLE, alone=True)
     assert [(tmp_path / name).exists() for name in names] == [False, True]
     assert path.exists()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_file_is_there_whole_or_not_at_all(
+    has_links: bool, lock: TrainerLock, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a file names nobody, and the next start would wait until it is sure that nobody lives."""
+    seen: list[bytes] = []
+    link = os.link
+
+    def look(source: Path, target: Path) -> None:
+        seen.append(path.read_bytes() if path.exists() else b"")
+        if not has_links:
+            raise OSError(errno.EPERM, "no links here")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", look)
+    lock.take(0)
+    assert seen == [b""]
+    assert named(path) == HERE
+    assert list(path.parent.iterdir()) == [path]
+    lock.release()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_claim_that_was_never_made_is_swept(tmp_path: Path, path: Path) -> None:
+    left = path.with_name(f".{path.name}.{'a' * 32}")
+    left.touch()
+    commit.sweep(tmp_path, ROLE, alone=True)
+    assert not left.exists()
