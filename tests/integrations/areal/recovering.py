@@ -473,7 +473,9 @@ def test_a_first_save_that_never_ended_is_told(tmp_path: Path) -> None:
     base = tmp_path / "run"
     shutil.copytree(two_steps(tmp_path), base)
     shutil.rmtree(units_of(base) / "global_steps_1" / "default")
-    (units_of(base) / "latest_checkpointed_iteration.txt").unlink()
+    # Neither is there before a unit is complete.
+    for name in ("latest_checkpointed_iteration.txt", "step_info.json"):
+        (units_of(base) / name).unlink()
 
     def work() -> tuple[int, list[str]]:
         told = said_by(units)
