@@ -5,7 +5,6 @@ The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them; only
 
 from __future__ import annotations
 
-import datetime
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
-from mcore_ckpt.sealing import package_versions
+from mcore_ckpt.integrations.parts import manifest_of
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage import json_fields as fields
@@ -26,7 +25,6 @@ from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.storage.transaction import Attempt, commit_together
 from mcore_ckpt.storage.writer import pickle_plain, write_plain
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 INFO_ROLE = "recover_info"
 STEP_FILE = "step_info.json"
@@ -113,21 +111,7 @@ def write(
     def describe(records: Sequence[Record]) -> Manifest:
         files = [(rank, WrittenFile(**item)) for rank, record in enumerate(records) for item in record["files"]]
         commit.check_files(attempt.staging, files)
-        world = agreement.world_size
-        return Manifest(
-            step=step,
-            role=INFO_ROLE,
-            roles=(*roles, INFO_ROLE),
-            attempt=attempt.number,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            versions=package_versions(),
-            contents=(),
-            topology=Topology(world_size=world, dp=world),
-            ranks=tuple(RankCoordinates(dp=rank) for rank in range(world)),
-            stages=(),
-            tensors=(),
-            files=tuple(FileRecord(file.path, file.kind, rank, file.size, file.crc32) for rank, file in files),
-        )
+        return manifest_of(INFO_ROLE, step, roles, attempt.number, files, agreement.world_size)
 
     commit_together(agreement, topic, attempt, work, describe, lambda: None)
 

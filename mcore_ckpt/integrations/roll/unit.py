@@ -7,7 +7,6 @@ another would train on some prompts twice, or on others never.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import logging
 import shutil
@@ -21,17 +20,17 @@ import torch.distributed as dist
 
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.integrations.parts import manifest_of
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.sealing import package_versions
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.agreement import Agreement, Record
 from mcore_ckpt.storage.files import make_folders, sync_dir, write_file
 from mcore_ckpt.storage.folder import LocalFolder
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
+from mcore_ckpt.storage.manifest import Manifest
+from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.storage.steps import StepStatus, step_status
 from mcore_ckpt.storage.transaction import commit_together, open_together
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -64,31 +63,19 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         return {"files": [asdict(record) for record in _copy(source, staging)]}
 
     def describe(records: Sequence[Record]) -> Manifest:
-        return Manifest(
-            step=step,
-            role=PIPELINE_ROLE,
-            roles=tuple(dict.fromkeys([*(_seen(step_path) if roles is None else roles), PIPELINE_ROLE])),
-            attempt=attempt.number,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            versions=package_versions(),
-            contents=(),
-            topology=Topology(),
-            ranks=(RankCoordinates(),),
-            stages=(),
-            tensors=(),
-            files=tuple(FileRecord(**record) for record in records[0]["files"]),
-        )
+        files = [(0, WrittenFile(**record)) for record in records[0]["files"]]
+        return manifest_of(PIPELINE_ROLE, step, _seen(step_path) if roles is None else roles, attempt.number, files, 1)
 
     commit_together(agreement, topic, attempt, write, describe, lambda: steps.move_tracker(root, step))
 
 
-def _copy(source: Path, staging: Path) -> list[FileRecord]:
+def _copy(source: Path, staging: Path) -> list[WrittenFile]:
     records = []
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         name, data = path.relative_to(source).as_posix(), path.read_bytes()
         make_folders(staging, name)
         write_file(staging / name, [data])
-        records.append(FileRecord(name, "extra", 0, len(data), zlib.crc32(data)))
+        records.append(WrittenFile(name, "extra", len(data), zlib.crc32(data)))
     for folder in {(staging / record.path).parent for record in records}:
         sync_dir(folder)
     return records
