@@ -133,7 +133,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         if step is None:
             warn_if_tracker_differs(root, good)
         return good[::-1]
-    reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or _holds_something(status)]
+    reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
     if step is None and not reasons and os.path.lexists(root / layout.TRACKER_FILE):
         reasons.append(f"{root / layout.TRACKER_FILE}: is there, but no step is (of another program, or moved away?)")
     if step is None and not reasons:
@@ -148,7 +148,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     raise CheckpointNotFoundError(f"{root}: {text}{_listed('found', reasons)}")
 
 
-def _holds_something(status: StepStatus) -> bool:
+def holds_something(status: StepStatus) -> bool:
     """Whether a step folder is more than what a save that never ended has left, and its trainer had put beside it."""
     try:
         return any(

@@ -89,7 +89,9 @@ def find_checkpoint(
         selection = select(path, step)
     except UnusableLayoutError as error:
         raise UnusableRequestError(str(error)) from None
-    return _one(path, [FoundCheckpoint(role_dir, "native") for role_dir in selection.role_dirs], role)
+    # A framework's own part of a step has no stages, and no model (`integrations/parts.py`).
+    models = [folder for folder in selection.role_dirs if read_manifest(folder, layout.MANIFEST_FILE).stages]
+    return _one(path, [FoundCheckpoint(folder, "native") for folder in models or selection.role_dirs], role)
 
 
 def open_source(found: FoundCheckpoint, config: HfConfig) -> TensorSource:

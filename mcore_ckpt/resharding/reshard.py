@@ -14,7 +14,7 @@ from mcore_ckpt import layout
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.resharding.heads import check_heads, config_beside
 from mcore_ckpt.resharding.planning import PlannedFile, Planner
-from mcore_ckpt.resharding.small_files import SmallFiles, plan_small_files, write_small_files
+from mcore_ckpt.resharding.small_files import SmallFiles, checked_bytes, plan_small_files, write_small_files
 from mcore_ckpt.resharding.streaming import FileNames, Origin, write_files
 from mcore_ckpt.resharding.survey import survey
 from mcore_ckpt.resharding.target import Target, UnusableLayoutError, WantedLayout, resolve
@@ -23,7 +23,7 @@ from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.catalog import Catalog
-from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.files import make_folders, sync_dir, write_file
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
 from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.requests import WrittenFile
@@ -137,6 +137,14 @@ class _Job:
         return sum(tensor.nbytes for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A role without a model, copied as it is."""
+
+    source: Path
+    manifest: Manifest
+
+
 def reshard(
     selection: Selection, root: Path, wanted: WantedLayout, progress: Progress = lambda done, total: None
 ) -> ReshardReport:
@@ -161,10 +169,13 @@ def reshard(
     """
     started = time.monotonic()
     root = root.absolute()
-    jobs = [_plan(source, root, selection.step, wanted) for source in selection.role_dirs]
+    found = {source: read_manifest(source, layout.MANIFEST_FILE) for source in selection.role_dirs}
+    jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
+    # What a framework keeps beside its models (`integrations/parts.py`) is of no layout.
+    parts = [_Part(source, manifest) for source, manifest in found.items() if not manifest.stages]
     is_new = not root.exists()
     try:
-        reports = _write_all(jobs, root, progress)
+        reports = _write_all(jobs, parts, root, selection.step, progress)
     except OSError as error:
         raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
     finally:
@@ -191,7 +202,9 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     return _Job(manifest, source, role_dir, target, planner, files, small)
 
 
-def _write_all(jobs: Sequence[_Job], root: Path, progress: Progress) -> list[RoleReport]:
+def _write_all(
+    jobs: Sequence[_Job], parts: Sequence[_Part], root: Path, step: int, progress: Progress
+) -> list[RoleReport]:
     _check_space(jobs, root)
     total = sum(job.nbytes for job in jobs)
     done = [0]
@@ -201,26 +214,39 @@ def _write_all(jobs: Sequence[_Job], root: Path, progress: Progress) -> list[Rol
         progress(done[0], total)
 
     attempt = commit.new_attempt()
-    roles = tuple(sorted(job.manifest.role for job in jobs))
-    staged: list[tuple[_Job, Path]] = []
+    roles = tuple(sorted([*(job.manifest.role for job in jobs), *(part.manifest.role for part in parts)]))
+    staged: list[tuple[Path, Path]] = []
     reports = []
     try:
+        for part in parts:
+            role_dir = layout.step_dir(root, step) / part.manifest.role
+            commit.sweep(root, part.manifest.role, alone=False)
+            staging = commit.open_staging(role_dir, attempt)
+            staged.append((role_dir, staging))
+            _copy_part(part, staging)
+            commit.seal(staging, encode_manifest(replace(part.manifest, roles=roles, attempt=attempt)))
         for job in jobs:
             # What a killed run has left; other processes may be saving here.
             commit.sweep(root, job.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
-            staged.append((job, staging))
+            staged.append((job.role_dir, staging))
             manifest = _write_role(job, staging, roles, attempt, wrote)
             commit.seal(staging, encode_manifest(manifest))
             reports.append(_report(job, manifest))
-        for job, staging in staged:
-            commit.publish(staging, job.role_dir, attempt)
+        for role_dir, staging in staged:
+            commit.publish(staging, role_dir, attempt)
     except BaseException:
         for _, staging in staged:
             commit.discard(staging)
         raise
     steps.move_tracker(root)
     return reports
+
+
+def _copy_part(part: _Part, staging: Path) -> None:
+    for file in part.manifest.files:
+        make_folders(staging, file.path)
+        write_file(staging / file.path, checked_bytes(part.source, file))
 
 
 def _check_space(jobs: Sequence[_Job], root: Path) -> None:

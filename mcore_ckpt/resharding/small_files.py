@@ -81,13 +81,14 @@ def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Itera
     """
     for copy in small.copies:
         make_folders(staging, copy.path)
-        write_file(staging / copy.path, _checked(role_dir, copy.record))
+        write_file(staging / copy.path, checked_bytes(role_dir, copy.record))
         yield copy.rank, WrittenFile(copy.path, copy.record.kind, copy.record.size, copy.record.crc32)
     for path, rank, seed in small.seeded:
         yield rank, write_plain(staging, path, "rng", pickle_plain({"seed": seed}))
 
 
-def _checked(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
+def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
+    """A file's bytes, piece by piece. Raises CheckpointCorruptError behind the last if they are not what they were."""
     crc = 0
     with open_file(role_dir, record) as descriptor:
         for at in range(0, record.size, _COPY_BYTES):

@@ -197,8 +197,23 @@ def test_the_only_step_is_not_given_up_because_it_is_damaged(shared_path: Path) 
                 flip_a_bit(step_folder(shared_path, 1) / MODEL_FILE)
         message = refused(training, step_folder(shared_path, 1) / "actor", CheckpointCorruptError)
         with everywhere():
-            assert "to begin from the beginning delete it" in message
+            assert "there are global_step_1: load one by its path, or delete" in message
             assert tracked(shared_path) == "1"
+
+
+def test_a_run_whose_steps_lack_the_role_keeps_its_tracker(shared_path: Path) -> None:
+    """A critic that was switched on later: the next start must not begin the actor anew."""
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        for step in (1, 2):
+            save_ppo(training, shared_path, step)
+        manager = verl_manager(training, role="critic")
+        error = error_of(lambda: manager.load_checkpoint(str(step_folder(shared_path, 2) / "critic")))
+        messages = raised_everywhere(CheckpointNotFoundError, error)
+        manager.close()
+        with everywhere():
+            assert "there are global_step_1, global_step_2: load one by its path" in messages[0]
+            assert tracked(shared_path) == "2"
 
 
 def test_another_steps_tracker_is_left_alone(shared_path: Path) -> None:

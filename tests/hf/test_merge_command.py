@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,10 @@ from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.hf import filling, writing
 from mcore_ckpt.hf import merge as merging
 from mcore_ckpt.hf.merge import MergeRequest, merge
+from mcore_ckpt.integrations.parts import manifest_of as part_manifest
+from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.storage.manifest import encode_manifest
 
 ROOT = Path(__file__).parents[2]
 ASSETS = {
@@ -96,6 +100,19 @@ def test_a_folder_that_transformers_opens(saved: Path, hf: Path, tmp_path: Path)
     for name, data in ASSETS.items():
         assert (target / name).read_bytes() == data
     assert os.listdir(target.parent) == ["merged"]
+
+
+def test_a_framework_s_own_part_of_a_step_is_no_second_model(saved: Path, hf: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "root")
+    step_path = next(path for paths in layout.step_dirs(tmp_path / "root").values() for path in paths)
+    attempt = commit.new_attempt()
+    staging = commit.open_staging(step_path / "recover_info", attempt)
+    number = layout.parse_step(step_path.name)
+    assert number is not None
+    commit.seal(staging, encode_manifest(part_manifest("recover_info", number, ("actor",), attempt, [], 1)))
+    commit.publish(staging, step_path / "recover_info", attempt)
+    assert main(["merge", str(tmp_path / "root"), str(tmp_path / "merged")]) == 0
+    assert_same(tmp_path / "merged", hf)
 
 
 def test_the_flags_of_verls_merger(saved: Path, hf: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from mcore_ckpt.integrations.parts import manifest_of as part_manifest
 from mcore_ckpt.resharding import streaming
 from mcore_ckpt.resharding.reshard import reshard, select
 from mcore_ckpt.resharding.target import UnusableLayoutError, WantedLayout
 from mcore_ckpt.sharding.cuts import Cut
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.manifest import Manifest
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.files import make_folders, write_file
+from mcore_ckpt.storage.manifest import Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain
+from mcore_ckpt.storage.requests import WrittenFile
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
@@ -378,3 +382,32 @@ def test_megatron_is_not_imported(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
     assert len(shapes()) == len(manifest_of(tmp_path / "b" / f"global_steps_{STEP}" / "actor").tensors)
+
+
+def make_part(root: Path, roles: tuple[str, ...]) -> Path:
+    """What a framework keeps beside its models."""
+    role_dir, attempt, data = layout.step_dir(root, STEP) / "recover_info", commit.new_attempt(), b'{"step": 5}'
+    staging = commit.open_staging(role_dir, attempt)
+    make_folders(staging, "sub/step_info.json")
+    write_file(staging / "sub" / "step_info.json", [data])
+    file = WrittenFile("sub/step_info.json", "recover_info", len(data), zlib.crc32(data))
+    commit.seal(staging, encode_manifest(part_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1)))
+    commit.publish(staging, role_dir, attempt)
+    return role_dir
+
+
+def test_parts_that_are_no_models_go_along(tmp_path: Path) -> None:
+    """Weights without the data position that belongs to them would count as a whole step."""
+    roles = ("actor", "recover_info")
+    make(tmp_path / "a", tensors_of(shapes()), roles=roles)
+    part = make_part(tmp_path / "a", roles)
+    reshard(select(tmp_path / "a"), tmp_path / "b", WantedLayout(tp=2))
+    (status,) = steps.complete_steps(tmp_path / "b")
+    assert status.committed == status.declared == set(roles)
+    copied = status.role_dir("recover_info")
+    assert (copied / "sub" / "step_info.json").read_bytes() == (part / "sub" / "step_info.json").read_bytes()
+    assert manifest_of(copied).files == manifest_of(part).files
+    (part / "sub" / "step_info.json").write_bytes(b'{"step": 6}')
+    with pytest.raises(CheckpointCorruptError, match="wrong CRC"):
+        reshard(select(tmp_path / "a"), tmp_path / "c", WantedLayout(tp=2))
+    assert steps.complete_steps(tmp_path / "c") == []

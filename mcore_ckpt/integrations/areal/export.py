@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +13,16 @@ import torch.distributed as dist
 
 from mcore_ckpt import layout
 from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.files import sync_dir
+
+logger = logging.getLogger(__name__)
+
+# Of an export: saved and not moved yet, still being saved, and an older one that makes room.
+_HIDDEN = re.compile(
+    r"\.{1,2}(?P<name>epoch\d+epochstep\d+globalstep\d+)\.(?P<what>export|replaced|export\.staging-.*)"
+)
+_looked_at: set[Path] = set()
 
 
 class HfExport:
@@ -33,12 +44,15 @@ class HfExport:
         self._saved_as = path.with_name(f".{path.name}.export")
         self._not_moved: Exception | None = None
         self._mover: threading.Thread | None = None
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        if is_first:
+            _finish_earlier(path.parent)
         try:
             self._handle = manager.save(0, path=self._saved_as)
         except BaseException:
             manager.close()
             raise
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first:
             # No daemon: what was asked for is there when the process has ended.
             self._mover = threading.Thread(target=self._move_when_saved, name="mcore_ckpt export")
             self._mover.start()
@@ -65,6 +79,29 @@ class HfExport:
         if self._not_moved is not None:
             raise self._not_moved
         return {}
+
+
+def _finish_earlier(root: Path) -> None:
+    """Once in a process, before it exports below a folder: what exports of processes that died have left there."""
+    if root in _looked_at or not root.is_dir():
+        _looked_at.add(root)
+        return
+    _looked_at.add(root)
+    for entry in sorted(root.iterdir()):
+        hidden = _HIDDEN.fullmatch(entry.name)
+        if hidden is None:
+            continue
+        path = root / hidden["name"]
+        if hidden["what"] == "replaced" and not path.exists():
+            os.rename(entry, path)
+        elif hidden["what"] == "replaced":
+            shutil.rmtree(entry, ignore_errors=True)
+        elif hidden["what"] == "export":
+            logger.warning("%s: the export was interrupted when it was complete, and is put in place now", path)
+            _put(entry / layout.HUGGINGFACE_DIR, path)
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            commit.sweep_beside(root / f".{hidden['name']}.export")
 
 
 def _put(folder: Path, path: Path) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from areal.api import SaveLoadMeta, StepInfo
 from areal.utils import recover as areal
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.areal import recover_info, stock_files
+from mcore_ckpt.integrations.areal.engine import is_checkpointed
 from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, Progress
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
@@ -81,6 +82,7 @@ class RecoverHandler(areal.RecoverHandler):
         """Saves a unit if that is due. Where the engines save beside the training it counts when the last one has.
 
         Raises:
+            UnsupportedError: an engine is none of ours; nothing has been saved.
             CheckpointError: what an engine raises, or see `RecoverUnits.open`; the unit before stays.
         """
         be_heard()
@@ -90,11 +92,12 @@ class RecoverHandler(areal.RecoverHandler):
         ended = ends_epoch(self.ft_spec, step_info.epoch_step)
         if not self._schedule.due(ended, 1, agree_with(self._units.seat)):
             return
+        engines = self._normalize_recover_engines(engine)
+        _refuse_others(engines)
         self._units.tidy()
         if step_info.global_step == self._units.current:
             logger.info("step %d has been saved already", step_info.global_step)
             return
-        engines = self._normalize_recover_engines(engine)
         progress = Progress(
             step=asdict(step_info),
             saver=saver.state_dict(),
@@ -184,7 +187,7 @@ class RecoverHandler(areal.RecoverHandler):
                     logger.warning("step %d cannot be recovered from: %s", unit.step, error)
                     reasons.append(str(error))
                     continue
-            self._follow(unit, engines)
+                self._follow(unit, engines)
             return progress
         if units:
             raise lost(units, reasons)
@@ -193,7 +196,7 @@ class RecoverHandler(areal.RecoverHandler):
     def _follow(self, unit: Unit, engines: Mapping[str, Any]) -> None:
         self._units.follow(unit.step)
         logger.info("going on after step %d, from %s", unit.step, unit.path)
-        left = [name for name in self._units.roles_of(unit) if name not in engines]
+        left = [name for name in self._units.roles_of(unit) if name not in engines] if self._units.is_first else []
         if left:
             logger.warning("%s has %s, too, which nobody loads: it starts anew", unit.path, ", ".join(left))
 
@@ -254,3 +257,12 @@ class RecoverHandler(areal.RecoverHandler):
         steps = [status.step for status in complete_steps(self._root)]
         if steps:
             logger.warning("%s has step %d, but recover.mode is off: training starts anew", self._root, steps[-1])
+
+
+def _refuse_others(engines: Mapping[str, Any]) -> None:
+    others = [f"{name} ({type(engine).__name__})" for name, engine in engines.items() if not is_checkpointed(engine)]
+    if others:
+        raise UnsupportedError(
+            f"{', '.join(others)}: not an engine of mcore_ckpt.integrations.areal, so what it saves could not be "
+            "recovered from: use one, or AReaL's own RecoverHandler"
+        )

@@ -44,6 +44,7 @@ class Saver(areal.Saver):
         self._schedules = RoleSchedules(frequency_of(config))
         self._agree = agree_with(take_seat(f"areal/saver/{next(_seats_taken)}", timeout_s))
         self._exporting: dict[str, Any] = {}
+        self._engines: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """What has been counted for each role, as JSON values."""
@@ -74,6 +75,8 @@ class Saver(areal.Saver):
         Raises CheckpointError: the export has failed, or an earlier one that went on beside the training.
         """
         be_heard()
+        if is_checkpointed(engine):
+            self._engines[name] = engine
         if not self._schedules.due(name, ends_epoch(self.ft_spec, step), 1, self._agree):
             return
         root = self.get_model_save_root(self.config.experiment_name, self.config.trial_name, self.config.fileroot, name)
@@ -95,14 +98,16 @@ class Saver(areal.Saver):
         """Nothing to wait for: the weights have been copied when `save` returns."""
 
     def finalize(self) -> None:
-        """Ends the exports of engines in this process. Those in others end when they are destroyed.
+        """Ends exports, and saves of the RecoverHandler: AReaL's controllers only log what fails at their end.
 
-        Raises CheckpointError: one has failed.
+        Raises CheckpointError: one has failed; of engines in other processes what AReaL raises for them.
         """
-        engines, self._exporting = self._exporting, {}
+        engines, self._engines, self._exporting = self._engines, {}, {}
         for engine in engines.values():
             if isinstance(engine, CheckpointedEngine):
                 engine.wait_async_saves()
+            else:  # a controller: `TrainController`
+                engine._custom_function_call("wait_async_saves")
 
     def _may_be_async(self, engine: Any) -> bool:
         if self.config.mode == "sync":

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from areal.utils.environ import is_single_controller
 
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.areal import engine as ours
 from mcore_ckpt.integrations.areal.evaluator import Evaluator
 from mcore_ckpt.integrations.areal.recover import RecoverHandler
@@ -43,16 +44,26 @@ class _Replaced(Generic[T]):
         return found
 
 
-def _handler(trainer: Any, stock: Any) -> RecoverHandler:
-    critic = getattr(trainer, "critic", None)
-    others = {} if critic is None else {"critic": critic}
-    return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.units_to_keep, others=others)
+def _handler(trainer: Any, stock: Any) -> Any:
+    """Ours, where all that is trained is ours: what another engine saves has no manifest, so no step would count."""
+    engines = {name: getattr(trainer, name, None) for name in ("actor", "critic")}
+    engines = {name: engine for name, engine in engines.items() if engine is not None}
+    others = [name for name, engine in engines.items() if not ours.is_checkpointed(engine)]
+    if others and len(others) == len(engines):
+        return stock
+    if others:
+        raise UnsupportedError(
+            f"{', '.join(others)} is not of the megatron backend, but another engine of this trainer is: recovery "
+            "needs them alike; give both a megatron backend, or use AReaL's own trainer"
+        )
+    critic = {"critic": engines["critic"]} if "critic" in engines else {}
+    return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.units_to_keep, others=critic)
 
 
 class CheckpointedTrainer:
     """Before one of AReaL's trainers in the list of bases.
 
-    Engines of other backends than megatron are AReaL's own.
+    Engines of other backends than megatron are AReaL's own, and so is the recovery of a trainer that has no other.
     """
 
     units_to_keep = 1

@@ -76,6 +76,10 @@ class RecoverUnits:
     def seat(self) -> Agreement:
         return self._seat
 
+    @property
+    def is_first(self) -> bool:
+        return self._seat.is_coordinator
+
     def roles_of(self, unit: Unit) -> list[str]:
         """The engines that a unit is made of."""
         roles = read_manifest(unit.part(INFO_ROLE), layout.MANIFEST_FILE).roles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import Any
 
@@ -13,6 +14,8 @@ try:
     from verl.workers.config import McoreCheckpointConfig
 except ImportError as error:
     raise ImportError(f"McoreCkptConfig needs verl 0.9 (pip install verl): {error}") from error
+
+logger = logging.getLogger(__name__)
 
 _OwnOptions: Any = dataclasses.make_dataclass(
     "_OwnOptions",
@@ -44,4 +47,10 @@ def choose_engines() -> None:
     """
     from mcore_ckpt.integrations.verl import engines  # noqa: F401  (registers them)
 
-    os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)
+    if os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR) != VENDOR:
+        logger.warning(
+            "VERL_ENGINE_VENDOR is %r, so verl takes those engines, and the options of mcore_ckpt do nothing: "
+            "unset it, or set it to %r",
+            os.environ["VERL_ENGINE_VENDOR"],
+            VENDOR,
+        )

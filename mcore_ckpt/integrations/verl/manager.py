@@ -249,7 +249,9 @@ class MegatronCheckpointManager:
         if not any(self.role in s.committed and (is_of_other_run or s.step > loaded.step) for s in others):
             return
         status = steps.step_status(loaded.step_path)
-        if not status.is_complete:
+        if not loaded.step_path.exists():
+            self._delete_later = None  # with the other role's part, or by retention
+        elif not status.is_complete:
             logger.warning("%s stays though it was to be deleted: %s", loaded.step_path, status.reason)
             self._delete_later = None
         elif retention.delete_step(status) is None:

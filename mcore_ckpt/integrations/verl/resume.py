@@ -15,6 +15,7 @@ from pathlib import Path
 from mcore_ckpt import layout
 from mcore_ckpt.foreign import kinds
 from mcore_ckpt.integrations.verl.place import Place
+from mcore_ckpt.recover import holds_something
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.files import replace_file, sync_dir
 
@@ -75,9 +76,13 @@ def send_back(place: Place, has_copies: bool) -> str:
         return f"{newest}; to resume from a copy in the remote store name its step's folder (trainer.resume_from_path)"
     if place.step is None or steps.read_tracker(place.root) != place.step:
         return newest
-    if step is None and is_checkpoint(place.folder):
-        # Damaged: whoever starts anew over it must say so.
-        return f"{newest}. Bring it back from elsewhere; to begin from the beginning delete it and {tracker}"
+    there = [status.path.name for status in steps.list_steps(place.root) if holds_something(status)]
+    if step is None and there:
+        # Damaged, of another role or another program: whoever starts anew beside it must say so.
+        return (
+            f"{newest} that {place.folder.name} can be loaded from, but there are {', '.join(there)}: load one by its "
+            f"path, or delete or move them and {tracker} to begin from the beginning"
+        )
     if step is None:
         tracker.unlink()
         sync_dir(place.root)

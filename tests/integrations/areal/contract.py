@@ -30,6 +30,7 @@ from areal.utils import recover as stock_recover
 from areal.utils import saver as stock_saver
 from areal.utils.dynamic_import import import_from_string
 
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import areal as ours
 from mcore_ckpt.integrations.areal import recover_info, stock_files
 from mcore_ckpt.integrations.areal.saver import export_name
@@ -171,17 +172,42 @@ def test_a_trainer_assigns_what_is_replaced(trainer: type) -> None:
 def test_a_trainer_gets_ours(tmp_path: Path) -> None:
     class Trainer(ours.CheckpointedTrainer, PPOTrainer):
         def __init__(self) -> None:
-            self.critic = "the critic"
+            self.actor, self.critic = actor, critic
             self.saver = stock_saver.Saver(saver_config(tmp_path, freq_steps=3), spec())
             self.recover_handler = stock_recover.RecoverHandler(recover_config(tmp_path), spec())
 
+    actor, critic = (object.__new__(cls) for cls in (ours.MegatronPPOActor, ours.MegatronPPOCritic))
     trainer = Trainer()
     assert type(trainer.saver) is ours.Saver
     assert trainer.saver.config.freq_steps == 3
     assert type(trainer.recover_handler) is ours.RecoverHandler
-    assert trainer.recover_handler._others == {"critic": "the critic"}
+    assert trainer.recover_handler._others == {"critic": critic}
     with pytest.raises(AttributeError, match="has no saver yet"):
         _ = object.__new__(Trainer).saver
+
+
+def test_what_others_have_saved_is_theirs_to_recover_from(tmp_path: Path) -> None:
+    """It has no manifest: with our handler no step would ever be complete, and each start be from the beginning."""
+
+    class Trainer(ours.CheckpointedTrainer, PPOTrainer):
+        def __init__(self, actor: Any, critic: Any) -> None:
+            self.actor, self.critic = actor, critic
+            self.recover_handler = stock_recover.RecoverHandler(recover_config(tmp_path), spec())
+
+    own, fsdp = object.__new__(ours.MegatronPPOActor), SimpleNamespace()
+    assert type(Trainer(fsdp, fsdp).recover_handler) is stock_recover.RecoverHandler
+    assert type(Trainer(fsdp, None).recover_handler) is stock_recover.RecoverHandler
+    assert type(Trainer(own, None).recover_handler) is ours.RecoverHandler
+    with pytest.raises(UnsupportedError, match="critic is not of the megatron backend"):
+        Trainer(own, fsdp)
+
+
+def test_an_engine_of_another_kind_is_refused_before_anything_is_saved(tmp_path: Path) -> None:
+    handler = ours.RecoverHandler(recover_config(tmp_path, mode="on", freq_steps=1), spec())
+    step = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=4)
+    with pytest.raises(UnsupportedError, match=r"default \(SimpleNamespace\): not an engine of mcore_ckpt"):
+        handler.dump(SimpleNamespace(), step, None, None, None, None)
+    assert list(tmp_path.rglob("global_steps_*")) == []
 
 
 @pytest.mark.parametrize(
