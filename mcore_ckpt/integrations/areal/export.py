@@ -83,25 +83,30 @@ class HfExport:
 
 def _finish_earlier(root: Path) -> None:
     """Once in a process, before it exports below a folder: what exports of processes that died have left there."""
-    if root in _looked_at or not root.is_dir():
-        _looked_at.add(root)
+    if root in _looked_at:
         return
     _looked_at.add(root)
-    for entry in sorted(root.iterdir()):
+    for entry in sorted(root.iterdir()) if root.is_dir() else ():
         hidden = _HIDDEN.fullmatch(entry.name)
         if hidden is None:
             continue
-        path = root / hidden["name"]
-        if hidden["what"] == "replaced" and not path.exists():
-            os.rename(entry, path)
-        elif hidden["what"] == "replaced":
-            shutil.rmtree(entry, ignore_errors=True)
-        elif hidden["what"] == "export":
-            logger.warning("%s: the export was interrupted when it was complete, and is put in place now", path)
-            _put(entry / layout.HUGGINGFACE_DIR, path)
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            commit.sweep_beside(root / f".{hidden['name']}.export")
+        try:
+            _finish(entry, hidden["what"], root / hidden["name"])
+        except OSError as error:  # the others are on their way to the export
+            logger.warning("%s is left as it is: %s", entry, error)
+
+
+def _finish(entry: Path, what: str, path: Path) -> None:
+    if what.startswith("export.staging"):
+        commit.sweep_beside(path.with_name(f".{path.name}.export"))
+        return
+    if what == "replaced" and not path.exists():
+        os.rename(entry, path)
+        return
+    if what == "export" and (entry / layout.HUGGINGFACE_DIR).is_dir():
+        logger.warning("%s: the export was interrupted when it was complete, and is put in place now", path)
+        _put(entry / layout.HUGGINGFACE_DIR, path)
+    shutil.rmtree(entry, ignore_errors=True)
 
 
 def _put(folder: Path, path: Path) -> None:

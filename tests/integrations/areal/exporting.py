@@ -120,6 +120,15 @@ def test_killed_while_it_exports(tmp_path: Path) -> None:
             seen.add(len(found))
             if found:
                 assert {path.name: path.read_bytes() for path in whole.iterdir()} == wanted
+            # Another process, that exports another step: what is whole is put in place, and nothing stays hidden.
+            for kept in tmp_path.glob("run/checkpoints/*/exp/trial/default"):
+                shutil.copytree(kept, tmp_path / "kept")
+                assert fork(lambda: export._finish_earlier(tmp_path / "kept"))[0] == 0
+                names = [path.name for path in (tmp_path / "kept").iterdir()]
+                assert [name for name in names if "export" in name or "replaced" in name] == []
+                for path in (tmp_path / "kept").glob("epoch*"):
+                    assert {file.name: file.read_bytes() for file in path.iterdir()} == wanted
+                shutil.rmtree(tmp_path / "kept")
             # A run that was resumed before this step exports it again.
             status, done_again = fork(lambda: save(Disk(None)))
             assert status == 0, done_again

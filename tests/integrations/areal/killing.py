@@ -82,6 +82,12 @@ class _Job:
         return getattr(self._job, name)
 
 
+def _sample(done: list[str], every: int) -> list[tuple[int, str]]:
+    """One in so many, and the last ones: those are after the commit."""
+    points = list(enumerate(done))
+    return sorted({*points[::every], *points[-3:]})
+
+
 def save_at_every_point(root: Path, async_save: bool, every: int) -> dict[str, int]:
     """Kills the save of step 2 at every point, or so many, and resumes. Returns how often which unit was found."""
     run, base = root / "run", root / "base"
@@ -119,7 +125,7 @@ def save_at_every_point(root: Path, async_save: bool, every: int) -> dict[str, i
     assert start == 3
     assert_same(found, after)
     starts: Counter[str] = Counter()
-    for number, name in list(enumerate(done))[::every]:
+    for number, name in _sample(done, every):
         begin_anew()
         status, _ = fork(lambda number=number: save(Disk(number)))
         assert status == -signal.SIGKILL, (number, name, status)
@@ -187,7 +193,7 @@ def first_save_at_every_point(root: Path) -> None:
 
     status, done = fork(lambda: save(Disk(None)))
     assert status == 0, done
-    for number, name in list(enumerate(done))[::12]:
+    for number, name in _sample(done, 12):
         shutil.rmtree(run)
         status, _ = fork(lambda number=number: save(Disk(number)))
         assert status == -signal.SIGKILL, (number, name)
@@ -231,7 +237,7 @@ def saved_again_over_what_is_left(root: Path, left: str) -> None:
     status, done = fork(lambda: save(Disk(None)))
     assert status == 0, done
     seen = set()
-    for number, name in list(enumerate(done))[::12]:
+    for number, name in _sample(done, 12):
         shutil.rmtree(run)
         shutil.copytree(base, run)
         status, _ = fork(lambda number=number: save(Disk(number)))
