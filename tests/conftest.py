@@ -3,8 +3,10 @@
 import hypothesis
 import pytest
 
-# Each example has 200 ms else, which a busy machine takes for one that it is not.
-hypothesis.settings.register_profile("any machine", deadline=None)
+# Each example has 200 ms else, and making examples some seconds, which a busy machine takes for one that it is not.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any machine")
 
 
