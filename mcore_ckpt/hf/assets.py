@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -43,15 +45,21 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
     if hf_config is None and processing_class is None:
         return []
     make_folder(folder)
-    before = set(folder.rglob("*"))
-    for source in (hf_config, _generation_config(hf_config), processing_class):
-        if source is not None:
-            source.save_pretrained(folder)
-    written = sorted(path for path in folder.rglob("*") if path.is_file() and path not in before)
-    for path in written:
-        if path.name == TOKENIZER_CONFIG_FILE:
-            path.write_text(json.dumps(_tokenizer_for_both_versions(json.loads(path.read_bytes())), indent=2) + "\n")
-    return written
+    # Which files these write only they know, and other ranks are writing weights into the folder: in one of its own
+    # there is nothing else.
+    with tempfile.TemporaryDirectory(prefix=".assets-", dir=folder) as own:
+        for source in (hf_config, _generation_config(hf_config), processing_class):
+            if source is not None:
+                source.save_pretrained(Path(own))
+        return [_move(path, folder / path.relative_to(own)) for path in sorted(Path(own).rglob("*")) if path.is_file()]
+
+
+def _move(path: Path, target: Path) -> Path:
+    if path.name == TOKENIZER_CONFIG_FILE:
+        path.write_text(json.dumps(_tokenizer_for_both_versions(json.loads(path.read_bytes())), indent=2) + "\n")
+    make_folder(target.parent)
+    os.replace(path, target)
+    return target
 
 
 def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:

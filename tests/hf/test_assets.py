@@ -44,3 +44,16 @@ def test_a_tokenizer_of_transformers_4_stays_as_it_is(tmp_path: Path) -> None:
     given = {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": {}, "additional_special_tokens": ["a"]}
     [written] = save_assets(tmp_path, None, Saved("tokenizer_config.json", **given))
     assert json.loads(written.read_text()) == given
+
+
+def test_what_others_write_meanwhile_is_not_taken_for_an_asset(tmp_path: Path) -> None:
+    """Other ranks put weights into the folder: listed by two ranks, nobody could read the manifest."""
+
+    class Slow(Saved):
+        def save_pretrained(self, folder: Path) -> None:
+            (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"of another rank")
+            super().save_pretrained(folder)
+
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert save_assets(tmp_path, None, Slow("tokenizer.json", vocab=3)) == [tmp_path / "tokenizer.json"]
+    assert len(list(tmp_path.iterdir())) == 3
