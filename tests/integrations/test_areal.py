@@ -13,7 +13,7 @@ def run(*command: object) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, command)],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{HERE}", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -23,7 +23,8 @@ def run(*command: object) -> None:
 
 def test_areal_in_one_process() -> None:
     files = [HERE / f"{name}.py" for name in ("contract", "recovering", "moving", "exporting", "killing")]
-    run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-o", "tmp_path_retention_policy=failed")
+    options = ("-q", "-p", "with_areal", "-p", "no:cacheprovider", "-o", "tmp_path_retention_policy=failed")
+    run("-m", "pytest", *options, *files)
 
 
 def test_areal_on_several_ranks(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import conftest  # noqa: F401  # imports AReaL
 import pytest
 import torch
 import torch.distributed as dist
+import with_areal  # noqa: F401
 from agreement import everywhere, raised_everywhere
 from areal.api import SaveLoadMeta
 from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager

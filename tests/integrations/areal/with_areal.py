@@ -1,4 +1,7 @@
-"""For files that tests/integrations/test_areal.py runs in a process of its own: see there."""
+"""Imports AReaL. A pytest plug-in, for the files that tests/integrations/test_areal.py runs in a process of its own.
+
+Not a conftest.py: whoever collects the tests of a folder above imports that, and AReaL disables everybody's loggers.
+"""
 
 import gc
 import os
