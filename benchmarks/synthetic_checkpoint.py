@@ -19,7 +19,7 @@ from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.staging.capture import FileTensors, capture_in_place
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
-from mcore_ckpt.storage.manifest import FileRecord, Manifest, encode_manifest
+from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
 from mcore_ckpt.storage.writer import ImageWriter
 from mcore_ckpt.topology import Topology, coordinates_of
@@ -69,7 +69,7 @@ def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
     huggingface = staging / layout.HUGGINGFACE_DIR
     huggingface.mkdir()
     (huggingface / "config.json").write_text(json.dumps(config))
-    commit.seal(staging, encode_manifest(_manifest(attempt, names, records)))
+    commit.seal(staging, _manifest(attempt, names, records))
     commit.publish(staging, role_dir, attempt)
     return role_dir
 

@@ -36,7 +36,7 @@ from mcore_ckpt.storage.agreement import Agreement, Record, decide
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.dtypes import torch_dtype
 from mcore_ckpt.storage.files import FOLDER_MODE
-from mcore_ckpt.storage.manifest import IndexPlace, encode_manifest
+from mcore_ckpt.storage.manifest import IndexPlace
 from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.topology import RankCoordinates, Topology
@@ -150,7 +150,7 @@ def _write(
         assets = [(0, file) for file in written_assets(folder, copy_assets(catalog.contents.folder, folder))]
         target, role_dir, attempt = where
         manifest = describe(catalog.manifest, target, indexed, assets, (role_dir.name,), attempt)
-        commit.seal(staging, encode_manifest(manifest))
+        commit.seal(staging, manifest)
         return {}
 
     decide(agreement, f"writing {staging}", work, combine)

@@ -24,7 +24,7 @@ from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.files import make_folders, sync_dir, write_file
-from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
+from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
 from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.topology import Topology, coordinates_of
@@ -224,14 +224,14 @@ def _write_all(
             staging = commit.open_staging(role_dir, attempt)
             staged.append((role_dir, staging))
             _copy_part(part, staging)
-            commit.seal(staging, encode_manifest(replace(part.manifest, roles=roles, attempt=attempt)))
+            commit.seal(staging, replace(part.manifest, roles=roles, attempt=attempt))
         for job in jobs:
             # What a killed run has left; other processes may be saving here.
             commit.sweep(root, job.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
             staged.append((job.role_dir, staging))
             manifest = _write_role(job, staging, roles, attempt, wrote)
-            commit.seal(staging, encode_manifest(manifest))
+            commit.seal(staging, manifest)
             reports.append(_report(job, manifest))
         for role_dir, staging in staged:
             commit.publish(staging, role_dir, attempt)

@@ -16,6 +16,8 @@ from pathlib import Path
 from mcore_ckpt import layout
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.storage.files import FOLDER_MODE, make_folder, sync_dir, write_file
+from mcore_ckpt.storage.json_fields import FieldError
+from mcore_ckpt.storage.manifest import Manifest, check_manifest, encode_manifest
 from mcore_ckpt.storage.owner import read_owner, write_owner
 from mcore_ckpt.storage.requests import WrittenFile
 
@@ -85,11 +87,21 @@ def check_parts(by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def seal(staging: Path, manifest: bytes) -> None:
-    """Makes the names of all files durable, then writes the manifest. Raises OSError."""
+def seal(staging: Path, manifest: Manifest) -> None:
+    """Makes the names of all files durable, then writes the manifest.
+
+    Raises:
+        CommitError: the manifest is one that could not be read again: in its place it would be no checkpoint, and
+            retention would count it as one.
+        OSError: it cannot be written.
+    """
+    try:
+        check_manifest(manifest)
+    except FieldError as error:
+        raise CommitError(f"{staging}: its manifest could not be read again, a bug of mcore_ckpt: {error}") from None
     for folder, _, _ in os.walk(staging):
         sync_dir(Path(folder))
-    write_file(staging / layout.MANIFEST_FILE, [manifest])
+    write_file(staging / layout.MANIFEST_FILE, [encode_manifest(manifest)])
     sync_dir(staging)
 
 

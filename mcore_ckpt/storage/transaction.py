@@ -14,7 +14,7 @@ from mcore_ckpt import layout
 from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError, from_record
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.storage.manifest import Manifest, encode_manifest
+from mcore_ckpt.storage.manifest import Manifest
 from mcore_ckpt.storage.reader import read_manifest
 
 
@@ -126,7 +126,7 @@ def commit_together(
         return write(attempt.staging)
 
     def combine(records: Sequence[Record]) -> Record:
-        commit.seal(attempt.staging, encode_manifest(describe(records)))
+        commit.seal(attempt.staging, describe(records))
         return {}
 
     def act() -> None:

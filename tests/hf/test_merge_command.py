@@ -27,7 +27,6 @@ from mcore_ckpt.hf.merge import MergeRequest, merge
 from mcore_ckpt.integrations.parts import manifest_of as part_manifest
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement
-from mcore_ckpt.storage.manifest import encode_manifest
 
 ROOT = Path(__file__).parents[2]
 ASSETS = {
@@ -109,7 +108,7 @@ def test_a_framework_s_own_part_of_a_step_is_no_second_model(saved: Path, hf: Pa
     staging = commit.open_staging(step_path / "recover_info", attempt)
     number = layout.parse_step(step_path.name)
     assert number is not None
-    commit.seal(staging, encode_manifest(part_manifest("recover_info", number, ("actor",), attempt, [], 1)))
+    commit.seal(staging, part_manifest("recover_info", number, ("actor",), attempt, [], 1))
     commit.publish(staging, step_path / "recover_info", attempt)
     assert main(["merge", str(tmp_path / "root"), str(tmp_path / "merged")]) == 0
     assert_same(tmp_path / "merged", hf)

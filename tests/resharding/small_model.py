@@ -20,7 +20,7 @@ from mcore_ckpt.storage.dtypes import torch_dtype
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.files import make_folders, write_file
 from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord, encode_manifest
+from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
 from mcore_ckpt.storage.reader import read_index, read_manifest, read_ranges
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
 from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
@@ -143,7 +143,7 @@ def make(
             for rank, f, held in files
         ),
     )
-    commit.seal(staging, encode_manifest(manifest))
+    commit.seal(staging, manifest)
     commit.publish(staging, role_dir, attempt)
     steps.update_tracker(root)
     return role_dir

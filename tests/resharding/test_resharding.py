@@ -25,7 +25,7 @@ from mcore_ckpt.resharding.target import UnusableLayoutError, WantedLayout
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.files import make_folders, write_file
-from mcore_ckpt.storage.manifest import Manifest, encode_manifest
+from mcore_ckpt.storage.manifest import Manifest
 from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain
 from mcore_ckpt.storage.requests import WrittenFile
 
@@ -391,7 +391,7 @@ def make_part(root: Path, roles: tuple[str, ...]) -> Path:
     make_folders(staging, "sub/step_info.json")
     write_file(staging / "sub" / "step_info.json", [data])
     file = WrittenFile("sub/step_info.json", "recover_info", len(data), zlib.crc32(data))
-    commit.seal(staging, encode_manifest(part_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1)))
+    commit.seal(staging, part_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1))
     commit.publish(staging, role_dir, attempt)
     return role_dir
 

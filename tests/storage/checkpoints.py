@@ -19,7 +19,7 @@ from mcore_ckpt.storage.agreement import Agreement, Record
 from mcore_ckpt.storage.file_plan import ImageCache, plan_file
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.folder import Folder, LocalFolder
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
+from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest
 from mcore_ckpt.storage.owner import Owner
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
 from mcore_ckpt.storage.retention import Policy, delete_old_steps
@@ -195,7 +195,7 @@ def stage(role_dir: Path, version: int, roles: Sequence[str] | None = None) -> t
     staging = commit.open_staging(role_dir, attempt)
     files = [(0, file) for file in write_files(staging, Alone(), version, 1)]
     manifest = manifest_of(files, 1, step, attempt, role, roles or (role,))
-    commit.seal(staging, encode_manifest(manifest))
+    commit.seal(staging, manifest)
     return staging, attempt
 
 

@@ -4,24 +4,28 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import (
     ATTEMPT,
     ROLE,
+    Alone,
     Crash,
     alone_in_the_world,
     checkpoints,
     crash,
     dead_owner,
     make,
+    manifest_of,
     other_host,
     own,
     read_version,
     remains,
     save_together,
     stage,
+    write_files,
 )
 
 from mcore_ckpt import layout
@@ -29,6 +33,7 @@ from mcore_ckpt.errors import CommitError
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage import json_fields as fields
 from mcore_ckpt.storage.owner import Owner, read_owner
+from mcore_ckpt.storage.reader import read_manifest
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -55,6 +60,17 @@ def test_publish_a_new_step(role_dir: Path) -> None:
     assert read_version(role_dir) == 3
     assert os.listdir(role_dir.parent) == [ROLE]
     assert not (role_dir / layout.OWNER_FILE).exists()
+
+
+def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path) -> None:
+    """It would be in the place of a checkpoint, and retention would delete good ones for it."""
+    staging = commit.open_staging(role_dir, commit.new_attempt())
+    manifest = manifest_of([(0, file) for file in write_files(staging, Alone(), 1, 1)], 1, 1, ATTEMPT, ROLE, (ROLE,))
+    with pytest.raises(CommitError, match=r"rng_states\S+' is listed twice"):
+        commit.seal(staging, replace(manifest, files=(*manifest.files, manifest.files[0])))
+    assert not (staging / layout.MANIFEST_FILE).exists()
+    commit.seal(staging, manifest)
+    assert read_manifest(staging, layout.MANIFEST_FILE) == manifest
 
 
 def test_publish_over_an_existing_checkpoint(role_dir: Path, renaming: str) -> None:
