@@ -122,7 +122,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        extra_state: Mapping[str, Any] | None = None,
+        extra_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         *,
         roles: Sequence[str] | None = None,
         path: str | Path | None = None,
@@ -135,7 +135,8 @@ class CheckpointManager:
         Args:
             step: at least 0. An older checkpoint of the same step stays until the new one is committed.
             extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks
-                may differ.
+                may differ. Or a function that returns it: what that raises on one rank the others are told, where they
+                would wait for it until `timeout_s`.
             roles: the roles this step is made of, if not `config.roles`.
             path: the folder to write, if not `<root>/global_steps_{step}/{role}`. `<root>/global_step_{step}/{role}`
                 and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too);
@@ -156,6 +157,7 @@ class CheckpointManager:
         topic = f"saving step {step} of {self._session.role}"
         started = time.perf_counter()
         with self._in_step(topic):
+            extra_state = extra_state() if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
             role_dir, counts = self._destination(step, path)
             policy = _policy(self._session.config, max_to_keep)

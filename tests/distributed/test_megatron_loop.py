@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from layouts import LAYOUTS
 from megatron.core import num_microbatches_calculator, parallel_state
@@ -21,7 +21,7 @@ from snapshot import assert_same, poison, snapshot
 from training import Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig
-from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, UnsupportedError
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.storage import steps
 
@@ -271,14 +271,6 @@ def test_a_run_of_megatron_lm_goes_on_without_being_converted(shared_path: Path)
         assert named.iteration == 3
 
 
-def error_of(work: Any) -> BaseException | None:
-    try:
-        work()
-    except CheckpointError as error:
-        return error
-    return None
-
-
 @pytest.mark.world(2)
 def test_what_cannot_be_honoured_is_refused_by_name(shared_path: Path) -> None:
     with parallel(DP2):
@@ -376,6 +368,28 @@ class Loader:
 def test_the_data_loaders_state_is_in_the_checkpoint(shared_path: Path) -> None:
     with parallel(DP2):
         loop = Loop(build(DP2, seed=1), arguments(shared_path, dataloader_save="wherever"))
+        loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
+        second = Loop(build(DP2, seed=2), arguments(shared_path))
+        second.load()
+        with everywhere():
+            assert drop_in.loaded_dataloader_state() == {"rank": dist.get_rank(), "at": 7}
+
+
+@pytest.mark.world(2)
+def test_a_data_loader_that_fails_on_one_rank_is_told_to_all(shared_path: Path) -> None:
+    """The others would wait for it until the deadline."""
+
+    class Broken(Loader):
+        def save_state(self) -> dict[str, Any]:
+            if dist.get_rank() == 1:
+                raise CommitError("a worker of the data loader has died")
+            return super().save_state()
+
+    with parallel(DP2):
+        loop = Loop(build(DP2, seed=1), arguments(shared_path, dataloader_save="wherever"))
+        error = error_of(lambda: loop.save(train_data_iterator=SimpleNamespace(iterable=Broken())))
+        for message in raised_everywhere(CommitError, error):
+            assert "a worker of the data loader has died" in message
         loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
         second = Loop(build(DP2, seed=2), arguments(shared_path))
         second.load()

@@ -98,15 +98,18 @@ class RecoverHandler(areal.RecoverHandler):
         if step_info.global_step == self._units.current:
             logger.info("step %d has been saved already", step_info.global_step)
             return
-        progress = Progress(
-            step=asdict(step_info),
-            saver=saver.state_dict(),
-            evaluator=evaluator.state_dict(),
-            stats_logger=stats_logger.state_dict(),
-            checkpoint=self._schedule.state_dict(),
-            dataloader=dataloader.state_dict(),
-        )
-        unit = self._units.open(step_info.global_step, progress, list(engines))
+
+        def read_progress() -> Progress:
+            return Progress(
+                step=asdict(step_info),
+                saver=saver.state_dict(),
+                evaluator=evaluator.state_dict(),
+                stats_logger=stats_logger.state_dict(),
+                checkpoint=self._schedule.state_dict(),
+                dataloader=dataloader.state_dict(),
+            )
+
+        unit = self._units.open(step_info.global_step, read_progress, list(engines))
         for name, each in engines.items():
             each.save(
                 SaveLoadMeta(

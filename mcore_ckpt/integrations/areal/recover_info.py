@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def write(
     agreement: Agreement,
     topic: str,
     attempt: Attempt,
-    progress: Progress,
+    read_progress: Callable[[], Progress],
     step: int,
     roles: Sequence[str],
 ) -> None:
@@ -88,7 +88,7 @@ def write(
         agreement: this rank's seat.
         topic: for messages.
         attempt: what was opened for it.
-        progress: of this rank; what is JSON is rank 0's.
+        read_progress: returns this rank's; what is JSON is rank 0's. What it raises on one rank all are told.
         step: its number.
         roles: the step counts when these are committed as well.
 
@@ -98,7 +98,7 @@ def write(
     """
 
     def work(staging: Path) -> Record:
-        rank = agreement.rank
+        rank, progress = agreement.rank, read_progress()
         state = {"dataloader": to_plain(progress.dataloader, "dataloader.state_dict()")}
         name = dataloader_file(rank, agreement.world_size)
         written = [write_plain(staging, name, INFO_ROLE, pickle_plain(state))]

@@ -18,7 +18,7 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,8 +107,13 @@ class RecoverUnits:
         found = agree(self._seat, "finding a unit to recover from", {"root": str(self._root), "roles": wanted}, answer)
         return [Unit(step, Path(path)) for step, path in found["steps"]]
 
-    def open(self, step: int, progress: Progress, roles: Sequence[str]) -> Unit:
+    def open(self, step: int, read_progress: Callable[[], Progress], roles: Sequence[str]) -> Unit:
         """Begins a unit: its recover_info is committed, and it counts once these engines have saved into it.
+
+        Args:
+            step: of the unit.
+            read_progress: returns this rank's part of recover_info.
+            roles: the engines.
 
         Raises:
             CheckpointError: there are units of an earlier run, and this training has not come back from any: it would
@@ -117,7 +122,7 @@ class RecoverUnits:
         """
         topic, folder = f"saving recover_info of step {step}", layout.step_dir(self._root, step)
         attempt = open_together(self._seat, topic, folder / INFO_ROLE, prepare=partial(self._make_room, step))
-        write(self._seat, topic, attempt, progress, step, roles)
+        write(self._seat, topic, attempt, read_progress, step, roles)
         return Unit(step, folder)
 
     def tidy(self) -> None:

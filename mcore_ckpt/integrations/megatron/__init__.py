@@ -155,17 +155,20 @@ def save_checkpoint(
     )
     check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
     manager = _saving_manager(args, _Trainer(_as_list(model), optimizer, opt_param_scheduler))
-    state = {
-        "iteration": int(iteration),
-        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
-        "checkpoint_version": CHECKPOINT_VERSION,
-        **{name: args[name] for name in COUNTERS},
-        "no_save_rng": bool(args["no_save_rng"]),
-        "layout": _layout(),
-        "rerun_state_machine": read_rerun_state(train_data_iterator),
-        "dataloader_state_dict": _read_dataloader_state(train_data_iterator, args),
-    }
-    manager.save(int(iteration), extra_state={_KEY: state})
+
+    def state() -> dict[str, Any]:
+        return {
+            "iteration": int(iteration),
+            "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+            "checkpoint_version": CHECKPOINT_VERSION,
+            **{name: args[name] for name in COUNTERS},
+            "no_save_rng": bool(args["no_save_rng"]),
+            "layout": _layout(),
+            "rerun_state_machine": read_rerun_state(train_data_iterator),
+            "dataloader_state_dict": _read_dataloader_state(train_data_iterator, args),
+        }
+
+    manager.save(int(iteration), extra_state=lambda: {_KEY: state()})
 
 
 def load_checkpoint(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import with_areal  # noqa: F401
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from areal.api import SaveLoadMeta
 from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager
 from global_state import GlobalState, assert_same_state, global_state
@@ -21,7 +21,7 @@ from simulated import BareEngine, Engine, Trainer
 from training import Layout, parallel
 from training import train as train_model
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError
+from mcore_ckpt.errors import CheckpointCorruptError, CommitError
 from mcore_ckpt.storage import steps
 
 SAME = {"padded_vocab": 144, "global_batch": 16, "dropout": 0.0, "num_layers": 2}
@@ -73,17 +73,34 @@ def damaged(folder: Path, layout: Layout) -> None:
     if dist.get_rank() == 0:
         path.write_bytes(data[:-1])
     dist.barrier()
-    error: CheckpointError | None = None
-    try:
-        trainer_of(folder / "run", layout, seed=7)
-    except CheckpointError as raised:
-        error = raised
+    error = error_of(lambda: trainer_of(folder / "run", layout, seed=7))
     for message in raised_everywhere(CheckpointCorruptError, error):
         assert path.name in message
         assert "rank 1" in message
     if dist.get_rank() == 0:
         path.write_bytes(data)
     dist.barrier()
+
+
+def unreadable(folder: Path, layout: Layout) -> None:
+    """One rank's data loader says no word: all are told, and what was saved before stays."""
+    trainer = trainer_of(folder / "run", layout, seed=7)
+    before = trainer.start_step
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(trainer.train_dataloader, "state_dict", lost_worker)
+        error = error_of(lambda: trainer.train_step(before))
+    for message in raised_everywhere(CommitError, error):
+        assert "rank 1: RuntimeError: a worker of the data loader has died" in message
+    trainer.close()
+    again = trainer_of(folder / "run", layout, seed=7)
+    with everywhere():
+        assert again.start_step == before
+    again.close()
+
+
+def lost_worker() -> None:
+    raise RuntimeError("a worker of the data loader has died")
 
 
 def save_as_areal(folder: Path, layout: Layout) -> None:
@@ -119,6 +136,7 @@ def main(folder: Path) -> None:
     with parallel(REPLICAS):
         train(trainer_of(folder / "run", REPLICAS, seed=1), folder, 0, 2)
         damaged(folder, REPLICAS)
+        unreadable(folder, REPLICAS)
         save_as_areal(folder, REPLICAS)
         load_from_areal(folder, REPLICAS, with_rng=True)
     with parallel(SLICES):
