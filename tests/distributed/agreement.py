@@ -2,10 +2,12 @@
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+
+from mcore_ckpt.errors import CheckpointError
 
 
 def gather(value: Any) -> list[Any]:
@@ -31,6 +33,15 @@ def everywhere() -> Iterator[None]:
     if failures:
         rank, text = next(iter(failures.items()))
         raise AssertionError(f"ranks {sorted(failures)} failed, rank {rank}:\n{text}")
+
+
+def error_of(call: Callable[[], object]) -> CheckpointError | None:
+    """What a call raises on this rank. Whether all have raised it is `raised_everywhere`'s to say."""
+    try:
+        call()
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def raised_everywhere(expected: type[Exception], error: BaseException | None) -> list[str]:

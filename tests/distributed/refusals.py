@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from snapshot import assert_same, snapshot
 from training import Training
 
@@ -13,11 +13,7 @@ from mcore_ckpt.errors import CheckpointError
 def refused(training: Training, load: Callable[[], object], expected: type[CheckpointError]) -> list[str]:
     """Each rank's message of a load that must fail, and must not have touched the training."""
     before = snapshot(training)
-    error = None
-    try:
-        load()
-    except CheckpointError as raised:
-        error = raised
+    error = error_of(load)
     messages = raised_everywhere(expected, error)
     after = snapshot(training)
     with everywhere():

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from agreement import everywhere
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from training import Training
@@ -58,6 +59,13 @@ def assert_same(found: Snapshot, wanted: Snapshot) -> None:
             f"{len(differing)} of {len(wanted)} entries differ, first {name}: "
             f"{_show(found[name])}, wanted {_show(wanted[name])}; others: {differing[1:4]}"
         )
+
+
+def assert_state(training: Training, wanted: Snapshot) -> None:
+    """On all ranks alike: where it differs on one, all raise."""
+    found = snapshot(training)
+    with everywhere():
+        assert_same(found, wanted)
 
 
 def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

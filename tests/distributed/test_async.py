@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather, raised_everywhere
+from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import manager_of
 from layouts import LAYOUTS
 from snapshot import assert_same, chained, poison, snapshot
 from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointManager, SaveHandle
-from mcore_ckpt.errors import BusyError, CheckpointError, CommitError, UnsupportedError
+from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
 from mcore_ckpt.storage.writer import ImageWriter
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -58,14 +58,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[None]:
 
 def start(training: Training, root: Path, **config: Any) -> CheckpointManager:
     return manager_of(training, root, async_save=True, **config)
-
-
-def error_of(call: Any) -> CheckpointError | None:
-    try:
-        call()
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def failed_save(training: Training, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch) -> SaveHandle:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, gather, raised_everywhere
+from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import manager_of, position
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
 from training import Training, build, parallel, train
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError
+from mcore_ckpt.errors import CheckpointCorruptError
 
 DP2 = LAYOUTS["dp2-bf16"]
 # Of rank 1 alone: rank 0 reads nothing that is bad.
@@ -75,11 +75,7 @@ def test_nothing_else_to_take(how: str, shared_path: Path) -> None:
                 for step in (1, 2) if how == "all-bad" else (2,):
                     flip_a_bit(shared_path / f"global_steps_{step}" / SHARD)
         manager = manager_of(training, shared_path, strict=how == "strict")
-        error = None
-        try:
-            manager.load(step=2 if how == "asked-for" else None)
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: manager.load(step=2 if how == "asked-for" else None))
         manager.close()
         for message in raised_everywhere(CheckpointCorruptError, error):
             assert "wrong CRC" in message
@@ -98,11 +94,7 @@ def test_all_is_read_before_anything_changes(shared_path: Path) -> None:
         manager = manager_of(training, shared_path)
         train(training, 2, 3)
         before = snapshot(training)
-        error = None
-        try:
-            manager.load(step=2, verify="full")
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: manager.load(step=2, verify="full"))
         found = snapshot(training)
         for message in raised_everywhere(CheckpointCorruptError, error):
             assert SHARD in message

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from hf_models import (
     Model,
     Shape,
@@ -225,11 +225,7 @@ def test_what_does_not_fit_is_refused_by_all_and_nothing_changes(case: str, sour
     shape = Shape(2, pp=2)
     with parallel(shape.layout):
         chunks = build_model(folder, shape)
-        error = None
-        try:
-            load_hf(chunks, other, source=source)  # type: ignore[arg-type]
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: load_hf(chunks, other, source=source))  # type: ignore[arg-type]
         assert_names(raised_everywhere(expected, error), words)
         with everywhere():
             assert all(s.tensor.isnan().all() for s in read_model(chunks) if s.key.kind == "model")
@@ -258,11 +254,7 @@ def test_what_is_not_a_number_is_refused_by_all(source: str, shared_path: Path) 
     on_rank_0(lambda: _change(folder, lambda t: t["model.layers.3.mlp.up_proj.weight"][5, 7].fill_(torch.nan)))
     shape = Shape(2, pp=2)
     with parallel(shape.layout):
-        error = None
-        try:
-            load_hf(build_model(folder, shape), folder, source=source)  # type: ignore[arg-type]
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: load_hf(build_model(folder, shape), folder, source=source))  # type: ignore[arg-type]
         assert_names(raised_everywhere(CheckpointCorruptError, error), "NaN", "undefined", r"layers\.3\.mlp")
 
 
@@ -284,11 +276,7 @@ def test_a_file_that_goes_while_it_is_sent_fails_on_all(shared_path: Path, monke
             send(tensor, rank)
 
         monkeypatch.setattr(dist, "send", cut_after_three)
-        error = None
-        try:
-            load_hf(chunks, folder, source="rank0")
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: load_hf(chunks, folder, source="rank0"))
         assert_names(raised_everywhere(CheckpointCorruptError, error), r"model\.safetensors", "undefined")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import manager_of, position
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
@@ -13,7 +13,7 @@ from test_fallback import SHARD, flip_a_bit
 from training import build, parallel, train
 
 from mcore_ckpt import CheckpointManager
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.recover import recover
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -66,21 +66,13 @@ def _nothing_to_come_back_to(managers: dict[str, CheckpointManager], root: Path)
     with everywhere():
         if dist.get_rank() == 0:
             flip_a_bit(root / "global_steps_1" / SHARD)
-    for message in raised_everywhere(CheckpointCorruptError, _error(managers)):
+    for message in raised_everywhere(CheckpointCorruptError, error_of(lambda: recover(list(managers.values())))):
         assert "no step can be loaded by all of actor, critic" in message
         assert message.count("wrong CRC") == 2
     with everywhere():
         if dist.get_rank() == 0:
             for step in (1, 2):
                 shutil.rmtree(root / f"global_steps_{step}")
-    for message in raised_everywhere(CheckpointNotFoundError, _error(managers)):
+    for message in raised_everywhere(CheckpointNotFoundError, error_of(lambda: recover(list(managers.values())))):
         assert "global_steps_3: not committed by critic" in message
     assert recover(list(managers.values()), "off").step is None
-
-
-def _error(managers: dict[str, CheckpointManager]) -> CheckpointError | None:
-    try:
-        recover(list(managers.values()))
-    except CheckpointError as error:
-        return error
-    return None

@@ -11,7 +11,7 @@ import pytest
 import refusals
 import torch
 import torch.distributed as dist
-from agreement import everywhere, gather, raised_everywhere
+from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import manager_of, save
 from layouts import LAYOUTS
 from refusals import assert_names
@@ -156,11 +156,7 @@ def test_experts_whose_replicas_drift_apart(shared_path: Path) -> None:
     layout = Layout(2, tp=2, experts=4, etp=1)
     with parallel(layout):
         training = build(layout, seed=1)
-        error = None
-        try:
-            manager_of(training, shared_path)
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: manager_of(training, shared_path))
         assert_names(raised_everywhere(UnsupportedError, error), "EP=1", "ETP=1", "TP=2")
 
 
@@ -169,11 +165,7 @@ def test_ranks_that_disagree(shared_path: Path) -> None:
     with parallel(DP2):
         training = build(DP2, seed=1)
         manager = manager_of(training, shared_path)
-        error = None
-        try:
-            manager.save(dist.get_rank())
-        except CheckpointError as raised:
-            error = raised
+        error = error_of(lambda: manager.save(dist.get_rank()))
         assert_names(raised_everywhere(CommitError, error), "rank 1", "global_steps_0", "global_steps_1")
         manager.save(5).wait()
         assert manager.load().step == 5

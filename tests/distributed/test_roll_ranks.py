@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import TIMEOUT_S
 from global_state import assert_same_state, global_state
 from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
+from snapshot import assert_state, poison, snapshot
 from test_reshard import SAME
 from training import Layout, Training, build, parallel, train
 from transformers import LlamaConfig
 
-from mcore_ckpt.errors import CheckpointError, CheckpointMismatchError, CommitError, LockedError
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError, LockedError
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 
@@ -191,9 +191,7 @@ def test_a_driver_that_never_commits_is_told_on_all_ranks(shared_path: Path, tmp
         strategy = Strategy(second, root)
         strategy.load_checkpoint(str(root / "checkpoint-2"))
         strategy.close()
-        found = snapshot(second)
-        with everywhere():
-            assert_same(found, saved)
+        assert_state(second, saved)
 
 
 def test_a_second_trainer_takes_nothing_from_the_first(shared_path: Path, tmp_path: Path) -> None:
@@ -227,11 +225,3 @@ def test_a_second_trainer_takes_nothing_from_the_first(shared_path: Path, tmp_pa
         raised_everywhere(LockedError, error)
         with everywhere():
             assert [status.step for status in steps.complete_steps(root)] == [1]
-
-
-def error_of(work: Any) -> BaseException | None:
-    try:
-        work()
-    except CheckpointError as error:
-        return error
-    return None

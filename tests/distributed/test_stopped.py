@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, gather, raised_everywhere
+from agreement import error_of, everywhere, gather, raised_everywhere
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
 from training import Training, build, parallel, train
@@ -50,11 +50,7 @@ def result_of(call: Callable[[], Any], victim: int) -> tuple[CheckpointError | N
     """What a call raises, and after how long; the rank that is not stopped then wakes the other one up."""
     pids = gather(os.getpid())
     started = time.monotonic()
-    error = None
-    try:
-        call()
-    except CheckpointError as raised:
-        error = raised
+    error = error_of(call)
     seconds = time.monotonic() - started
     if dist.get_rank() != victim:
         _wait_until_stopped(pids[victim])

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from agreement import everywhere, raised_everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import manager_of
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
 from training import build, parallel, train
 
-from mcore_ckpt import CheckpointManager
-from mcore_ckpt.errors import CheckpointError, LockedError
+from mcore_ckpt.errors import LockedError
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.storage.writer import ImageWriter
 
@@ -47,14 +46,6 @@ def another(shared_path: Path) -> Iterator[int]:
         os.waitpid(pids[0], 0)
 
 
-def error_of(manager: CheckpointManager, step: int) -> CheckpointError | None:
-    try:
-        manager.save(step).wait()
-    except CheckpointError as error:
-        return error
-    return None
-
-
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_the_second_trainer_is_refused_and_goes_on(how: str, shared_path: Path, another: int) -> None:
     with parallel(DP2):
@@ -62,7 +53,7 @@ def test_the_second_trainer_is_refused_and_goes_on(how: str, shared_path: Path, 
         train(training, 0, 1)
         manager = manager_of(training, shared_path, async_save=how == "async")
         before = snapshot(training)
-        for message in raised_everywhere(LockedError, error_of(manager, 1)):
+        for message in raised_everywhere(LockedError, error_of(lambda: manager.save(1).wait())):
             assert f"process {another} on" in message
             assert str(shared_path / LOCK) in message
         after = snapshot(training)
@@ -122,7 +113,7 @@ def test_whose_place_was_taken_puts_nothing_in_place(shared_path: Path, monkeypa
         with monkeypatch.context() as patch:
             if dist.get_rank() == 0:
                 patch.setattr(ImageWriter, "finish", finish_late)
-            messages = raised_everywhere(LockedError, error_of(manager, 2))
+            messages = raised_everywhere(LockedError, error_of(lambda: manager.save(2).wait()))
         with everywhere():
             assert all("on node7 saves actor here" in message for message in messages)
             assert manager.latest_step() == 1

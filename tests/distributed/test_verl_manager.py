@@ -12,9 +12,10 @@ import torch.distributed as dist
 from adapters import FROZEN, with_adapters
 from agreement import everywhere
 from layouts import LAYOUTS
-from snapshot import assert_same, chained, poison, snapshot
+from snapshot import assert_same, assert_state, chained, poison, snapshot
 from training import build, parallel, train
 from verl_words import (
+    resume,
     step_folder,
     steps_in,
     tracked,
@@ -58,9 +59,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(
     with parallel(LAYOUTS[layout]):
         training = build(LAYOUTS[layout], seed=2)
         poison(training)
-        manager = verl_manager(training)
-        manager.load_checkpoint(str(folder))
-        manager.close()
+        resume(training, folder)
         loaded = snapshot(training)
         resumed = train(training, 2, 4)
         found = snapshot(training)
@@ -95,14 +94,10 @@ def test_a_critic_with_a_value_head_comes_back_under_another_layout(
         poison(training)
         manager.load_checkpoint(str(folder))
         manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
+        assert_state(training, at_save)
     with parallel(DP2):
         training = build(LAYOUTS["dp2-buckets"], seed=2)
-        manager = verl_manager(training, role="critic", load_contents=["model"])
-        manager.load_checkpoint(str(folder))
-        manager.close()
+        resume(training, folder, role="critic", load_contents=["model"])
         after = training.model[0].module.state_dict()[head]
         with everywhere():
             assert torch.equal(after, before)
@@ -175,12 +170,8 @@ def test_a_checkpoint_of_the_whole_model_loads_into_one_with_adapters(
         at_save = snapshot(training)
         manager.close()
         train(training, 0, 1)
-        manager = verl_manager(training, peft_cls=object())
-        manager.load_checkpoint(folder)
-        manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
+        resume(training, folder, peft_cls=object())
+        assert_state(training, at_save)
 
 
 # -- retention, copies, older workers ----------------------------------------------------------------------
@@ -265,12 +256,8 @@ def test_a_copy_elsewhere_is_loaded_where_the_folder_is_gone(option: str, kept: 
             shutil.rmtree(local)
         poison(training)
         dist.barrier()
-        manager = verl_manager(training, **options)
-        manager.load_checkpoint(str(step_folder(local, 2) / "actor"), copy_of(2))
-        manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
+        resume(training, step_folder(local, 2) / "actor", copy_of(2), **options)
+        assert_state(training, at_save)
 
 
 @pytest.mark.world(2)
@@ -291,12 +278,8 @@ def test_memory_that_is_freed_when_an_async_save_returns(shared_path: Path) -> N
         manager.close()
     with parallel(DP2):
         training = build(DP2, seed=2)
-        manager = verl_manager(training)
-        manager.load_checkpoint(folder)
-        manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
+        resume(training, folder)
+        assert_state(training, at_save)
 
 
 @pytest.mark.world(2)

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from adapters import FROZEN, with_adapters
-from agreement import everywhere
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from layouts import LAYOUTS
-from snapshot import assert_same, poison, snapshot
+from snapshot import assert_state, poison, snapshot
 from test_export import hf_config
 from training import build, parallel, train
-from verl_words import step_folder, verl_manager
+from verl_words import resume, step_folder, verl_manager
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -44,17 +43,13 @@ def test_a_run_of_the_stock_manager_goes_on(version: str, shared_path: Path) -> 
         for folder in (stock, ours, stock):
             train(training, 2, 3)
             manager.load_checkpoint(str(folder))
-            found = snapshot(training)
-            with everywhere():
-                assert_same(found, at_save)
+            assert_state(training, at_save)
         # And on in our format, the manager being the same.
         manager.save_checkpoint(str(step_folder(shared_path, 3) / "actor"), None, 3, None)
         poison(training)
         manager.load_checkpoint(str(step_folder(shared_path, 3) / "actor"))
         manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
+        assert_state(training, at_save)
 
 
 @pytest.mark.world(2)
@@ -74,9 +69,5 @@ def test_adapters_of_the_stock_manager_go_on(shared_path: Path, monkeypatch: pyt
         save_torch_dist(training, folder / "model/dist_ckpt", "dp_reshardable", model=adapters)
         at_save = snapshot(training)
         train(training, 1, 2)
-        manager = verl_manager(training, peft_cls=object())
-        manager.load_checkpoint(str(folder))
-        manager.close()
-        found = snapshot(training)
-        with everywhere():
-            assert_same(found, at_save)
+        resume(training, folder, peft_cls=object())
+        assert_state(training, at_save)

@@ -45,6 +45,13 @@ def verl_manager(training: Training, role: str = "actor", **options: Any) -> Meg
     return MegatronCheckpointManager(**keywords | own)
 
 
+def resume(training: Training, folder: Path | str, hdfs_path: str | None = None, **options: Any) -> None:
+    """As a trainer that has just been started does."""
+    manager = verl_manager(training, **options)
+    manager.load_checkpoint(str(folder), hdfs_path)
+    manager.close()
+
+
 def step_folder(root: Path, step: int) -> Path:
     return root / f"global_step_{step}"
 
