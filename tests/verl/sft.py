@@ -51,11 +51,13 @@ class SFTRun(Run):
     Attributes:
         killed_at: all ranks are killed before they train this step.
         held_at: rank 0 gets no further in committing this step than to its rename.
+        trainer: verl's, or ours.
         saves: the trainer always saves at its end; what verl's own engine takes for that is longer than all else here.
     """
 
     killed_at: int | None = None
     held_at: int | None = None
+    trainer: type[SFTTrainer] = SFTTrainer
     saves: bool = True
 
     @property
@@ -72,7 +74,7 @@ class SFTRun(Run):
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
         if self.held_at is not None:
             hold_commit(f"global_step_{self.held_at}")
-        trainer = SFTTrainer(config)
+        trainer = self.trainer(config)
         # Of its own: an iterator begins by drawing a number, here from the generator that the dropout has, too. On a
         # GPU the dropout has the GPU's.
         trainer.train_dataloader.generator = torch.Generator()

@@ -9,6 +9,7 @@ from sft import OURS, SFTRun
 from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+from mcore_ckpt.integrations.verl.sft_trainer import SFTTrainer
 from mcore_ckpt.storage import steps
 
 ASYNC = "++checkpoint.async_save=True"
@@ -75,6 +76,18 @@ def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterr
     assert second.start() == [0, 0], second.log
     check_went_on(second, uninterrupted(2), since=2)
     assert [status.step for status in steps.complete_steps(root)] == [2, 4, 6]
+
+
+def test_a_run_that_was_saved_at_an_epochs_end_goes_on_with_the_next(model: Path, tmp_path: Path) -> None:
+    """verl's own trainer would end at once, with exit code 0."""
+    four_an_epoch = (*LAYOUTS[2], "data.train_batch_size=16")
+    reference = SFTRun(2, model, tmp_path / "reference", tmp_path / "none", four_an_epoch, saves=False)
+    assert reference.start() == [0, 0], reference.log
+    killed = SFTRun(2, model, tmp_path / "killed", tmp_path / "root", (*four_an_epoch, OURS), 5, trainer=SFTTrainer)
+    assert -9 in killed.start(), killed.log
+    resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
+    assert resumed.start() == [0, 0], resumed.log
+    check_went_on(resumed, reference, since=4)
 
 
 def test_a_run_of_verls_own_engine_goes_on_with_ours(model: Path, tmp_path: Path) -> None:

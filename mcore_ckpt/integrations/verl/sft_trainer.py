@@ -1,0 +1,34 @@
+"""verl's SFT on every rank, with its configuration and command line, for runs that are saved at the end of an epoch.
+
+torchrun --nproc_per_node 8 -m mcore_ckpt.integrations.verl.sft_trainer ...    (for -m verl.trainer.sft_trainer ...)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import hydra
+    from verl.trainer import sft_trainer as stock
+    from verl.utils.device import auto_set_device
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+except ImportError as error:
+    raise ImportError(f"this trainer needs verl 0.9: pip install verl ({error})") from error
+
+from mcore_ckpt.integrations.verl.epochs import ResumesAtEpochEnd
+
+
+class SFTTrainer(ResumesAtEpochEnd, stock.SFTTrainer):
+    """verl's."""
+
+
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None)
+def main(config: Any) -> None:
+    auto_set_device(config)
+    initialize_global_process_group()
+    SFTTrainer(config).fit()
+    destroy_global_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""verl's SFT trainer of one driver: where its data goes on. Its workers are in other processes, and not here. And the
+command line, which both of its trainers have."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sft
+
+from mcore_ckpt.integrations.verl import sft_trainer, sft_trainer_ray
+
+
+class Workers:
+    """Do nothing with the model."""
+
+    def save_checkpoint(self, **_: Any) -> None:
+        pass
+
+    def load_checkpoint(self, path: str) -> None:
+        pass
+
+
+class Driver(sft_trainer_ray.SFTTrainer):
+    def _build_engine(self) -> None:
+        self.training_client = Workers()
+
+
+@pytest.mark.parametrize(("step", "left"), [(3, 1), (4, 4), (5, 3), (8, 4)])
+def test_where_the_data_goes_on(step: int, left: int, model: Path, tmp_path: Path) -> None:
+    config = sft.configuration(tmp_path, model, ("data.train_batch_size=16",))
+    trainer = Driver(config)
+    assert trainer.steps_per_epoch == 4
+    for first in range(0, step, 4):
+        batches = iter(trainer.train_dataloader)
+        assert len(list(islice(batches, min(4, step - first)))) > 0
+    trainer.ckpt_handler.save_checkpoint(step)
+    resumed = Driver(config)
+    assert resumed.resume_global_step == step
+    assert len(list(resumed.train_dataloader)) == left
+    assert resumed.ckpt_handler.train_dataloader is resumed.train_dataloader
+
+
+@pytest.mark.parametrize("module", [sft_trainer, sft_trainer_ray])
+def test_the_command_line_is_verls(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sft", "trainer.save_freq=7", sft.OURS, "--cfg", "job"])
+    module.main()
+    shown = capsys.readouterr().out
+    assert "save_freq: 7" in shown
+    assert "mcore_ckpt.integrations.verl.McoreCkptConfig" in shown
