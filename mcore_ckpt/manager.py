@@ -18,6 +18,7 @@ import torch
 from mcore_ckpt import layout
 from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.config import CheckpointConfig, check_roles
+from mcore_ckpt.errors import CheckpointError, CommitError
 from mcore_ckpt.exporting import check_exportable
 from mcore_ckpt.loading import VERIFY_WORDS, LoadResult, load_checkpoint
 from mcore_ckpt.remote_candidates import newest_first, remote_steps
@@ -135,8 +136,8 @@ class CheckpointManager:
         Args:
             step: at least 0. An older checkpoint of the same step stays until the new one is committed.
             extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks
-                may differ. Or a function that returns it: what that raises on one rank the others are told, where they
-                would wait for it until `timeout_s`.
+                may differ. Or a function that returns it: what that raises on one rank is a CommitError on all, which
+                would wait for that rank until `timeout_s` otherwise.
             roles: the roles this step is made of, if not `config.roles`.
             path: the folder to write, if not `<root>/global_steps_{step}/{role}`. `<root>/global_step_{step}/{role}`
                 and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too);
@@ -157,7 +158,7 @@ class CheckpointManager:
         topic = f"saving step {step} of {self._session.role}"
         started = time.perf_counter()
         with self._in_step(topic):
-            extra_state = extra_state() if callable(extra_state) else extra_state
+            extra_state = _call(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
             role_dir, counts = self._destination(step, path)
             policy = _policy(self._session.config, max_to_keep)
@@ -221,12 +222,14 @@ class CheckpointManager:
         """The name of this manager's folder in each step."""
         return self._session.role
 
-    def agree(self, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
+    def agree(self, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]) -> Record:
         """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values.
 
+        `request` may be a function that returns it, after it has looked at what can be wrong on one rank alone.
+
         Raises:
-            AgreementError: the requests differ, a rank is missing, or `answer` failed with a foreign exception.
-            CheckpointError: what `answer` raised; the same on all ranks.
+            AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
+            CheckpointError: what `request` raised on any rank, or `answer`; the same on all ranks.
         """
         return agree(self._session.agreement, topic, request, answer)
 
@@ -365,6 +368,16 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this CheckpointManager is closed: make a new one")
+
+
+def _call(read_extra_state: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    try:
+        return read_extra_state()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # As on the other ranks: a loop that goes on after our errors must do so on all.
+        raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
 def _session(

@@ -343,19 +343,22 @@ def decide(
         return record
 
 
-def agree(agreement: Agreement, topic: str, request: Record, answer: Callable[[], Record]) -> Record:
-    """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values.
+def agree(
+    agreement: Agreement, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]
+) -> Record:
+    """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values, or a
+    function that returns it.
 
     Raises:
-        AgreementError: the requests differ, a rank is missing, or `answer` failed with a foreign exception.
-        CheckpointError: what `answer` raised; the same on all ranks.
+        AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
+        CheckpointError: what `request` raised on any rank, or `answer`; the same on all ranks.
     """
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, topic)
         return answer()
 
-    return decide(agreement, topic, lambda: request, combine)
+    return decide(agreement, topic, lambda: request() if callable(request) else request, combine)
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:

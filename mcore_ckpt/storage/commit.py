@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mcore_ckpt import layout
+from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.storage.files import FOLDER_MODE, make_folder, sync_dir, write_file
 from mcore_ckpt.storage.json_fields import FieldError
-from mcore_ckpt.storage.manifest import Manifest, check_manifest, encode_manifest
+from mcore_ckpt.storage.manifest import Manifest, decode_manifest, encode_manifest
 from mcore_ckpt.storage.owner import read_owner, write_owner
 from mcore_ckpt.storage.requests import WrittenFile
 
@@ -91,17 +91,20 @@ def seal(staging: Path, manifest: Manifest) -> None:
     """Makes the names of all files durable, then writes the manifest.
 
     Raises:
-        CommitError: the manifest is one that could not be read again: in its place it would be no checkpoint, and
-            retention would count it as one.
+        CommitError: the manifest could not be read again: the save would be reported as done, in the place of an
+            older checkpoint that was sound.
         OSError: it cannot be written.
     """
     try:
-        check_manifest(manifest)
-    except FieldError as error:
-        raise CommitError(f"{staging}: its manifest could not be read again, a bug of mcore_ckpt: {error}") from None
+        data = encode_manifest(manifest)
+        if len(data) > knobs.MANIFEST_BYTES:
+            raise FieldError(f"it has {len(data)} bytes, more than {knobs.MANIFEST_BYTES}")
+        decode_manifest(data)
+    except ValueError as error:
+        raise CommitError(f"{staging}: not committed, since its manifest could not be read again: {error}") from None
     for folder, _, _ in os.walk(staging):
         sync_dir(Path(folder))
-    write_file(staging / layout.MANIFEST_FILE, [encode_manifest(manifest)])
+    write_file(staging / layout.MANIFEST_FILE, [data])
     sync_dir(staging)
 
 

@@ -115,7 +115,7 @@ def decode_manifest(data: bytes) -> Manifest:
     if zlib.crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
         raise fields.FieldError("its checksum is wrong: it was damaged or edited")
     manifest = _read_manifest(record)
-    check_manifest(manifest)
+    _check_manifest(manifest)
     return manifest
 
 
@@ -176,8 +176,7 @@ def _read_run(item: Any) -> tuple[int, int]:
     return run[0], run[1]
 
 
-def check_manifest(manifest: Manifest) -> None:
-    """Raises FieldError if it says what cannot be: what no reader takes, and so what no save may commit."""
+def _check_manifest(manifest: Manifest) -> None:
     for role in (manifest.role, *manifest.roles):
         if not layout.is_role(role):
             raise fields.FieldError(f"role {role!r} is not a folder name")

@@ -321,6 +321,26 @@ def test_what_cannot_be_honoured_is_refused_by_name(shared_path: Path) -> None:
         dist.destroy_process_group(alone)
 
 
+@pytest.mark.world(2)
+def test_what_is_wrong_on_one_rank_is_told_to_all(shared_path: Path) -> None:
+    layout = LAYOUTS["tp2"]
+    with parallel(layout):
+        loop = Loop(build(layout, seed=1), arguments(shared_path))
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        first = groups[0] if dist.get_rank() == 0 else None
+        for work in (
+            lambda: loop.save(tensor_rank=0),
+            lambda: loop.save(tp_group=first),
+            lambda: loop.load(tp_group=first),
+        ):
+            raised_everywhere(UnsupportedError, error_of(work))
+        # And all are in step.
+        loop.save()
+        loop.load()
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
 @pytest.mark.world(1)
 def test_arguments_are_megatron_s_own_where_it_is_installed(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with parallel(PLAIN):
@@ -382,14 +402,14 @@ def test_a_data_loader_that_fails_on_one_rank_is_told_to_all(shared_path: Path) 
     class Broken(Loader):
         def save_state(self) -> dict[str, Any]:
             if dist.get_rank() == 1:
-                raise CommitError("a worker of the data loader has died")
+                raise RuntimeError("a worker of the data loader has died")
             return super().save_state()
 
     with parallel(DP2):
         loop = Loop(build(DP2, seed=1), arguments(shared_path, dataloader_save="wherever"))
         error = error_of(lambda: loop.save(train_data_iterator=SimpleNamespace(iterable=Broken())))
         for message in raised_everywhere(CommitError, error):
-            assert "a worker of the data loader has died" in message
+            assert "extra_state could not be read: RuntimeError: a worker of the data loader has died" in message
         loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
         second = Loop(build(DP2, seed=2), arguments(shared_path))
         second.load()

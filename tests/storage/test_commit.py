@@ -28,7 +28,7 @@ from checkpoints import (
     write_files,
 )
 
-from mcore_ckpt import layout
+from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage import json_fields as fields
@@ -62,12 +62,23 @@ def test_publish_a_new_step(role_dir: Path) -> None:
     assert not (role_dir / layout.OWNER_FILE).exists()
 
 
-def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path) -> None:
-    """It would be in the place of a checkpoint, and retention would delete good ones for it."""
+def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save would be reported as done, and be no checkpoint."""
     staging = commit.open_staging(role_dir, commit.new_attempt())
     manifest = manifest_of([(0, file) for file in write_files(staging, Alone(), 1, 1)], 1, 1, ATTEMPT, ROLE, (ROLE,))
-    with pytest.raises(CommitError, match=r"rng_states\S+' is listed twice"):
-        commit.seal(staging, replace(manifest, files=(*manifest.files, manifest.files[0])))
+    first = manifest.files[0]
+    for wrong, why in (
+        (replace(manifest, files=(*manifest.files, first)), r"rng_states\S+' is listed twice"),
+        (replace(manifest, files=(replace(first, path="a\u200bb"),)), "path"),
+        (replace(manifest, files=(replace(first, path="a\udc80b"),)), "surrogates"),
+        (replace(manifest, step=-1), "step"),
+    ):
+        with pytest.raises(CommitError, match=why):
+            commit.seal(staging, wrong)
+    with monkeypatch.context() as patched:
+        patched.setattr(knobs, "MANIFEST_BYTES", 100)
+        with pytest.raises(CommitError, match="more than 100"):
+            commit.seal(staging, manifest)
     assert not (staging / layout.MANIFEST_FILE).exists()
     commit.seal(staging, manifest)
     assert read_manifest(staging, layout.MANIFEST_FILE) == manifest

@@ -11,7 +11,7 @@ honoured is refused by name; none is passed over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,14 +149,15 @@ def save_checkpoint(
     args = _settings.arguments()
     refuse_other_kinds(non_persistent_ckpt, release, rng_state_key_prefix)
     args.refuse_unsupported()
-    check_place(
-        {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank},
-        {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel},
-    )
-    check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
     manager = _saving_manager(args, _Trainer(_as_list(model), optimizer, opt_param_scheduler))
 
     def state() -> dict[str, Any]:
+        # What may be wrong on one rank alone is looked at where the others are told.
+        check_place(
+            {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank},
+            {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel},
+        )
+        check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
         return {
             "iteration": int(iteration),
             "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
@@ -212,13 +213,14 @@ def load_checkpoint(
     refuse_partial_loads(strict, skip_load_to_model_and_opt)
     refuse_other_kinds(False, False, rng_state_key_prefix)
     args.refuse_unsupported()
-    check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
     folders = [str(folder) for folder in (args[load_arg], args["pretrained_checkpoint"]) if folder]
     if not folders:
         logger.warning("args.%s names no folder: training starts from the beginning", load_arg)
         return 0, 0
     trainer = _Trainer(_as_list(ddp_model), optimizer, opt_param_scheduler)
-    found = _find_together(folders, args, trainer)
+    found = _find_together(
+        folders, args, trainer, lambda: check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
+    )
     if not found:
         logger.warning("%s: there is no checkpoint: training starts from the beginning", folders[0])
         return 0, 0
@@ -300,8 +302,11 @@ def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
 # -- loading -----------------------------------------------------------------------------------------------
 
 
-def _find_together(folders: list[str], args: Arguments, trainer: _Trainer) -> dict[str, Any]:
-    """What all ranks load; rank 0 looks, and tells the others. Empty if there never was anything."""
+def _find_together(folders: list[str], args: Arguments, trainer: _Trainer, check: Callable[[], None]) -> dict[str, Any]:
+    """What all ranks load; rank 0 looks, and tells the others. Empty if there never was anything.
+
+    `check` raises what is wrong on this rank, which all are told.
+    """
     role, step = _settings.role, args["ckpt_step"]
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
 
@@ -314,9 +319,13 @@ def _find_together(folders: list[str], args: Arguments, trainer: _Trainer) -> di
             raise CheckpointNotFoundError(f"{' and '.join(folders)}: there is no checkpoint")
         return {}
 
+    def request() -> dict[str, Any]:
+        check()
+        return {"folders": folders, "ckpt_step": step}
+
     manager = trainer.manager(folders[0], args.loading(_settings.config, trainer.optimizer is not None))
     try:
-        return manager.agree("finding a checkpoint", {"folders": folders, "ckpt_step": step}, answer)
+        return manager.agree("finding a checkpoint", request, answer)
     finally:
         manager.close()
 

@@ -16,13 +16,16 @@ class ResumesAtEpochEnd:
     # Of SFTTrainer.
     resume_global_step: int
     steps_per_epoch: int
+    total_training_steps: int
     train_dataloader: Any
     ckpt_handler: Any
     _build_dataloader: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        if self.resume_global_step > 0 and self.resume_global_step % self.steps_per_epoch == 0:
+        step = self.resume_global_step
+        # At the last step of all the exhausted loader is what ends the run: the trainer looks for its end after a step.
+        if 0 < step < self.total_training_steps and step % self.steps_per_epoch == 0:
             # The epoch itself the trainer counts by the step.
             self._build_dataloader()
             self.ckpt_handler.train_dataloader = self.train_dataloader

@@ -28,7 +28,7 @@ class Driver(sft_trainer_ray.SFTTrainer):
 
 @pytest.mark.parametrize(("step", "left"), [(3, 1), (4, 4), (5, 3), (8, 4)])
 def test_where_the_data_goes_on(step: int, left: int, model: Path, tmp_path: Path) -> None:
-    config = sft.configuration(tmp_path, model, ("data.train_batch_size=16",))
+    config = sft.configuration(tmp_path, model, ("data.train_batch_size=16", "trainer.total_training_steps=16"))
     trainer = Driver(config)
     assert trainer.steps_per_epoch == 4
     for first in range(0, step, 4):
@@ -39,6 +39,37 @@ def test_where_the_data_goes_on(step: int, left: int, model: Path, tmp_path: Pat
     assert resumed.resume_global_step == step
     assert len(list(resumed.train_dataloader)) == left
     assert resumed.ckpt_handler.train_dataloader is resumed.train_dataloader
+
+
+def test_a_run_that_has_ended_stays_so(model: Path, tmp_path: Path) -> None:
+    """Its trainer looks for its end after a step, not before."""
+    config = sft.configuration(tmp_path, model, ("data.train_batch_size=16", "trainer.total_training_steps=4"))
+    trainer = Driver(config)
+    assert len(list(islice(iter(trainer.train_dataloader), 4))) == 4
+    trainer.ckpt_handler.save_checkpoint(4)
+    assert list(Driver(config).train_dataloader) == []
+
+
+@pytest.mark.parametrize("module", [sft_trainer, sft_trainer_ray])
+def test_it_runs_our_trainer(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done = []
+
+    class Trainer:
+        def __init__(self, config: Any) -> None:
+            done.append(config.trainer.save_freq)
+
+        def fit(self) -> None:
+            done.append("fit")
+
+    monkeypatch.setattr(module, "SFTTrainer", Trainer)
+    if module is sft_trainer:
+        monkeypatch.setattr(module, "initialize_global_process_group", lambda: done.append("begin"))
+        monkeypatch.setattr(module, "destroy_global_process_group", lambda: done.append("end"))
+    else:
+        monkeypatch.setattr(module.ray, "init", lambda: done.append("begin"))
+    monkeypatch.setattr("sys.argv", ["sft", "trainer.save_freq=7", "trainer.device=cpu", f"hydra.run.dir={tmp_path}"])
+    module.main()
+    assert done == ["begin", 7, "fit", *(["end"] if module is sft_trainer else [])]
 
 
 @pytest.mark.parametrize("module", [sft_trainer, sft_trainer_ray])
