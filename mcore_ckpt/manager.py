@@ -158,7 +158,7 @@ class CheckpointManager:
         topic = f"saving step {step} of {self._session.role}"
         started = time.perf_counter()
         with self._in_step(topic):
-            extra_state = _call(extra_state) if callable(extra_state) else extra_state
+            extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
             role_dir, counts = self._destination(step, path)
             policy = _policy(self._session.config, max_to_keep)
@@ -370,9 +370,9 @@ class CheckpointManager:
             raise ValueError("this CheckpointManager is closed: make a new one")
 
 
-def _call(read_extra_state: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     try:
-        return read_extra_state()
+        return read()
     except CheckpointError:
         raise
     except Exception as error:
