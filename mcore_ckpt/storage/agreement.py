@@ -52,7 +52,7 @@ class Agreement:
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rounds = 0
-        self._begun: list[str] = []  # prefixes of the last two rounds
+        self._begun: list[str] = []  # prefixes of the last round, and on rank 0 of those whose keys are still there
         self._given: list[str] = []
         self._limit = Limit()
 
@@ -69,10 +69,10 @@ class Agreement:
         # Whoever begins this round has left the last one, and so have those who had taken this.
         while self._given:
             self._store.delete_key(self._given.pop())
-        # Keys of the round before last are no longer read by anyone: whoever begins this round has left the last one,
-        # and rank 0 leaves a round only when all have submitted to it, which they do after leaving the one before.
-        if len(self._begun) > 1 and self.is_coordinator:
-            self._forget(self._begun.pop(0))
+        if self.is_coordinator:
+            self._forget_left_rounds()
+        else:
+            self._begun.clear()
         self._begun.append(f"{self._namespace}/{self._rounds if name is None else name}")
         return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, self._timeout_s, self._limit)
 
@@ -114,9 +114,20 @@ class Agreement:
         if self.is_coordinator:
             round_.announce_failure(error)
 
-    def _forget(self, prefix: str) -> None:
-        for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
-            self._store.delete_key(key)
+    def _forget_left_rounds(self) -> None:
+        """Deletes the keys of rounds that all ranks have left: whoever has submitted to a round has left those before.
+
+        Rank 0 may be several rounds ahead, having failed each of them at once: the others have yet to hear of those.
+        """
+
+        def all_came(round_: int) -> bool:
+            return self._store.check(_submission_keys(self._begun[round_], self.world_size))
+
+        reached = next(filter(all_came, reversed(range(len(self._begun)))), 0)
+        for prefix in self._begun[:reached]:
+            for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
+                self._store.delete_key(key)
+        del self._begun[:reached]
 
 
 def take_seat(name: str, timeout_s: float) -> Agreement:

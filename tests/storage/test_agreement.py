@@ -312,6 +312,25 @@ def test_a_round_after_a_failed_one(seats: Seats) -> None:
     assert round_of(agreements, lambda rank: {"rank": rank})[2] == {"all": [{"rank": rank} for rank in range(WORLD)]}
 
 
+def test_who_comes_late_to_several_failed_rounds_hears_of_each(seats: Seats) -> None:
+    """Rank 0 fails at once and goes on, again and again, before the others have come or while they still listen."""
+    agreements = seats(SHORT_S)
+    store = agreements[0]._store
+    before = store.num_keys()
+    good = functools.partial(round_of, agreements, lambda rank: {"rank": rank})
+    good()
+    reasons = [f"bad argument {number}" for number in range(5)]
+    for reason in reasons:
+        agreements[0].withdraw(TOPIC, CommitError(reason))
+    for reason in reasons:
+        late = together([functools.partial(decide, a, TOPIC, dict, dict, CommitError) for a in agreements[1:]])
+        assert messages(late, CommitError) == [f"rank 0: {reason}"] * (WORLD - 1)
+    for _ in range(2):
+        assert good() == [{"all": [{"rank": rank} for rank in range(WORLD)]}] * WORLD
+    # And is then forgotten, as any round is.
+    assert store.num_keys() - before <= 2 * (WORLD + 2)
+
+
 @pytest.mark.parametrize("namespaces", [("a", "b"), ("a", "a/1")])
 def test_namespaces_do_not_meet(namespaces: tuple[str, str]) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
