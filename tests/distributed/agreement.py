@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from mcore_ckpt.errors import CheckpointError
@@ -27,7 +28,7 @@ def everywhere() -> Iterator[None]:
     failure = None
     try:
         yield
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:  # the second, which `pytest.raises` raises, is no Exception
         failure = "".join(traceback.format_exception(error))
     failures = {rank: text for rank, text in enumerate(gather(failure)) if text is not None}
     if failures:

@@ -86,11 +86,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    yield from _alike(item)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    error: Exception | None = None
+    yield from _alike(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield from _alike(item)
+
+
+def _alike(item: pytest.Item) -> Generator[None, None, None]:
+    """One phase of a test: what fails on one rank fails on all, else they would go on with different tests."""
+    error: BaseException | None = None
     try:
         yield
-    except Exception as raised:
+    except (Exception, pytest.fail.Exception) as raised:  # the second, which `pytest.raises` raises, is no Exception
         error = raised
     report = None if error is None else (type(error).__name__, "".join(traceback.format_exception(error)))
     reports = _exchange(report, item.config.stash[AGREEMENT_GROUP])
@@ -100,7 +115,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if len({name for name, _ in failed.values()}) > 1 or len(failed) < len(reports):
         # Some are still owed a collective that the others will never enter.
         item.session.shouldstop = f"ranks {sorted(failed)} of {len(reports)} failed, and not alike"
-    if error is not None and dist.get_rank() == 0:
+    if error is not None:
+        for rank, (_, text) in failed.items():
+            if rank != dist.get_rank():
+                error.add_note(f"and on rank {rank}:\n{text}")
         raise error
     rank, (_, text) = next(iter(failed.items()))
     pytest.fail(f"on rank {rank}:\n{text}", pytrace=False)
