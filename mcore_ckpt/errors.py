@@ -75,7 +75,8 @@ def to_record(error: BaseException, rank: int) -> dict[str, str]:
     text = str(error) if name in _BY_NAME else f"{name}: {error}"
     if not getattr(error, "names_rank", False):
         text = f"rank {rank}: {text}"
-    return {"type": name, "message": text}
+    # A file's name may be no text, and it must come through all the same.
+    return {"type": name, "message": text.encode(errors="backslashreplace").decode()}
 
 
 def from_record(record: dict[str, str], default: type[CheckpointError]) -> CheckpointError:

@@ -55,6 +55,11 @@ HF_ASSET_BYTES = 2 << 30
 # The tracker, and who writes where.
 SMALL_BYTES = 4096
 
+# torch's key-value store takes 8 MiB in one message, and hangs up on who sends more (2.13, `TCPStoreLibUvBackend.cpp`,
+# MAX_PAYLOAD_LEN). Messages of more than the first size (bytes) are compressed, and of more than the second refused.
+PLAIN_MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = (8 << 20) - 4096
+
 # How long a rank that waits for others pauses before it asks the key-value store again (seconds): at least this, or
 # this for each rank of the job if that is more; and at most.
 POLL_FIRST_S = 0.0005

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,10 +32,11 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_optimizer,
 )
 from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement, Record, agree, decide, same_everywhere, take_seat
+from mcore_ckpt.storage.agreement import Agreement, Record, agree, decide, same_everywhere
 from mcore_ckpt.storage.manifest import StageRecord
 from mcore_ckpt.storage.remote import Remote
 from mcore_ckpt.storage.retention import Policy
+from mcore_ckpt.storage.seats import take_seat
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
 from mcore_ckpt.topology import is_first_optimizer_instance, read_replicas, read_topology
@@ -47,9 +46,6 @@ logger = logging.getLogger(__name__)
 
 _SETTING_UP = "setting up a CheckpointManager"
 LARGEST_STEP = 10**18  # what the tracker can hold (layout.parse_tracker)
-
-# Managers of one role, made one after the other in one process, must not read each other's keys.
-_managers_made: dict[str, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class CheckpointManager:
@@ -91,13 +87,13 @@ class CheckpointManager:
         config: CheckpointConfig | None = None,
     ) -> None:
         config = config or CheckpointConfig()
-        # The number first: a manager that one rank fails to make must not leave the ranks' counts apart.
-        number = next(_managers_made[str(role)])
-        agreement = take_seat(f"{role}/{number}/trainer", config.timeout_s)
+        # First: what one rank fails in after that all are told.
+        agreement = take_seat(f"{role}/trainer", config.timeout_s, _SETTING_UP)
+        commits = take_seat(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
             session = _session(
                 agreement,
-                take_seat(f"{role}/{number}/saves", config.timeout_s),
+                commits,
                 Path(root).absolute(),
                 role,
                 as_chunks(model),

@@ -27,7 +27,7 @@ from mcore_ckpt.storage.agreement import Record
 from mcore_ckpt.storage.files import sync_dir
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.storage.retention import Policy, delete_old_steps
-from mcore_ckpt.storage.transaction import Attempt, commit_together
+from mcore_ckpt.storage.transaction import Attempt, check_seen, commit_together
 from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
 from mcore_ckpt.uploading import StepUpload
 
@@ -175,6 +175,7 @@ class Save:
         written: list[WrittenFile] = []
 
         def write(staging: Path) -> Record:
+            check_seen(staging)
             written.extend(self._write(staging))
             names = self._resources.names.to_tell(self._plan.files)
             assert self._steps is not None

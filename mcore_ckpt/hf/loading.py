@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -27,16 +26,14 @@ from mcore_ckpt.sources import Sources, Wanted
 from mcore_ckpt.state.model import as_chunks, read_model, unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.unsupported import refuse_unsupported_experts, refuse_unsupported_model
-from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere, take_seat
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.dtypes import torch_dtype
+from mcore_ckpt.storage.seats import take_seat
 from mcore_ckpt.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
 
 logger = logging.getLogger(__name__)
 
 Source = Literal["shared", "rank0"]
-
-# Loads made one after the other in one process must not read each other's keys.
-_loads = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def load_hf(
         >>> load_hf(model, "Qwen3-8B", optimizer=optimizer)  # doctest: +SKIP
     """
     started = time.monotonic()
-    agreement = take_seat(f"load_hf/{next(_loads)}", timeout_s)
+    agreement = take_seat("load_hf", timeout_s, f"loading {path}")
     path = Path(path)
     topic = f"checking {path}"
     try:

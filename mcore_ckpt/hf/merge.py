@@ -34,7 +34,9 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.read_lock import reading
 from mcore_ckpt.storage.requests import WrittenFile
+from mcore_ckpt.storage.seats import seat_at
 
 Progress = Callable[[int, int], None]
 
@@ -131,6 +133,18 @@ def merge(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UnusableRequestError(f"{target} is there already, and not empty: name another folder, or remove it")
     found = find(request)
+    with reading([found.path]):  # beside a trainer, whose retention would take it away
+        return _merge(request, found, target, progress, agreement, started)
+
+
+def _merge(
+    request: MergeRequest,
+    found: FoundCheckpoint,
+    target: Path,
+    progress: Progress,
+    agreement: Agreement | None,
+    started: float,
+) -> MergeReport:
     ranks = agreement.world_size if agreement is not None else 1
     attempt, job = _open(agreement, request, found, target, ranks)
     staging = layout.staging_dir(target, attempt)
@@ -228,7 +242,7 @@ def ranks_of_torchrun() -> Agreement | None:
 
     # What is waited for is what this package's rounds wait for: no process group is needed.
     store, rank, world_size = next(rendezvous("env://"))
-    return Agreement(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S)
+    return seat_at(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S, "merge")
 
 
 # -- what is there -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError, from
 from mcore_ckpt.storage import json_fields as fields
 
 Record = dict[str, Any]
+
+# Before what is compressed. What is not begins with a brace.
+_PACKED = b"z"
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Agreement:
         self._rounds = 0
         self._begun: list[str] = []  # prefixes of the last round, and on rank 0 of those whose keys are still there
         self._given: list[str] = []
+        self._take_until = math.inf
         self._limit = Limit()
 
     @property
@@ -73,13 +78,14 @@ class Agreement:
             self._forget_left_rounds()
         else:
             self._begun.clear()
+        self._take_until = math.inf
         self._begun.append(f"{self._namespace}/{self._rounds if name is None else name}")
         return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, self._timeout_s, self._limit)
 
     def give(self, key: str, record: Record) -> None:
         """Tells the rank that will `take` it something within the present round, before this rank submits."""
         path = self._given_key(key, self.rank)
-        self._store.set(path, fields.encode(record))
+        self._store.set(path, pack(record))
         self._given.append(path)
 
     def take(self, key: str, rank: int) -> Record:
@@ -88,17 +94,18 @@ class Agreement:
         Raises CommitError if it does not: it has failed, died, or is late.
         """
         given, submitted = self._given_key(key, rank), _submission_keys(self._begun[-1], rank + 1)[-1]
-        deadline = time.monotonic() + self._timeout_s
+        # One for all that is taken in a round: the others give up when it has passed once.
+        self._take_until = min(self._take_until, time.monotonic() + self._timeout_s)
         waiting = _waiting_key(self._begun[-1], self.rank)
         self._store.set(waiting, str(rank))
         self._given.append(waiting)
         ready = partial(_any_of, self._store, given, submitted)
-        if not _poll(ready, self.world_size, deadline, self._limit):
+        if not poll(ready, self.world_size, self._take_until, self._limit):
             raise CommitError(f"{key}: no word from rank {rank} within {self._timeout_s:g} s: dead or stuck")
         if not self._store.check([given]):
-            error = fields.decode(self._store.get(submitted)).get("error")
+            error = unpack(self._store.get(submitted)).get("error")
             raise from_record(error, CommitError) if error else CommitError(f"{key}: rank {rank} has no part of it")
-        return fields.decode(self._store.get(given))
+        return unpack(self._store.get(given))
 
     def shorten(self, seconds: float) -> None:
         """From now on no wait, the present ones included, lasts longer than this; for an interpreter that ends."""
@@ -117,6 +124,7 @@ class Agreement:
     def _forget_left_rounds(self) -> None:
         """Deletes the keys of rounds that all ranks have left: whoever has submitted to a round has left those before.
 
+        Of a round within another one (`exporting.py`) that is not so, but the next begins when all have left both.
         Rank 0 may be several rounds ahead, having failed each of them at once: the others have yet to hear of those.
         """
 
@@ -128,22 +136,6 @@ class Agreement:
             for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
                 self._store.delete_key(key)
         del self._begun[:reached]
-
-
-def take_seat(name: str, timeout_s: float) -> Agreement:
-    """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process.
-
-    Args:
-        name: the same on all ranks, used once in the life of the job.
-        timeout_s: how long any wait may take, in seconds.
-    """
-    import torch.distributed as dist
-
-    namespace = f"mcore_ckpt/{name}"
-    if not (dist.is_available() and dist.is_initialized()):
-        return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
-    store: Any = dist.distributed_c10d._get_default_store()
-    return Agreement(store.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, host=store)
 
 
 def _submission_keys(prefix: str, world_size: int) -> list[str]:
@@ -191,9 +183,10 @@ class Round:
         """
         keys = _submission_keys(self._prefix, self._world_size)
         all_there = self._wait(lambda: self._store.check(keys))
-        there = keys if all_there else [key for key in keys if self._store.check([key])]
+        absent = set() if all_there else set(missing(self._store, keys))
+        there = [key for key in keys if key not in absent]
         # In one request: thousands, one by one, would hold up all ranks for a second.
-        messages = [fields.decode(message) for message in self._store.multi_get(there)]
+        messages = [unpack(message) for message in self._store.multi_get(there)]
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
             more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
@@ -204,20 +197,18 @@ class Round:
 
     def _why_nothing_came(self) -> str:
         keys = _submission_keys(self._prefix, self._world_size)
-        if self._store.check(keys[:1]) and not self._store.check(keys):
+        knows = self._store.check(keys[:1]) or self._store.check([_waiting_key(self._prefix, 0)])
+        if knows and not self._store.check(keys):
             return self._silence(keys)
         return f"{self._topic}: rank {self._rank} waited {self._timeout_s:g} s for rank 0, which is dead or stuck"
 
     def _silence(self, keys: Sequence[str]) -> str:
-        silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        absent = set(missing(self._store, keys))
+        silent = [rank for rank, key in enumerate(keys) if key in absent]
         # Who waits for another is not dead; unless all that are silent do, when nobody knows better.
         waiting = [rank for rank in silent if self._store.check([_waiting_key(self._prefix, rank)])]
         silent = [rank for rank in silent if rank not in waiting] or silent
-        ranks = ", ".join(map(str, silent))
-        return (
-            f"{self._topic}: no word from rank {ranks} within {self._timeout_s:g} s: dead or stuck. "
-            "Look at its log; raise timeout_s if it was only slow"
-        )
+        return no_word(self._topic, silent, self._timeout_s)
 
     def claim(self, default: type[CheckpointError]) -> None:
         """Rank 0: from here on it is decided that rank 0 goes on. Raises `default` if a rank has already given up."""
@@ -229,11 +220,15 @@ class Round:
         """Rank 0: the outcome is good, and this is it."""
         self._put(f"{self._prefix}/done", {"record": record})
 
-    def announce_failure(self, error: BaseException) -> None:
-        """Rank 0: the outcome is this error, whatever was claimed before."""
+    def announce_failure(self, error: BaseException) -> Record | None:
+        """Rank 0: the outcome is this error, whatever was claimed before.
+
+        Returns another one, if a rank had given up before: then that is what all others raise.
+        """
         message = {"error": to_record(error, self._rank)}
-        self._settle(message)
+        settled: Record | None = self._settle(message).get("error")
         self._put(f"{self._prefix}/done", message)
+        return None if settled == message["error"] else settled
 
     def outcome(self, default: type[CheckpointError]) -> Record:
         """Other ranks: what rank 0 announced.
@@ -244,20 +239,24 @@ class Round:
                 it did on disk is the truth.
         """
         done = f"{self._prefix}/done"
-        settled = f"{self._prefix}/outcome"
         if not self._wait(lambda: self._store.check([done])):
-            text = self._why_nothing_came()
-            outcome = self._settle({"error": {"type": default.__name__, "message": text}})
+            outcome = self._settled() or self._settle(
+                {"error": {"type": default.__name__, "message": self._why_nothing_came()}}
+            )
             if "error" in outcome:
                 raise from_record(outcome["error"], default)
             self.extend()
             if not self._wait(lambda: self._store.check([done])):
-                raise default(f"{text}, after it had begun to act")
-        message = fields.decode(self._store.get(done))
+                raise default(f"{self._why_nothing_came()}, after it had begun to act")
+        message = unpack(self._store.get(done))
         if "error" in message:
-            settled_message = fields.decode(self._store.get(settled))
-            raise from_record(settled_message.get("error", message["error"]), default)
+            first: Record = (self._settled() or message).get("error") or message["error"]
+            raise from_record(first, default)
         return message["record"]
+
+    def _settled(self) -> Record | None:
+        key = f"{self._prefix}/outcome"
+        return fields.decode(self._store.get(key)) if self._store.check([key]) else None
 
     def _settle(self, message: Record) -> Record:
         """Sets the outcome if nobody has; returns what it is."""
@@ -265,17 +264,51 @@ class Round:
         return fields.decode(self._store.compare_set(key, "", fields.encode(message).decode()))
 
     def _put(self, key: str, message: Record) -> None:
-        self._store.set(key, fields.encode(message))
+        self._store.set(key, pack(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        return _poll(ready, self._world_size, self._deadline, self._limit)
+        return poll(ready, self._world_size, self._deadline, self._limit)
+
+
+def pack(message: Record) -> bytes:
+    """What goes into the store. Raises ValueError for what is no JSON, and for more than it takes."""
+    data = fields.encode(message)
+    if len(data) <= knobs.PLAIN_MESSAGE_BYTES:
+        return data
+    packed = _PACKED + zlib.compress(data, 1)
+    if len(packed) > knobs.MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes, {len(packed)} compressed, is more than the store takes")
+    return packed
+
+
+def unpack(data: bytes) -> Record:
+    """The inverse of `pack`."""
+    return fields.decode(zlib.decompress(data[len(_PACKED) :]) if data.startswith(_PACKED) else data)
+
+
+def missing(store: Any, keys: Sequence[str]) -> list[str]:
+    """Those that are not there. Asked for one by one, thousands would hold up the store when it is asked by all."""
+    if not keys or store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return list(keys)
+    half = len(keys) // 2
+    return [*missing(store, keys[:half]), *missing(store, keys[half:])]
+
+
+def no_word(topic: str, ranks: Sequence[int], timeout_s: float) -> str:
+    """What is said of ranks that are silent."""
+    return (
+        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {timeout_s:g} s: dead or stuck. "
+        "Look at its log; raise timeout_s if it was only slow"
+    )
 
 
 def _any_of(store: Any, *keys: str) -> bool:
     return any(store.check([key]) for key in keys)
 
 
-def _poll(ready: Callable[[], bool], world_size: int, deadline: float, limit: Limit) -> bool:
+def poll(ready: Callable[[], bool], world_size: int, deadline: float, limit: Limit) -> bool:
     """False if the deadline passes first.
 
     Asking again and again, not store.wait(): a timed-out wait leaves noise on stderr, and its client blocked.
@@ -344,12 +377,16 @@ def decide(
             round_.shorten(knobs.HEAR_OUT_S / 2)
         try:
             record = combine(round_.collect(error))
+            pack(record)  # before the claim: who has heard of that waits for this word
             round_.claim(error)
             if act is not None:
                 act()
-        except Exception as failure:
-            round_.announce_failure(failure)
-            raise _as_family(failure, error) from (own or failure)
+        except (Exception, KeyboardInterrupt, SystemExit) as failure:
+            settled = round_.announce_failure(failure)
+            if not isinstance(failure, Exception):
+                raise
+            told = _as_family(failure, error) if settled is None else from_record(settled, error)
+            raise told from (own or failure)
         round_.announce(record)
         return record
 
@@ -384,6 +421,7 @@ def _run(round_: Round, work: Callable[[], Record]) -> Exception | None:
     """Does this rank's part and submits its result or its error."""
     try:
         record = work()
+        pack(record)
     except BaseException as failure:
         round_.extend()
         round_.fail(failure)

@@ -94,6 +94,12 @@ def raise_failure(outcome: Record) -> None:
         raise EarlierSaveError(outcome["failure"])
 
 
+def check_seen(staging: Path) -> None:
+    """Raises CommitError if this rank does not see the staging folder."""
+    if not staging.is_dir():
+        raise CommitError(f"{staging}, made by rank 0, cannot be seen: all ranks must save to one shared file system")
+
+
 def commit_together(
     agreement: Agreement,
     topic: str,
@@ -109,6 +115,7 @@ def commit_together(
         topic: what is being saved, for messages.
         attempt: what was opened.
         write: this rank's part: writes files below the staging folder it is given, durably, and reports to rank 0.
+            Where ranks may have several disks it begins with `check_seen`, in the first round that others wait in.
         describe: on rank 0, the manifest, from what all ranks told.
         after: on rank 0, once the checkpoint is in place, before the others are told. It must
             not raise: the checkpoint is there whatever happens to the tracker.
@@ -117,13 +124,6 @@ def commit_together(
         CheckpointError: on all ranks the same type, a CommitError if nothing says otherwise. No checkpoint has come,
             and the one before is untouched.
     """
-
-    def work() -> Record:
-        if not attempt.staging.is_dir():
-            raise CommitError(
-                f"{attempt.staging}, made by rank 0, cannot be seen: all ranks must save to one shared file system"
-            )
-        return write(attempt.staging)
 
     def combine(records: Sequence[Record]) -> Record:
         commit.seal(attempt.staging, describe(records))
@@ -135,7 +135,7 @@ def commit_together(
 
     try:
         # By name: a rank that gave up alone in the opening round is not in this one, and must not be one behind after.
-        decide(agreement, topic, work, combine, CommitError, act, name=attempt.number)
+        decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except Exception:
         # Rank 0 may have died, or this rank given up, between the rename and the word of it: the disk decides.
         if not _is_committed(attempt):

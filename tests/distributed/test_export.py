@@ -18,7 +18,7 @@ from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout, Training, build, paral
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from mcore_ckpt import knobs
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError
 from mcore_ckpt.hf import (
     Architecture,
     HfModel,
@@ -245,6 +245,24 @@ def test_a_config_that_computes_something_else_is_told(shared_path: Path, caplog
         manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS).close()
         with everywhere():
             assert not [record for record in caplog.records if record.name == "mcore_ckpt.exporting"]
+
+
+@pytest.mark.world(2)
+def test_a_rank_with_a_disk_of_its_own_is_told_of_at_once(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it could say so the others wait in the round of what the model is made from."""
+
+    def unseen(staging: Path) -> None:
+        if dist.get_rank() == 1:
+            raise CommitError(f"{staging} cannot be seen")
+
+    layout = LAYOUTS["tp2"]
+    with parallel(layout):
+        training = build(layout, seed=1)
+        manager = manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS)
+        monkeypatch.setattr("mcore_ckpt.saving.check_seen", unseen)
+        messages = refused(training, lambda: manager.save(1), CommitError)
+        assert_names(messages, r"rank 1: .*staging.* cannot be seen")
+        manager.close()
 
 
 @pytest.mark.world(2)

@@ -41,7 +41,7 @@ from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
 from mcore_ckpt.hf.loading import load_hf
 from mcore_ckpt.resharding.target import WantedLayout
 from mcore_ckpt.state.model import read_model, unwrap
-from mcore_ckpt.storage.agreement import take_seat
+from mcore_ckpt.storage.seats import take_seat
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 

@@ -66,7 +66,7 @@ def result_of(call: Callable[[], Any], victim: int) -> tuple[CheckpointError | N
     """What a call raises, and after how long; the rank that is not stopped then wakes the other one up."""
     pids = gather(os.getpid())
     ran_out: list[float] = []
-    poll = agreement._poll
+    poll = agreement.poll
 
     def poll_and_note(*args: Any) -> bool:
         began = time.monotonic()
@@ -77,7 +77,7 @@ def result_of(call: Callable[[], Any], victim: int) -> tuple[CheckpointError | N
 
     started = time.monotonic()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(agreement, "_poll", poll_and_note)
+        patched.setattr(agreement, "poll", poll_and_note)
         error = error_of(call)
     ended = time.monotonic()
     took = Took(ended - started, ended - ran_out[0] if ran_out else None)

@@ -13,8 +13,8 @@ from mcore_ckpt.hf.convert_native import convert_to_native
 from mcore_ckpt.hf.mcore_config import to_mcore_config
 from mcore_ckpt.hf.merge import MergeRequest, merge
 from mcore_ckpt.resharding.target import WantedLayout
-from mcore_ckpt.storage.agreement import take_seat
 from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.storage.seats import take_seat
 
 # More than 131 tokens, whatever the tensor-parallel size.
 PADDING = {"vocab_divisor": 16}

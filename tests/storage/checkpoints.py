@@ -23,7 +23,7 @@ from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest
 from mcore_ckpt.storage.owner import Owner
 from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
 from mcore_ckpt.storage.retention import Policy, delete_old_steps
-from mcore_ckpt.storage.transaction import Attempt, commit_together, open_together
+from mcore_ckpt.storage.transaction import Attempt, check_seen, commit_together, open_together
 from mcore_ckpt.storage.writer import Exchange, ImageWriter, pickle_plain, write_plain
 from mcore_ckpt.topology import RankCoordinates, Topology
 
@@ -140,6 +140,7 @@ def finish(
     agreement: Agreement, attempt: Attempt, root: Path, step: int, version: int, roles: Sequence[str] = (ROLE,)
 ) -> None:
     def write(staging: Path) -> Record:
+        check_seen(staging)
         return {"files": [asdict(file) for file in write_files(staging, agreement, version, agreement.world_size)]}
 
     def describe(records: Sequence[Record]) -> Manifest:

@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from mcore_ckpt.errors import (
     AgreementError,
@@ -18,7 +21,7 @@ from mcore_ckpt.errors import (
     CommitError,
     UnsupportedError,
 )
-from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
+from mcore_ckpt.storage.agreement import Agreement, Record, decide, missing, same_everywhere
 
 LOCALHOST = "127.0.0.1"
 WORLD = 3
@@ -247,6 +250,128 @@ def test_a_rank_that_gave_up_prevents_the_act(seats: Seats) -> None:
 
     messages(together([rank_0, rank_1, rank_2]), CommitError)
     assert acted == []
+
+
+@pytest.mark.parametrize("where", ["work", "combine", "act"])
+def test_rank_0_that_fails_after_others_gave_up_raises_what_they_raise(seats: Seats, where: str) -> None:
+    """With another type it would go on to an older checkpoint, say, alone."""
+    agreements = seats(SHORT_S)
+    gone = [threading.Event() for _ in agreements[1:]]
+
+    def fail() -> None:
+        for rank in gone:
+            assert rank.wait(LONG_S)
+        raise CheckpointCorruptError("is bad")
+
+    def part(agreement: Agreement) -> Record:
+        if agreement.rank > 0:
+            try:
+                return decide(agreement, TOPIC, dict, lambda records: {}, CommitError)
+            finally:
+                gone[agreement.rank - 1].set()
+        return decide(
+            agreement,
+            TOPIC,
+            lambda: fail() or {} if where == "work" else {},
+            lambda records: fail() or {} if where == "combine" else {},
+            CommitError,
+            fail if where == "act" else None,
+        )
+
+    results = together([functools.partial(part, agreement) for agreement in agreements])
+    if where == "act":
+        # Claimed, it is rank 0's to say what has come of it; the others give up after one more deadline.
+        messages(results[1:], CommitError)
+        assert "is bad" in str(results[0])
+        return
+    assert "rank 0, which is dead or stuck" in messages(results, CommitError)[0]
+
+
+def test_who_waits_for_another_is_not_the_one_to_look_at(seats: Seats) -> None:
+    """Rank 0 takes a part from rank 2, which is dead, and has not submitted when rank 1 gives up."""
+    rank_0, rank_1, _ = seats(2 * SHORT_S)[0], *seats(SHORT_S)[1:]
+    taking = threading.Event()
+
+    def take() -> Record:
+        taking.set()
+        return rank_0.take("a part", 2)
+
+    def late() -> Record:
+        assert taking.wait(LONG_S)
+        return decide(rank_1, TOPIC, dict, dict, CommitError)
+
+    results = together([lambda: decide(rank_0, TOPIC, take, dict, CommitError), late])
+    assert "no word from rank 2" in str(results[1])
+
+
+def test_parts_are_taken_until_one_deadline(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of the round give up when it has passed once."""
+    seat = seats(LONG_S)[0]
+    deadlines = []
+
+    def never(ready: Any, world_size: int, deadline: float, limit: Any) -> bool:
+        deadlines.append(deadline)
+        return False
+
+    monkeypatch.setattr("mcore_ckpt.storage.agreement.poll", never)
+    for _ in range(2):
+        seat.begin(TOPIC)
+        for rank in (1, 2):
+            with pytest.raises(CommitError, match="no word from rank"):
+                seat.take("a part", rank)
+    assert deadlines[0] == deadlines[1] < deadlines[2] == deadlines[3]
+
+
+@pytest.mark.parametrize("where", ["work", "combine"])
+def test_what_cannot_be_sent_is_an_error_of_all(seats: Seats, where: str) -> None:
+    """At once: who has heard that rank 0 goes on would wait for its word."""
+    bad = {"loss": float("nan")}
+    work = (lambda rank: bad if rank == 1 else {}) if where == "work" else (lambda rank: {})
+    results = round_of(seats(LONG_S), work, (lambda records: bad) if where == "combine" else (lambda records: {}))
+    assert f"rank {int(where == 'work')}: ValueError" in messages(results, CommitError)[0]
+
+
+def test_words_longer_than_the_store_takes_come_through(seats: Seats) -> None:
+    """The names of all tensors of a mixture of experts. torch's store hangs up on who sends more than 8 MiB at once."""
+    names = [f"model.layers.{number % 61}.mlp.experts.{number}.down_proj.weight" for number in range(180_000)]
+
+    def part(agreement: Agreement) -> Record:
+        def work() -> Record:
+            if agreement.rank == 1:
+                agreement.give("a part", {"names": names})
+            return {"names": names if agreement.rank == 2 else agreement.take("a part", 1)["names"][:1]}
+
+        return decide(agreement, TOPIC, work, lambda records: records[2], CommitError)
+
+    agreements = seats(LONG_S)
+    assert together([functools.partial(part, agreement) for agreement in agreements]) == [{"names": names}] * WORLD
+
+
+def test_what_is_too_long_for_the_store_is_an_error_of_all(seats: Seats) -> None:
+    noise = random.Random(1).randbytes(9 << 20).hex()
+    results = round_of(seats(LONG_S), lambda rank: {"noise": noise} if rank == 1 else {})
+    assert "rank 1: ValueError: a message of 18874380 bytes" in messages(results, CommitError)[0]
+
+
+def test_an_error_that_names_a_file_whose_name_is_no_text(seats: Seats) -> None:
+    error = FileNotFoundError(errno.ENOENT, "No such file", os.fsdecode(b"/data/\xff.pt"))
+    assert "\\udcff.pt" in messages(round_of(seats(LONG_S), raising(1, error)), CommitError)[0]
+
+
+@given(st.sets(st.integers(0, 4095), max_size=5))
+@example(set(range(300)))
+def test_few_questions_find_who_is_missing(gone: set[int]) -> None:
+    """Thousands of ranks ask at once, of thousands."""
+    keys = [f"rank/{rank}" for rank in range(4096)]
+    there, asked = {*keys} - {keys[rank] for rank in gone}, []
+
+    class Store:
+        def check(self, wanted: list[str]) -> bool:
+            asked.append(wanted)
+            return there.issuperset(wanted)
+
+    assert missing(Store(), keys) == [keys[rank] for rank in sorted(gone)]
+    assert len(asked) <= 1 + 2 * 12 * len(gone)
 
 
 def test_a_claim_then_silence(seats: Seats) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +9,11 @@ from areal.utils import evaluator as areal
 
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.schedule import Schedule
-from mcore_ckpt.storage.agreement import take_seat
+from mcore_ckpt.storage.seats import take_seat
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec
     from areal.api.cli_args import EvaluatorConfig
-
-_seats_taken = itertools.count()
 
 
 class Evaluator(areal.Evaluator):
@@ -26,7 +23,7 @@ class Evaluator(areal.Evaluator):
         self.config = config
         self.ft_sepc = ft_spec  # sic
         self._schedule = Schedule(frequency_of(config))
-        self._agree = agree_with(take_seat(f"areal/evaluator/{next(_seats_taken)}", timeout_s))
+        self._agree = agree_with(take_seat("areal/evaluator", timeout_s))
         # With `eval_before_train` the first call evaluates, after a restart no more.
         self._is_first = config.eval_before_train
 

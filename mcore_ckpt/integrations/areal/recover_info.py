@@ -23,7 +23,7 @@ from mcore_ckpt.storage.files import read_exact, write_file
 from mcore_ckpt.storage.manifest import FileRecord, Manifest
 from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
 from mcore_ckpt.storage.requests import WrittenFile
-from mcore_ckpt.storage.transaction import Attempt, commit_together
+from mcore_ckpt.storage.transaction import Attempt, check_seen, commit_together
 from mcore_ckpt.storage.writer import pickle_plain, write_plain
 
 INFO_ROLE = "recover_info"
@@ -98,6 +98,7 @@ def write(
     """
 
     def work(staging: Path) -> Record:
+        check_seen(staging)
         rank, progress = agreement.rank, read_progress()
         state = {"dataloader": to_plain(progress.dataloader, "dataloader.state_dict()")}
         name = dataloader_file(rank, agreement.world_size)

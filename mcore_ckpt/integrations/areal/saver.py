@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Mapping
@@ -15,15 +14,13 @@ from mcore_ckpt.integrations.areal.engine import HF_ASYNC, CheckpointedEngine, i
 from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.schedule import RoleSchedules
-from mcore_ckpt.storage.agreement import take_seat
+from mcore_ckpt.storage.seats import take_seat
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec
     from areal.api.cli_args import SaverConfig
 
 logger = logging.getLogger(__name__)
-
-_seats_taken = itertools.count()
 
 
 def export_name(epoch: int, step: int, global_step: int) -> str:
@@ -42,7 +39,7 @@ class Saver(areal.Saver):
         self.config = config
         self.ft_spec = ft_spec
         self._schedules = RoleSchedules(frequency_of(config))
-        self._agree = agree_with(take_seat(f"areal/saver/{next(_seats_taken)}", timeout_s))
+        self._agree = agree_with(take_seat("areal/saver", timeout_s))
         self._exporting: dict[str, Any] = {}
         self._engines: dict[str, Any] = {}
 

@@ -14,7 +14,6 @@ nobody to wait for it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
@@ -29,17 +28,16 @@ from mcore_ckpt.integrations.areal import stock_files
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, STEP_FILE, Progress, write
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.agreement import Agreement, Record, agree, take_seat
+from mcore_ckpt.storage.agreement import Agreement, Record, agree
 from mcore_ckpt.storage.files import read_small, replace_file, sync_dir
 from mcore_ckpt.storage.reader import read_manifest
 from mcore_ckpt.storage.retention import Policy, delete_old_steps, delete_step
+from mcore_ckpt.storage.seats import take_seat
 from mcore_ckpt.storage.steps import StepStatus, complete_steps, list_steps
 from mcore_ckpt.storage.trainer_lock import TrainerLock
 from mcore_ckpt.storage.transaction import open_together
 
 logger = logging.getLogger(__name__)
-
-_units_made = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class RecoverUnits:
         self._root = root
         self._policy = Policy(keep)
         self._timeout_s = timeout_s
-        self._seat = take_seat(f"areal/units/{next(_units_made)}", timeout_s)
+        self._seat = take_seat("areal/units", timeout_s)
         self._lock = TrainerLock(root, INFO_ROLE)
         self._has_saved = False
         self._current: int | None = None
