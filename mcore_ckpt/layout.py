@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,9 +65,19 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
         return found
     for path in sorted(root.iterdir(), key=lambda p: p.name, reverse=True):
         match = _STEP_DIR.fullmatch(path.name)
-        if match and path.is_dir():
+        if match and _may_be_folder(path):
             found.setdefault(int(match.group(1)), []).append(path)
     return found
+
+
+def _may_be_folder(path: Path) -> bool:
+    """What cannot be looked at counts, and a link that leads nowhere: a step that is missing has to be told."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return path.is_symlink()
+    except OSError:
+        return True
 
 
 def megatron_dir(root: Path, iteration: int) -> Path:

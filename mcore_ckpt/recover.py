@@ -24,7 +24,7 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.loading import LoadResult
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.storage.read_lock import reading
-from mcore_ckpt.storage.steps import StepStatus, list_steps, warn_if_tracker_differs
+from mcore_ckpt.storage.steps import StepStatus, holds_something, list_steps, warn_if_tracker_differs
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,8 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
     if step is None and not reasons and os.path.lexists(root / layout.TRACKER_FILE):
         reasons.append(f"{root / layout.TRACKER_FILE}: is there, but no step is (of another program, or moved away?)")
+    if step is None and not reasons and root.is_symlink() and not root.exists():
+        reasons.append(f"{root}: a link to {os.readlink(root)}, which is not there (not mounted?)")
     if step is None and not reasons:
         return []
     of = f"complete with {', '.join(roles)}"
@@ -146,17 +148,6 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         else f"there is no step {step} that is {of}"
     )
     raise CheckpointNotFoundError(f"{root}: {text}{_listed('found', reasons)}")
-
-
-def holds_something(status: StepStatus) -> bool:
-    """Whether a step folder is more than what a save that never ended has left, and its trainer had put beside it."""
-    try:
-        return any(
-            not entry.name.startswith(".") and (layout.is_own(entry.name) or not entry.is_file())
-            for entry in status.path.iterdir()
-        )
-    except FileNotFoundError:
-        return False  # another process has just deleted it
 
 
 def _reason(status: StepStatus, roles: Sequence[str]) -> str:

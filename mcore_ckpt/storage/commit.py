@@ -116,9 +116,10 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
     """
     replaced = layout.replaced_dir(role_dir, attempt)
     if not _rename_new(staging, role_dir):
-        _link_strange_files(role_dir, staging)
-        with suppress(OSError):  # it is on its way out, and whose doing that was must be known if this process dies
-            write_owner(role_dir)
+        if not role_dir.is_symlink():
+            _link_strange_files(role_dir, staging)
+            with suppress(OSError):  # it is on its way out, and if this process dies its doing must be known
+                write_owner(role_dir)
         if not _exchange(staging, role_dir):
             _rename_in_turn(staging, role_dir, replaced)
     # From here on it is in place: what fails now is told, and is not the save's failure.
@@ -173,9 +174,9 @@ def _link_strange_files(old: Path, new: Path) -> None:
 
 def _remove_replaced(old: Path, role_dir: Path) -> None:
     """Removes what a checkpoint was replaced in, but not what others have in it and that could not be moved."""
-    if not old.exists() or not _move_strange_entries(old, role_dir):
-        return
-    shutil.rmtree(old, ignore_errors=True)
+    # What was behind a link is not ours to tidy up.
+    if old.is_symlink() or (old.exists() and _move_strange_entries(old, role_dir)):
+        remove(old)
 
 
 def _move_strange_entries(old: Path, new: Path) -> bool:
@@ -217,7 +218,7 @@ def _exchange(first: Path, second: Path) -> bool:
 def kept_for_upload(role_dir: Path, attempt: str) -> Iterator[None]:
     """No retention, of this role or another, deletes the step meanwhile. Raises OSError, if the step is gone."""
     mark = layout.uploading_dir(role_dir, attempt)
-    mark.mkdir(exist_ok=True)
+    mark.mkdir(FOLDER_MODE, exist_ok=True)
     try:
         write_owner(mark)
         yield
@@ -229,6 +230,15 @@ def discard(staging: Path) -> None:
     """Removes what a failed save has written. A rank that is still writing into it fails at its next file."""
     shutil.rmtree(staging, ignore_errors=True)
     _remove_if_empty(staging.parent)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder with what is in it, as far as that can be; of a link, the link alone. Raises nothing."""
+    if folder.is_symlink():
+        with suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -253,24 +263,28 @@ def sweep(root: Path, role: str, alone: bool) -> None:
     for entry in list(root.iterdir()):
         if layout.is_deleted_dir(entry.name):
             if _is_deleted_for_good(entry, alone):
-                shutil.rmtree(entry, ignore_errors=True)
+                remove(entry)
         elif alone and (layout.is_tracker_under_way(entry.name) or layout.is_trainer_file_under_way(entry.name, role)):
             entry.unlink(missing_ok=True)
     # Whose these are their names do not say: those of unknown owners are this role's if there is no other trainer.
     only = alone and not any(layout.is_trainer_file_of_another(entry.name, role) for entry in root.iterdir())
     for name in {work.role for entry, work in _work_dirs(root) if entry.parent == root}:
         _sweep_step(root, name, only)
-    for steps in layout.step_dirs(root).values():
-        for step_path in steps:
+    for step_path in _own_steps(root):
+        with suppress(PermissionError):  # somebody else's: nothing of this role is in it
             _sweep_step(step_path, role, alone)
 
 
 def _work_dirs(root: Path) -> list[tuple[Path, layout.RoleWorkDir]]:
     """Of all steps: in their folders, and beside those whose folder is their only role's."""
-    steps = [step_path for paths in layout.step_dirs(root).values() for step_path in paths]
-    entries = [entry for folder in (root, *steps) for entry in _entries(folder)]
+    entries = [entry for folder in (root, *_own_steps(root)) for entry in _entries(folder)]
     works = [(entry, work) for entry in entries if (work := layout.parse_work_dir(entry.name)) is not None]
     return [(entry, work) for entry, work in works if entry.parent != root or layout.parse_step(work.role) is not None]
+
+
+def _own_steps(root: Path) -> list[Path]:
+    """The folders of steps that are below the root: what a link names may be another run's, which may live."""
+    return [path for paths in layout.step_dirs(root).values() for path in paths if not path.is_symlink()]
 
 
 def find_remains(root: Path, role: str | None = None) -> list[Path]:
@@ -295,6 +309,8 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except FileNotFoundError:
         return []  # retention of another process has just deleted it
+    except PermissionError:
+        return []  # somebody else's: nothing of ours is in it
 
 
 def sweep_beside(folder: Path) -> None:
@@ -321,7 +337,7 @@ def _sweep_step(step_path: Path, role: str, alone: bool) -> None:
             if (entry / layout.MANIFEST_FILE).exists() and (step_path / role).exists():
                 _remove_replaced(entry, step_path / role)
             else:
-                shutil.rmtree(entry, ignore_errors=True)
+                remove(entry)
     if alone:
         _remove_if_empty(step_path)
 

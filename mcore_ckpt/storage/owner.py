@@ -54,7 +54,7 @@ def _this_host() -> str:
 
 def _start_of(pid: int) -> int | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut within a letter
     except OSError:
         return None
     # proc(5): field 3 is the state, field 22 starttime; field 2, the command in parentheses, may hold spaces and

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from mcore_ckpt import layout
-from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.files import sync_dir
+from mcore_ckpt.storage.files import FILE_MODE, sync_dir
 from mcore_ckpt.storage.owner import write_owner
 from mcore_ckpt.storage.read_lock import unread
-from mcore_ckpt.storage.steps import StepStatus, list_steps
+from mcore_ckpt.storage.steps import StepStatus, list_steps, read_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def judge(statuses: Sequence[Step], policy: Policy, committed: int | None = None
     Args:
         statuses: of all step folders of a root, ordered by step.
         policy: what is to stay.
-        committed: the step just saved. It stays: after a rollback it is not among the newest.
+        committed: the step saved last. It stays: after a rollback it is not among the newest.
     """
     newest = _newest(statuses, policy.max_to_keep)
     # While nothing is complete, another role may still be on its way to the first step.
@@ -134,13 +134,13 @@ def _why_it_stays(
         return f"among the newest {policy.max_to_keep} of {', '.join(newest[status.step])}"
     if policy.keep_every is not None and status.step % policy.keep_every == 0:
         return f"a multiple of {policy.keep_every}"
-    return "just saved" if status.step == committed else None
+    return "saved last" if status.step == committed else None
 
 
 def delete_old_steps(root: Path, policy: Policy, committed: int | None = None) -> list[int]:
-    """Deletes what `judge` lets go; returns the steps deleted. What somebody reads or writes is left for the next time.
+    """Deletes what `judge` lets go; returns the steps deleted. What cannot go now is left for the next time.
 
-    Raises OSError.
+    Raises OSError if the steps cannot be listed.
     """
     deleted = []
     for verdict in judge(list_steps(root), policy, committed):
@@ -155,9 +155,9 @@ def delete_old_steps(root: Path, policy: Policy, committed: int | None = None) -
 
 
 def delete_step(status: StepStatus) -> str | None:
-    """Deletes one step that was judged. Returns why it stays after all, or None.
+    """Deletes one step that was judged. Returns why it stays after all, or None. Raises nothing.
 
-    Raises OSError.
+    What stays must not keep others: a step that is in the way for ever would fill the disk.
     """
     try:
         with unread(map(status.role_dir, sorted(status.committed))) as alone:
@@ -170,8 +170,12 @@ def delete_step(status: StepStatus) -> str | None:
                 return obstacle
     except FileNotFoundError:
         return "another process is deleting it"
+    except CheckpointCorruptError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be deleted: {error}"
     shutil.rmtree(doomed, ignore_errors=True)
-    if doomed.exists():
+    if os.path.lexists(doomed):
         logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, doomed)
     return None
 
@@ -200,12 +204,20 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
         return "it is a link, and what it names may be somebody else's"
     if (path / layout.PINNED_FILE).exists():
         return "it was pinned"
+    protected = [folder for folder in (path, *map(path.joinpath, status.committed)) if _is_protected(folder)]
+    if protected:
+        return f"{protected[0].name} may not be changed: it is somebody else's, or protected"
     if commit.is_in_use(path, status.path):
         return "a save is under way in it"
     flat = {status.flat or path.name} if (path / layout.MANIFEST_FILE).exists() else set()
     if {entry.name for entry in path.iterdir() if _is_committed(entry)} | flat != status.committed:
         return "it has just changed"
     return None
+
+
+def _is_protected(folder: Path) -> bool:
+    """Whether its files could not be removed: moved away all the same it would take its space, and be lost."""
+    return folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def _is_committed(entry: Path) -> bool:
@@ -229,7 +241,7 @@ def pin(root: str | Path, step: int) -> None:
     if not status.is_complete:
         raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
     try:
-        (status.path / layout.PINNED_FILE).touch()
+        (status.path / layout.PINNED_FILE).touch(FILE_MODE)
         sync_dir(status.path)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{status.path}: was deleted before it could be pinned") from None
@@ -273,27 +285,38 @@ def prune(root: Path, policy: Policy, *, role: str | None = None, dry_run: bool 
 
     Args:
         root: the folder of the steps.
-        policy: what is to stay. The newest complete step always does.
+        policy: what is to stay. The newest complete step always does, and that which the tracker names: after a
+            rollback it is the one saved last.
         role: touch only steps that have this role, and its remains. A step goes with all its roles.
         dry_run: tell, and delete nothing.
 
     Raises OSError.
     """
     folders = []
-    for verdict in judge(list_steps(root), policy):
+    for verdict in judge(list_steps(root), policy, read_tracker(root)):
         status, stays, reason = verdict.status, verdict.stays, verdict.reason
         if role is not None and role not in status.committed | status.declared:
             stays, reason = True, f"without {role}"
         nbytes = _nbytes(status.path)
         if not stays:
-            obstacle = obstacle_to(status, status.path) if dry_run else delete_step(status)
+            obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
             stays, reason = obstacle is not None, obstacle or reason
         folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
     for path in commit.find_remains(root, role):
-        folders.append(PrunedFolder(path, None, False, "left by a process that died", _nbytes(path)))
+        nbytes = _nbytes(path)
         if not dry_run:
-            shutil.rmtree(path, ignore_errors=True)
+            commit.remove(path)
+        stays = not dry_run and os.path.lexists(path)
+        reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
+        folders.append(PrunedFolder(path, None, stays, reason, nbytes))
     return folders
+
+
+def _seen_obstacle(status: StepStatus) -> str | None:
+    try:
+        return obstacle_to(status, status.path)
+    except OSError as error:
+        return f"it cannot be deleted: {error}"
 
 
 def _nbytes(path: Path) -> int:

@@ -5,6 +5,7 @@ The manifests are the truth, the tracker a hint.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from mcore_ckpt.storage.files import read_small, replace_file
 from mcore_ckpt.storage.reader import read_manifest
 
 logger = logging.getLogger(__name__)
+
+# Of somebody else's folder, or of a link that leads nowhere: this will be so tomorrow.
+_STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENOENT)
 
 # Roles that commit at the same moment: each look but the last is after another one's write.
 _TRACKER_LOOKS = 16
@@ -74,10 +78,17 @@ def step_status(path: Path) -> StepStatus:
     step = layout.parse_step(path.name)
     assert step is not None
     committed, declared, problems, flat = set(), set(), [], None
-    for role_dir in [path, *(entry for entry in _entries(path) if layout.is_role(entry.name))]:
+    try:
+        entries = _entries(path)
+    except OSError as error:
+        return StepStatus(step, path, frozenset(), frozenset(), (_why_unreadable(path, error),))
+    for role_dir in [path, *(entry for entry in entries if layout.is_role(entry.name))]:
         try:
             stat = (role_dir / layout.MANIFEST_FILE).stat()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problems.append(_why_unreadable(role_dir, error))
             continue
         try:
             saved_step, role, roles = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
@@ -97,18 +108,36 @@ def step_status(path: Path) -> StepStatus:
         else:
             problems.append(f"{role_dir}: its manifest is of {role} at step {saved_step}")
             declared.add(role if role_dir == path else role_dir.name)
-    pinned = (path / layout.PINNED_FILE).exists()
+    pinned = layout.PINNED_FILE in {entry.name for entry in entries}
     return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems), pinned, flat)
 
 
+def holds_something(status: StepStatus) -> bool:
+    """Whether a step folder is more than what a save that never ended has left, and its trainer had put beside it."""
+    return bool(status.problems) or any(
+        not entry.name.startswith(".") and (layout.is_own(entry.name) or not entry.is_file())
+        for entry in _entries(status.path)
+    )
+
+
+def _why_unreadable(path: Path, error: OSError) -> str:
+    """The step's problem, which all others go on without. Raises what may pass: it must not lead to an older step."""
+    if error.errno not in _STAYS_UNREADABLE:
+        raise error
+    link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
+    return f"{path}{link}: cannot be read: {error.strerror}"
+
+
 def _has_roles(path: Path) -> bool:
-    return any((entry / layout.MANIFEST_FILE).exists() for entry in _entries(path) if layout.is_role(entry.name))
+    return any(os.path.exists(entry / layout.MANIFEST_FILE) for entry in _entries(path) if layout.is_role(entry.name))
 
 
 def _entries(path: Path) -> list[Path]:
     try:
         return sorted(path.iterdir())
     except FileNotFoundError:
+        if path.is_symlink():
+            raise
         return []  # another role's retention has just deleted it
 
 

@@ -1,8 +1,10 @@
 """Publishing a checkpoint, and what crashes leave of it."""
 
+import ctypes
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +217,18 @@ def test_a_dead_owner_s_folder_goes(role_dir: Path, alone: bool, dead_pid: int) 
     assert not staging.exists()
 
 
+def test_a_process_whose_name_is_no_text_is_a_process_too(role_dir: Path) -> None:
+    """The kernel cuts names after 15 bytes, within a letter where there are others than ASCII's."""
+    libc = ctypes.CDLL(None)
+    name, set_name = threading.current_thread().native_id, 15
+    told = Path(f"/proc/self/task/{name}/comm").read_bytes().strip()
+    libc.prctl(set_name, "entraînement_é".encode()[:15], 0, 0, 0)
+    try:
+        assert Owner.this_process().is_alive_here
+    finally:
+        libc.prctl(set_name, told, 0, 0, 0)
+
+
 def test_a_pid_that_is_used_again_is_another_process(role_dir: Path) -> None:
     staging, _ = stage(role_dir, 4)
     me = Owner.this_process()
@@ -317,6 +331,35 @@ def test_the_sweep_takes_a_tracker_that_was_being_written(tmp_path: Path, monkey
     assert len(os.listdir(tmp_path)) == 2
     commit.sweep(tmp_path, ROLE, alone=True)
     assert os.listdir(tmp_path) == ["global_steps_7"]
+
+
+def test_a_role_s_folder_that_is_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
+    role_dir, elsewhere = layout.step_dir(tmp_path, 5) / ROLE, tmp_path / "elsewhere" / ROLE
+    make(layout.step_dir(tmp_path / "elsewhere", 5) / ROLE, 1)
+    (layout.step_dir(tmp_path / "elsewhere", 5) / ROLE).rename(elsewhere)
+    (elsewhere / "notes").mkdir()
+    role_dir.parent.mkdir()
+    role_dir.symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    make(role_dir, 2)
+    assert not role_dir.is_symlink()
+    assert read_version(role_dir) == 2
+    assert remains(tmp_path) == []
+    assert sorted(elsewhere.rglob("*")) == before
+    assert read_version(elsewhere) == 1
+
+
+def test_the_sweep_stays_out_of_a_step_that_is_a_link(tmp_path: Path) -> None:
+    """It is another run's, who may be saving there, on another host."""
+    role_dir = layout.step_dir(tmp_path / "other", 5) / ROLE
+    make(role_dir, 1)
+    staging, _ = stage(role_dir, 2)
+    own(staging, other_host())
+    (tmp_path / "mine").mkdir()
+    layout.step_dir(tmp_path / "mine", 5).symlink_to(role_dir.parent)
+    commit.sweep(tmp_path / "mine", ROLE, alone=True)
+    assert staging.exists()
+    assert commit.find_remains(tmp_path / "mine") == []
 
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:

@@ -140,6 +140,12 @@ def they_are_of_another_program(root: Path) -> str:
     return "global_step_1: no manifest of mcore_ckpt in it"
 
 
+def the_step_is_a_link_to_nothing(root: Path) -> str:
+    """As a run has that was forked off another one, which has pruned the step since."""
+    layout.step_dir(root, 1000).symlink_to("../before/global_steps_1000")
+    return r"global_steps_1000 \(a link to ../before/global_steps_1000\): cannot be read"
+
+
 def only_the_tracker_is_there(root: Path) -> str:
     (root / layout.TRACKER_FILE).write_text("100")
     return "latest_checkpointed_iteration.txt: is there, but no step is"
@@ -152,6 +158,7 @@ def only_the_tracker_is_there(root: Path) -> str:
         a_manifest_is_damaged,
         a_role_was_never_declared,
         they_are_of_another_program,
+        the_step_is_a_link_to_nothing,
         only_the_tracker_is_there,
     ],
 )
@@ -163,6 +170,14 @@ def test_checkpoints_that_cannot_be_used_never_mean_the_beginning(tmp_path: Path
     assert "resume='off'" in str(raised.value)
     assert both[0].loaded == both[1].loaded == []
     assert recover(both, "off") == Recovery()
+
+
+def test_a_root_that_is_not_mounted_is_not_the_beginning(tmp_path: Path) -> None:
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    with pytest.raises(CheckpointNotFoundError, match=r"a link to .*disk, which is not there"):
+        resumable_steps(tmp_path / "root", BOTH)
+    (tmp_path / "disk").mkdir()
+    assert resumable_steps(tmp_path / "root", BOTH) == []
 
 
 def test_all_steps_are_listed_with_their_reasons(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 from checkpoints import ROLE, Crash, checkpoints, crash, dead_owner, make, own, read_version, remains, stage
 from hypothesis import given
 from hypothesis import strategies as st
+from privileges import without_privileges
 
 from mcore_ckpt import layout, pin, unpin
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.storage import commit, reader, retention
 from mcore_ckpt.storage.read_lock import reading
-from mcore_ckpt.storage.retention import Policy, delete_old_steps, judge
+from mcore_ckpt.storage.retention import Policy, delete_old_steps, judge, prune
 from mcore_ckpt.storage.steps import StepStatus, complete_steps, list_steps
 
 
@@ -203,6 +205,68 @@ def test_a_step_that_is_a_link_stays(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == {1: 1, 4: 4}
 
 
+@pytest.mark.parametrize("which", ["step", "role"])
+def test_a_step_that_is_protected_stays_whole(tmp_path: Path, which: str) -> None:
+    """Renamed it could be, but its files not be removed: it would be lost, and still take its space."""
+    for step in (1, 2, 3, 4):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    folder = layout.step_dir(tmp_path, 2) if which == "step" else layout.step_dir(tmp_path, 2) / ROLE
+    folder.chmod(0o555)
+    with without_privileges():
+        told = {found.step: found for found in prune(tmp_path, Policy(1), dry_run=True)}
+        assert delete_old_steps(tmp_path, Policy(1)) == [1, 3]
+        pruned = {found.step: found for found in prune(tmp_path, Policy(1))}
+    assert checkpoints(tmp_path) == {2: 2, 4: 4}
+    for found in (told[2], pruned[2]):
+        assert found.stays
+        assert f"{folder.name} may not be changed" in found.reason
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM, errno.EIO])
+def test_a_step_that_cannot_go_does_not_keep_others(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, or in a sticky folder: retention would delete nothing any more, until the disk is full."""
+    for step in (1, 2, 3):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    rename, stuck = os.rename, layout.step_dir(tmp_path, 1)
+
+    def refuse(old: Path, new: Path) -> None:
+        if old == stuck:
+            raise OSError(number, os.strerror(number), str(old))
+        rename(old, new)
+
+    monkeypatch.setattr("os.rename", refuse)
+    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+    (found, *_) = prune(tmp_path, Policy(1))
+    assert found.stays
+    assert os.strerror(number) in found.reason
+    assert checkpoints(tmp_path) == {1: 1, 3: 3}
+
+
+def test_remains_that_cannot_be_removed_are_not_said_to_be(tmp_path: Path, dead_pid: int) -> None:
+    make(layout.step_dir(tmp_path, 1) / ROLE, 1)
+    staging, _ = stage(layout.step_dir(tmp_path, 1) / ROLE, 1)
+    own(staging, dead_owner(dead_pid))
+    staging.chmod(0o555)
+    with without_privileges():
+        *_, found = prune(tmp_path, Policy(1))
+    assert found.path == staging
+    assert found.stays
+    assert "not all of it could be removed" in found.reason
+    staging.chmod(0o755)
+    *_, found = prune(tmp_path, Policy(1))
+    assert not found.stays
+    assert not staging.exists()
+
+
+def test_by_hand_the_step_saved_last_stays_after_a_rollback(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    (tmp_path / layout.TRACKER_FILE).write_text("1")
+    assert [found.step for found in prune(tmp_path, Policy(1)) if not found.stays] == [2]
+
+
 # -- pins ---------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +399,25 @@ def test_a_reader_that_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None
 def test_reading_what_is_not_there_is_the_reader_s_to_say(tmp_path: Path) -> None:
     with reading([tmp_path / "none"]):
         pass
+
+
+@pytest.mark.parametrize("what", ["pipe", "link"])
+def test_a_manifest_that_is_no_file_of_its_folder_is_not_opened(tmp_path: Path, what: str) -> None:
+    """A pipe would be waited for without an end."""
+    role_dir = layout.step_dir(tmp_path, 1) / ROLE
+    make(role_dir, 1)
+    manifest = role_dir / layout.MANIFEST_FILE
+    if what == "pipe":
+        manifest.unlink()
+        os.mkfifo(manifest)
+    else:
+        manifest.rename(tmp_path / "outside.json")
+        manifest.symlink_to(tmp_path / "outside.json")
+    opened = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    with reading([role_dir]):
+        pass
+    assert not [path for path in opened if path.endswith(("outside.json", layout.MANIFEST_FILE))]
 
 
 @pytest.mark.parametrize("opened", range(6))

@@ -1,5 +1,6 @@
 """Which steps count, the tracker that names the newest, and which steps may go."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from checkpoints import (
     make,
     save_together,
 )
+from privileges import protect, without_privileges
 
 from mcore_ckpt import layout
+from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage import steps
+from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
 
 # -- which steps count ------------------------------------------------------------------------------------
 
@@ -76,6 +80,73 @@ def test_a_manifest_of_a_newer_format_does_not_count_and_says_so(role_dir: Path)
     assert str(role_dir / layout.MANIFEST_FILE) in status.reason
     assert "format version 12 is newer than 1" in status.reason
     assert "upgrade" in status.reason
+
+
+def a_protected_folder(path: Path) -> None:
+    path.mkdir()
+    protect(path)
+
+
+def a_protected_role(path: Path) -> None:
+    make(path / ROLE, 3)
+    protect(path / ROLE)
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to("elsewhere")
+
+
+def a_link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def a_link_to_what_is_protected(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir()
+    path.symlink_to("elsewhere/there")
+    protect(path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "put", [a_protected_folder, a_protected_role, a_link_to_nothing, a_link_to_itself, a_link_to_what_is_protected]
+)
+def test_one_that_cannot_be_read_is_its_own_problem(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    """Else one step of somebody else's would keep a trainer from all its own."""
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    strange = layout.step_dir(tmp_path, 3)
+    put(strange)
+    with without_privileges():
+        *good, bad = steps.list_steps(tmp_path)
+        assert [status.is_complete for status in good] == [True, True]
+        assert not bad.is_complete
+        assert f"{strange}" in bad.reason
+        assert "cannot be read" in bad.reason
+        assert steps.update_tracker(tmp_path) == 2
+        commit.sweep(tmp_path, ROLE, alone=True)
+        assert commit.find_remains(tmp_path) == []
+        assert delete_old_steps(tmp_path, Policy(1)) == [1]
+        assert os.path.lexists(strange)
+        assert main(["list", str(tmp_path)]) == 0
+        assert main(["verify", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_what_may_pass_does_not_lead_to_an_older_step(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        make(layout.step_dir(tmp_path, step) / ROLE, step)
+    newest = layout.step_dir(tmp_path, 2) / ROLE / layout.MANIFEST_FILE
+    look = Path.stat
+
+    def stat(path: Path, **words: bool) -> os.stat_result:
+        if path == newest:
+            raise OSError(number, os.strerror(number), str(path))
+        return look(path, **words)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(OSError, match="global_steps_2"):
+        steps.list_steps(tmp_path)
 
 
 def test_the_other_spelling_of_a_step(tmp_path: Path) -> None:

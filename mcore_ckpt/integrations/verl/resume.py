@@ -15,9 +15,9 @@ from pathlib import Path
 from mcore_ckpt import layout
 from mcore_ckpt.foreign import kinds
 from mcore_ckpt.integrations.verl.place import Place
-from mcore_ckpt.recover import holds_something
 from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.files import replace_file, sync_dir
+from mcore_ckpt.storage.steps import holds_something
 
 logger = logging.getLogger(__name__)
 
