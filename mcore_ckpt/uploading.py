@@ -140,7 +140,7 @@ class Uploads:
                 return  # a newer one has come meanwhile, and is worth more: this one's turn comes again
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
-                pinned = {status.step for status in steps.list_steps(self._root) if status.pinned}
+                pinned = {status.step: status.pinned for status in steps.list_steps(self._root) if status.committed}
                 settle(self._remote, uploaded, self._begun, self._policy, pinned, self._latest)
 
     def _todo(self, there: list[RemoteStep]) -> list[int]:

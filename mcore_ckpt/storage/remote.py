@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import random
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -21,6 +23,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
+from mcore_ckpt.storage.files import FILE_MODE, make_folder
 from mcore_ckpt.storage.in_parallel import for_each
 from mcore_ckpt.storage.manifest import Manifest
 from mcore_ckpt.storage.reader import parse_manifest
@@ -54,7 +57,7 @@ class RemoteStep:
         found: the newest whole attempt of each role.
         remains: of each role, the attempts that count no more or not yet: replaced ones, and those without a manifest.
         problems: manifests that are no good.
-        pinned: where it was committed, somebody has said that it stays.
+        pinned: somebody has said that it stays, where it was committed: that is kept here, too.
     """
 
     step: int
@@ -161,12 +164,17 @@ class Remote:
     def writing(self, key: str, part_bytes: int) -> Iterator[Any]:
         """A stream to a file, once: whatever fails, it does not become what the store takes for the file's end."""
         path = self._path(key)
-        if self._has_folders:
+        is_local = isinstance(self.fs, LocalFileSystem)
+        if is_local:
+            make_folder(Path(path).parent)
+        elif self._has_folders:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         stream = self.fs.open(path, "wb", block_size=part_bytes)
         try:
+            if is_local:
+                os.fchmod(stream.fileno(), stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & FILE_MODE)
             yield stream
-            if isinstance(self.fs, LocalFileSystem):
+            if is_local:
                 stream.flush()
                 os.fsync(stream.fileno())
         except BaseException:
@@ -186,8 +194,14 @@ class Remote:
         return {name[len(path) + 1 :]: int(info["size"]) for name, info in found.items()}
 
     def delete(self, key: str) -> None:
-        """Removes a folder, its manifest first: what is half deleted must not look whole. Raises RemoteError."""
+        """Removes a folder or file, manifests first: what is half deleted must not look whole. Raises RemoteError.
+
+        What a link leads to stays, and so does the link.
+        """
         path = self._path(key)
+        if self._is_behind_link(key):
+            logger.info("%s is behind a link, and what that leads to may be somebody else's: it stays", path)
+            return
 
         def remove() -> None:
             manifests = [name for name in self.fs.find(path) if name.endswith(f"/{layout.MANIFEST_FILE}")]
@@ -197,6 +211,11 @@ class Remote:
                 self.fs.rm(path, recursive=True)
 
         self.persist(f"deleting {key}", remove)
+
+    def _is_behind_link(self, key: str) -> bool:
+        if not isinstance(self.fs, LocalFileSystem):
+            return False
+        return os.path.realpath(self._path(key)) != os.path.join(os.path.realpath(self._root), key)
 
     def persist(
         self,
@@ -258,14 +277,15 @@ class Remote:
         found: dict[str, RemoteRole] = {}
         remains: dict[str, tuple[str, ...]] = {}
         problems: list[str] = []
-        for role in filter(layout.is_role, self._names(layout.step_name(step))):
+        names = self._names(layout.step_name(step))
+        for role in filter(layout.is_role, names):
             attempts = list(filter(layout.is_attempt, self._names(f"{layout.step_name(step)}/{role}")))
             whole = [there for attempt in attempts if (there := self._whole(step, role, attempt, problems))]
             newest = max(whole, key=lambda there: (there.created, there.attempt), default=None)
             if newest is not None:
                 found[role] = newest
             remains[role] = tuple(attempt for attempt in attempts if newest is None or attempt != newest.attempt)
-        return RemoteStep(step, found, remains, tuple(problems))
+        return RemoteStep(step, found, remains, tuple(problems), layout.PINNED_FILE in names)
 
     def manifest(self, key: str) -> Manifest:
         """The manifest of an attempt's folder. Raises FileNotFoundError, CheckpointCorruptError, RemoteError."""

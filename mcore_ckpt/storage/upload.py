@@ -191,7 +191,7 @@ def settle(
     uploaded: Manifest,
     pending: Collection[str],
     policy: Policy,
-    pinned: Collection[int],
+    pinned: Mapping[int, bool],
     latest: int,
 ) -> None:
     """Behind an upload: the tracker is moved, and what counts no more is deleted.
@@ -201,7 +201,7 @@ def settle(
         uploaded: what was. Other attempts of its role are tidied up: no other process may be uploading them.
         pending: folders of attempts that this process will go on with.
         policy: what is to stay.
-        pinned: steps that stay, too.
+        pinned: of the steps that are here, whether they stay. What the store has been told of others goes on.
         latest: the step saved last, which stays: after a rollback it is not the newest.
 
     Raises:
@@ -215,8 +215,22 @@ def settle(
     if complete and remote.read_tracker() != complete[-1]:
         text = str(complete[-1]).encode()
         remote.persist("moving the tracker", lambda: remote.replace(layout.TRACKER_FILE, text))
-    for step in too_old([replace(step, pinned=step.step in pinned) for step in steps], policy, latest):
+    for step in steps:
+        if pinned.get(step.step, step.pinned) != step.pinned:
+            _pin(remote, step.step, pinned[step.step])
+    judged = [replace(step, pinned=pinned.get(step.step, step.pinned)) for step in steps]
+    for step in too_old(judged, policy, latest):
         remote.delete(layout.step_name(step.step))
+
+
+def _pin(remote: Remote, step: int, stays: bool) -> None:
+    """Keeps in the store what was said here: the local step may be lost, with its disk."""
+    key = f"{layout.step_name(step)}/{layout.PINNED_FILE}"
+    if stays:
+        # Not empty: some stores and their tools take an object of no bytes for a folder.
+        remote.persist("pinning", lambda: remote.replace(key, b"pinned\n"))
+    else:
+        remote.delete(key)
 
 
 def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:

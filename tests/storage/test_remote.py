@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from checkpoints import ROLE, make, stage
 from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt import knobs, layout, pin, unpin
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
 from mcore_ckpt.storage import commit
 from mcore_ckpt.storage.manifest import FileRecord
@@ -137,6 +138,45 @@ def test_retention_counts_what_is_in_the_store(remote: Remote, root: Path) -> No
     upload(uploads, 2)
     assert versions(remote) == {2: 22, 3: 3, 4: 4}
     assert remote.read_tracker() == 4
+
+
+def test_what_is_pinned_here_stays_in_the_store_when_this_disk_is_lost(remote: Remote, root: Path) -> None:
+    save(root, 1, version=1)
+    pin(root, 1)
+    upload(uploads_of(remote, root, keep=1), 1)
+    assert remote.step(1).pinned
+    shutil.rmtree(root)
+    uploads = uploads_of(remote, root, keep=1)
+    for step in (2, 3):
+        save(root, step, version=step)
+        upload(uploads, step)
+    assert versions(remote) == {1: 1, 3: 3}
+    # While the step is here, what is said here counts.
+    for pinned in (True, False):
+        (pin if pinned else unpin)(root, 3)
+        save(root, 4, version=4)
+        upload(uploads, 4)
+        assert remote.step(3).pinned == pinned
+        assert set(versions(remote)) == ({1, 3, 4} if pinned else {1, 4})
+
+
+@pytest.mark.parametrize("what", ["step", "role"])
+def test_what_a_link_in_the_store_leads_to_stays(root: Path, tmp_path: Path, what: str) -> None:
+    """Somebody has moved it to a better place: it is not the store's any more."""
+    remote = Remote(f"file://{tmp_path}/remote")
+    uploads = uploads_of(remote, root, keep=1 if what == "step" else None)
+    save(root, 1, version=1)
+    upload(uploads, 1)
+    moved = tmp_path / "remote" / layout.step_name(1) / (ROLE if what == "role" else "")
+    moved.rename(tmp_path / "best")
+    moved.symlink_to(tmp_path / "best")
+    before = sorted((tmp_path / "best").rglob("*"))
+    # Of the step itself a newer attempt: the one that is behind the link counts no more.
+    for step in (2, 3) if what == "step" else (1,):
+        save(root, step, version=10 + step)
+        upload(uploads, step)
+    assert set(before) <= set((tmp_path / "best").rglob("*"))
+    assert moved.is_symlink()
 
 
 def test_a_deletion_takes_the_manifest_first_and_what_it_leaves_goes_later(
