@@ -7,6 +7,7 @@ parsed arguments and returns the exit status. It is listed in `COMMANDS`, and th
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ COMMANDS = (demo, listing, inspecting, verify, prune, merge, compare, convert, r
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 is success, 1 a checkpoint that is bad, 2 unusable arguments."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     args = build_parser().parse_args(argv)
     # Errors go to stderr, so that what `--json` writes to stdout stays readable for a program.
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -33,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNUSABLE_ARGUMENTS
     except CheckpointError as error:
         complaints.print(f"mcore-ckpt: {error}", style="red", markup=False)
+        return BAD_CHECKPOINT
+    except OSError as error:
+        complaints.print(f"mcore-ckpt: {type(error).__name__}: {error}", style="red", markup=False)
         return BAD_CHECKPOINT
     except KeyboardInterrupt:
         complaints.print("mcore-ckpt: interrupted", style="red")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from mcore_ckpt.cli import UsageError
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Reads checkpoints whole and says what is damaged: by file, rank, tensor and bytes. A folder of steps is verified with
-all its steps and the tracker. Exit status 0: all is as it was written; 1: it is not."""
+all its steps and the tracker. Exit status 0: all is as it was written; 1: it is not; 2: there is no such folder."""
 
 # A disk that is gone has thousands of bad blocks.
 _MOST_LINES = 50
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     # torch takes a second to import, which `--help` need not wait for.
     from mcore_ckpt.storage.verify import verify
 
+    if not args.path.is_dir():
+        raise UsageError(f"{args.path}: there is no such folder")
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task("verify", total=None)
         report = verify(

@@ -25,6 +25,7 @@ from mcore_ckpt.storage import commit, steps
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.files import make_folders, sync_dir, write_file
 from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
+from mcore_ckpt.storage.read_lock import reading
 from mcore_ckpt.storage.reader import read_manifest, read_ranges
 from mcore_ckpt.storage.requests import WrittenFile
 from mcore_ckpt.topology import Topology, coordinates_of
@@ -167,8 +168,12 @@ def reshard(
     Example:
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
     """
+    with reading(selection.role_dirs):  # beside a trainer, whose retention would take it away
+        return _reshard(selection, root.absolute(), wanted, progress)
+
+
+def _reshard(selection: Selection, root: Path, wanted: WantedLayout, progress: Progress) -> ReshardReport:
     started = time.monotonic()
-    root = root.absolute()
     found = {source: read_manifest(source, layout.MANIFEST_FILE) for source in selection.role_dirs}
     jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
     # What a framework keeps beside its models (`integrations/parts.py`) is of no layout.

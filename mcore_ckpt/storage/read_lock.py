@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt import layout
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.storage.files import inside, open_regular
 
 
 @contextmanager
@@ -23,8 +25,8 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         for role_dir in role_dirs:
             try:
-                descriptor = os.open(role_dir / layout.MANIFEST_FILE, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
+                descriptor = open_regular(inside(role_dir, layout.MANIFEST_FILE))
+            except (OSError, CheckpointCorruptError):
                 continue  # who reads it will say so
             stack.callback(os.close, descriptor)
             # Not by closing alone: a child forked meanwhile (a data loader) has the descriptor too.
@@ -37,12 +39,12 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
 def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
     """Whether nobody is known to read these checkpoints; until the end nobody can begin to with a lock.
 
-    Raises FileNotFoundError if one of them is no longer there.
+    Raises OSError: FileNotFoundError if one of them is no longer there; CheckpointCorruptError for a link out of it.
     """
     with ExitStack() as stack:
         alone = True
         for role_dir in role_dirs:
-            descriptor = _open_for_lock(role_dir / layout.MANIFEST_FILE)
+            descriptor = _open_for_lock(inside(role_dir, layout.MANIFEST_FILE))
             stack.callback(os.close, descriptor)
             stack.callback(_unlock, descriptor)
             alone = alone and _lock(descriptor, fcntl.LOCK_EX)

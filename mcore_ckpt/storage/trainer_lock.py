@@ -20,7 +20,7 @@ from pathlib import Path
 from mcore_ckpt import knobs, layout
 from mcore_ckpt.errors import LockedError
 from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.files import claim_file, replace_file
+from mcore_ckpt.storage.files import claim_file, make_folder, open_regular, replace_file
 from mcore_ckpt.storage.owner import Owner
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class TrainerLock:
                     del _holds[self._path]
 
     def _acquire(self, patience_s: float) -> _Hold:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         content = fields.encode(asdict(Owner.this_process()) | {"claim": uuid.uuid4().hex})
         deadline = time.monotonic() + patience_s
         waited_for: _Claim | None = None
@@ -212,10 +212,14 @@ def _read(path: Path, content: bytes | None = None) -> _Claim | None:
     """The lock file; None if there is none, or if it is not the one with `content`. Raises OSError."""
     try:
         # Opened, not looked at by name: an NFS client asks the server again when a file is opened.
-        with path.open("rb") as file:
-            claim = _Claim(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return None
+    try:
+        # A claim is short: what is longer is damaged, and is none of its length.
+        claim = _Claim(os.pread(descriptor, knobs.SMALL_BYTES, 0), os.fstat(descriptor).st_mtime_ns)
+    finally:
+        os.close(descriptor)
     return claim if content is None or claim.content == content else None
 
 

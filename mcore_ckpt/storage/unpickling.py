@@ -22,6 +22,8 @@ _MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
 # A reference to something that was there already takes two bytes or more, and may stand for a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
+# An empty one takes 216 bytes of memory. Who pickles one remembers it, too, which is a second byte.
+_VALUES_PER_SET = 2 * _MOST_VALUES_PER_BYTE
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 
 
@@ -187,7 +189,8 @@ class Unpickler:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        # What calls may copy: a reference of two bytes may stand for a long text, and be handed over again and again.
+        # What sets take, and what calls may copy: a reference of two bytes may stand for a long text, handed over
+        # again and again.
         self._left = _MOST_VALUES_PER_BYTE * len(data) + _MOST_KEY_PARTS
 
     def load(self) -> Any:
@@ -283,6 +286,10 @@ class Unpickler:
             check_key(key)
             target[key] = value
 
+    def _set(self) -> None:
+        self._charge(_VALUES_PER_SET)
+        self._stack.append(set())
+
     def _add_items(self) -> None:
         items, target = self._popped(), self._stack[-1]
         if type(target) is not set:
@@ -290,6 +297,7 @@ class Unpickler:
         target |= as_set(items)
 
     def _frozen_set(self) -> None:
+        self._charge(_VALUES_PER_SET)
         self._stack.append(frozenset(as_set(self._popped())))
 
     def _pair(self) -> list[Any]:
@@ -312,8 +320,11 @@ class Unpickler:
         self._stack.append(function(*args))
 
     def _spend(self, handed: tuple[Any, ...]) -> None:
-        """Raises PickleError if what calls were handed is much larger than the pickle."""
-        self._left -= sum(len(value) for value in handed if isinstance(value, _SIZED))
+        self._charge(sum(len(value) for value in handed if isinstance(value, _SIZED)))
+
+    def _charge(self, values: int) -> None:
+        """Raises PickleError if calls were handed, or sets take, much more than the pickle has."""
+        self._left -= values
         if self._left < 0:
             raise PickleError(f"{len(self._data)} bytes that stand for much more")
 
@@ -363,7 +374,7 @@ _ACTIONS: dict[int, _Action] = {
         b"t": lambda p: p._push(tuple(p._popped())),
         b"]": lambda p: p._push([]),
         b"}": lambda p: p._push({}),
-        b"\x8f": lambda p: p._push(set()),
+        b"\x8f": Unpickler._set,
         b"a": lambda p: p._append([p._stack.pop()]),
         b"e": lambda p: p._append(p._popped()),
         b"s": lambda p: p._set_items(p._pair()),

@@ -16,6 +16,7 @@ from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.catalog import Catalog
 from mcore_ckpt.storage.damage import Damage, Progress, verify_files
 from mcore_ckpt.storage.manifest import Manifest
+from mcore_ckpt.storage.read_lock import reading
 from mcore_ckpt.storage.reader import read_manifest
 
 
@@ -91,8 +92,16 @@ def verify(
     Raises:
         CheckpointNotFoundError: there is nothing to verify.
     """
-    path = path.absolute()
+    path = path.resolve() if ".." in path.parts else path.absolute()  # names say what a folder is
     roles, problems = _selected(path, step)
+    with reading(roles):
+        verdicts, seconds = _verify_all(roles, deep, progress)
+    return Report(verdicts, tuple(problems), seconds)
+
+
+def _verify_all(
+    roles: Sequence[Path], deep: bool, progress: Callable[[int, int], None]
+) -> tuple[tuple[Verdict, ...], float]:
     total, done, lock = sum(map(_nbytes, roles)), [0], threading.Lock()
 
     def count(nbytes: int) -> None:
@@ -102,7 +111,7 @@ def verify(
 
     started = time.monotonic()
     verdicts = tuple(verify_role(role_dir, deep, count) for role_dir in roles)
-    return Report(verdicts, tuple(problems), time.monotonic() - started)
+    return verdicts, time.monotonic() - started
 
 
 def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
@@ -122,7 +131,8 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
         raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
     roles = [status.role_dir(role) for status in statuses for role in sorted(status.committed | _damaged(status))]
-    problems = [status.reason for status in statuses if not status.is_complete]
+    # What a save that is under way has there is no problem.
+    problems = [status.reason for status in statuses if not status.is_complete and steps.holds_something(status)]
     if not of_one and step is None:
         problems += steps.tracker_problems(path)
     return roles, problems

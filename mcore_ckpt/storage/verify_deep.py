@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from mcore_ckpt import _native
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.foreign.pt_files import read_pt
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
 from mcore_ckpt.storage.damage import Damage
 from mcore_ckpt.storage.dtypes import torch_dtype
@@ -31,19 +31,20 @@ def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
             problems = list(_differences(role_dir, file))
     except CheckpointCorruptError as error:
         problems = [str(error)]
+    except Exception as error:  # of a state that is no such file's: its parts may be anything
+        problems = [f"{role_dir / file.path}: is no file of tensors: {type(error).__name__}: {error}"]
     return [Damage(problem, file.path, file.rank) for problem in problems]
 
 
 def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
     path = role_dir / file.path
+    # Before torch's own unpickler: what that is handed it may take any memory for, or any time (storage/unpickling.py).
+    # And nothing is compressed in what this takes.
+    read_pt(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            records = {info.filename: info for info in archive.infolist()}
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many types for a bad file
         raise CheckpointCorruptError(f"{path}: does not open under weights_only=True: {error}") from error
-    if any(info.compress_type != zipfile.ZIP_STORED for info in records.values()):
-        yield f"{path}: has compressed records"
     shards = {(shard.key.name, shard.key.kind): shard for shard in read_index(role_dir, file).shards}
     found = dict(_tensors(state))
     for name in sorted(found.keys() ^ shards.keys()):

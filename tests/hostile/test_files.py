@@ -24,10 +24,13 @@ from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles
 from mcore_ckpt.hf.architecture import read_config, read_model
 from mcore_ckpt.hf.assets import copy_assets
 from mcore_ckpt.hf.safetensors_files import read_file
+from mcore_ckpt.storage import commit, retention, steps
 from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage import steps
 from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, decode_manifest
 from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain
+from mcore_ckpt.storage.remote import Remote
+from mcore_ckpt.storage.trainer_lock import TrainerLock
+from mcore_ckpt.uploading import Uploads
 
 
 @pytest.fixture
@@ -290,15 +293,25 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
 def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
+        lock = TrainerLock(tmp_path / "deep" / "root", "actor")
+        lock.take(0)  # as a save does first
         sample = Sample.make(tmp_path / "deep" / "root")
         steps.update_tracker(sample.root)
+        retention.pin(sample.root, steps.complete_steps(sample.root)[0].step)
+        uploads = Uploads(Remote(f"file://{tmp_path}/deep/remote"), sample.root, "actor", retention.Policy())
+        assert uploads.committed(steps.complete_steps(sample.root)[0].step).wait(60)
+        assert uploads.wait(60)
+        with commit.kept_for_upload(sample.role_dir, "a" * 32):
+            found = [tmp_path / "deep", *(tmp_path / "deep").rglob("*")]
+            modes = {path: path.stat().st_mode for path in found}
+        lock.release()
     finally:
         os.umask(before)
-    found = [tmp_path / "deep", sample.root, *sample.root.rglob("*")]
     assert {path.suffix for path in found} >= {".pt", ".json", ".txt"}
-    for path in found:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        assert mode == (0o775 if path.is_dir() else 0o664) & ~umask, f"{path}: {mode:o}"
+    assert {path.name for path in found} >= {layout.PINNED_FILE, ".actor.trainer.json", layout.OWNER_FILE}
+    for path, mode in modes.items():
+        wanted = (0o775 if stat.S_ISDIR(mode) else 0o664) & ~umask
+        assert stat.S_IMODE(mode) == wanted, f"{path}: {mode:o}"
 
 
 def test_no_secrets_in_a_manifest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

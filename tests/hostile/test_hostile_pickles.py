@@ -8,7 +8,7 @@ import time
 import tracemalloc
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from fuzzing import PLAIN, archive_of, is_same, pt_of
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.foreign.pickles import load_metadata, load_safely
 from mcore_ckpt.foreign.pt_files import read_pt
-from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.storage.damage import Damage
+from mcore_ckpt.storage.manifest import FileRecord, IndexPlace
 from mcore_ckpt.storage.pt_values import decode_pt
 from mcore_ckpt.storage.reader import read_plain
+from mcore_ckpt.storage.verify_deep import as_torch_sees_it
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "ours": lambda path: read_plain(path.parent, record_of(path)),
@@ -29,6 +31,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "megatron's, mapped": lambda path: load_safely(path, str(path), mmap=True),
     "a sharded object": lambda path: load_safely(path.read_bytes(), str(path)),
     "in place": read_pt,
+    "as torch sees it": lambda path: raise_first(as_torch_sees_it(path.parent, record_of(path, IndexPlace(0, 1, 0)))),
 }
 READERS_AND_METADATA = {**READERS, ".metadata": load_metadata}
 
@@ -117,6 +120,7 @@ PICKLES: dict[str, bytes] = {
     "text-copied-and-forgotten": HEAD + ENCODE + b"h\x01h\x02h\x03\x86R0" * 40_000 + b"}.",
     "files-filled-again-and-again": HEAD + FILL + b"]" + b"h\x01)Rh\x02ba" * 4000 + b".",
     "sets-made-again-and-again": HEAD + SET + b"]" + b"h\x01h\x02\x85Ra" * 4000 + b".",
+    "sets-many": HEAD + b"](" + b"\x8f" * 1_000_000 + b"e.",
     "key-of-indexes-of-indexes": HEAD + b"}" + text(b"x") + b"q\x00" + INDEX * 60 + b"K\x01s.",
     "terminal": HEAD + named("os\x1b[31m", "system") + b".",
     "stack-empty": HEAD + b"0.",
@@ -125,9 +129,13 @@ PICKLES: dict[str, bytes] = {
 }
 
 
-def record_of(path: Path) -> FileRecord:
+def record_of(path: Path, index: IndexPlace | None = None) -> FileRecord:
     data = path.read_bytes()
-    return FileRecord(path.name, "rng", 0, len(data), zlib.crc32(data))
+    return FileRecord(path.name, "rng", 0, len(data), zlib.crc32(data), index)
+
+
+def raise_first(damages: Sequence[Damage]) -> None:
+    raise CheckpointCorruptError(damages[0].problem)
 
 
 def refused(read: Callable[[], Any]) -> str:

@@ -269,10 +269,33 @@ def test_looking_raises_nothing(lock: TrainerLock, tmp_path: Path, path: Path) -
     """A job that only loads may have no right to read the file, or no root at all."""
     path.mkdir()
     lock.look()
-    with pytest.raises(OSError, match="Is a directory"):
+    with pytest.raises(OSError, match="where a file should be"):
         lock.take(0)
     (tmp_path / "file").write_bytes(b"")
     TrainerLock(tmp_path / "file" / "root", ROLE).look()
+
+
+@pytest.mark.parametrize("what", ["pipe", "folder", "zeros"])
+def test_a_lock_that_is_no_file_is_not_waited_for(
+    lock: TrainerLock, path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe has no end, nor has a device; and one as large as the disk would fill the memory."""
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    lock.look()
+    with pytest.raises(OSError, match="where a file should be"):
+        lock.take(0)
+
+
+def test_a_lock_of_any_size_is_read_as_far_as_one_goes(lock: TrainerLock, path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(LockedError, match="damaged"):
+        lock.take(0)
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:

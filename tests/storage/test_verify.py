@@ -4,12 +4,17 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ROLE, make
+import torch
+from checkpoints import ROLE, SHAPES, make, stage
 
 from mcore_ckpt import layout
 from mcore_ckpt.cli.main import main
@@ -20,6 +25,7 @@ from mcore_ckpt.storage.damage import Damage
 from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.storage.manifest import Manifest, encode_manifest
 from mcore_ckpt.storage.reader import read_index, read_manifest
+from mcore_ckpt.storage.retention import Policy, delete_old_steps
 from mcore_ckpt.storage.verify import verify, verify_role
 
 MODEL_FILE = layout.model_file(0, 0)
@@ -177,15 +183,73 @@ def test_what_torch_sees_is_compared(role_dir: Path) -> None:
     data = path.read_bytes()
     name = b"decoder.norm.weight"
     assert record.index is not None
-    at = data.index(name)
-    assert at < record.index.offset, "the pickle's, not the index's"
-    path.write_bytes(data[:at] + b"decoder.norm.height" + data[at + len(name) :])
+    assert data.index(name) < record.index.offset, "the pickle's, not the index's"
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = [archive.read(entry) for entry in archive.namelist() if entry.endswith("/data.pkl")]
+    renamed = pickled.replace(name, b"decoder.norm.height")
+    old, new = (zlib.crc32(part).to_bytes(4, "little") for part in (pickled, renamed))
+    path.write_bytes(data.replace(pickled, renamed).replace(old, new))
     (crc,) = checksums.file_crcs([(path, record.size)])
     files = read_manifest(role_dir, layout.MANIFEST_FILE).files
     rewrite(role_dir, files=tuple(replace(f, crc32=crc) if f.path == MODEL_FILE else f for f in files))
     assert not verify_role(role_dir).damages
     problems = [damage.problem for damage in verify_role(role_dir, deep=True).damages]
     assert any("decoder.norm.height (model) is not in the index" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [1],
+        {"a": 5},
+        {1: torch.zeros(2)},
+        {"a": torch.zeros(2, 2).to_sparse()},
+        {"embedding.weight": torch.empty(SHAPES["embedding.weight"], device="meta")},
+        {"state": {"a": 5}},
+    ],
+    ids=["a list", "a number", "a key of no text", "sparse", "without bytes", "an optimizer's without kinds"],
+)
+def test_what_torch_sees_may_be_anything(role_dir: Path, state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "load", lambda *args, **words: state)
+    damages = verify_role(role_dir, deep=True).damages
+    assert {damage.file for damage in damages} >= {MODEL_FILE}
+
+
+def test_a_save_that_is_under_way_is_no_problem(role_dir: Path) -> None:
+    root = role_dir.parent.parent
+    stage(layout.step_dir(root, 6) / ROLE, 6)
+    assert verify(root).is_sound
+
+
+@pytest.mark.parametrize(("where", "above", "roles"), [("", "..", 1), ("..", "..", 2), ("..", ".", 1), ("", ".", 1)])
+def test_a_folder_above(role_dir: Path, where: str, above: str, roles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(role_dir / where)
+    report = verify(Path(above))
+    assert report.is_sound
+    assert len(report.roles) == roles
+
+
+def test_a_name_that_is_no_text(role_dir: Path) -> None:
+    """In a locale whose terminals take nothing else Python prints nothing else, and raises."""
+    strange = os.fsencode(role_dir.parent.parent.with_name("ck")) + b"\xff"
+    os.rename(role_dir.parent.parent, strange)
+    for command in (["verify"], ["list"], ["prune", "--dry-run"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "mcore_ckpt.cli.main", *command, strange],
+            env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_is_verified_is_not_deleted(role_dir: Path) -> None:
+    root = role_dir.parent.parent
+    deleted = []
+    report = verify(root, progress=lambda done, total: deleted.extend(delete_old_steps(root, Policy(1))))
+    assert report.is_sound
+    assert deleted == []
+    assert delete_old_steps(root, Policy(1)) == [3]
 
 
 @pytest.mark.parametrize(
@@ -232,8 +296,9 @@ def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     (damage,) = answer["roles"][1]["damages"]
     assert (damage["file"], damage["rank"], damage["tensor"]) == (MODEL_FILE, 0, "embedding.weight")
     assert main(["verify", str(root), "--step", "4"]) == 1
-    assert main(["verify", str(root / "nowhere")]) == 1
-    assert "no checkpoint" in capsys.readouterr().err
+    assert "no checkpoint of step 4" in capsys.readouterr().err
+    assert main(["verify", str(root / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_nothing_to_verify(tmp_path: Path) -> None:
