@@ -6,6 +6,7 @@ import atexit
 import logging
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from mcore_ckpt import knobs, layout
@@ -70,6 +71,7 @@ class Uploads:
         self._lock = threading.Lock()
         self._waiting: dict[int, StepUpload] = {}  # committed here, and not in the store yet
         self._begun: dict[str, Upload] = {}  # by folder: what a failed one has sent need not go again
+        self._pins: dict[int, bool] = {}  # of steps that are here, or were when the store was told last
         self._latest = -1
         self._asked = False
         self._thread: threading.Thread | None = None
@@ -81,6 +83,7 @@ class Uploads:
         `policy`: what is to stay there from now on; None: as before.
         """
         upload = StepUpload(step)
+        self._look_at_pins()
         with self._lock:
             self._policy = policy or self._policy
             self._latest = step
@@ -140,8 +143,17 @@ class Uploads:
                 return  # a newer one has come meanwhile, and is worth more: this one's turn comes again
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
-                pinned = {status.step: status.pinned for status in steps.list_steps(self._root) if status.committed}
-                settle(self._remote, uploaded, self._begun, self._policy, pinned, self._latest)
+                seen, pins = self._look_at_pins(), dict(self._pins)
+                settle(self._remote, uploaded, self._begun, self._policy, pins, self._latest)
+                self._pins = seen
+
+    def _look_at_pins(self) -> dict[int, bool]:
+        """Of the steps that are here. At each commit, too: behind it one that was just unpinned may be deleted."""
+        seen: dict[int, bool] = {}
+        with suppress(OSError):
+            seen = {status.step: status.pinned for status in steps.list_steps(self._root) if status.committed}
+        self._pins = self._pins | seen
+        return seen
 
     def _todo(self, there: list[RemoteStep]) -> list[int]:
         """Steps to upload, the newest first: those committed here, and what earlier runs have left."""

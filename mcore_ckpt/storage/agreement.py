@@ -124,7 +124,8 @@ class Agreement:
     def _forget_left_rounds(self) -> None:
         """Deletes the keys of rounds that all ranks have left: whoever has submitted to a round has left those before.
 
-        Of a round within another one (`exporting.py`) that is not so, but the next begins when all have left both.
+        Of the one round within another (`exporting.py`) that is not so, but the next begins when all have left both; a
+        second one within the same would delete what was submitted to the outer.
         Rank 0 may be several rounds ahead, having failed each of them at once: the others have yet to hear of those.
         """
 

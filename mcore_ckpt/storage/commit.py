@@ -271,8 +271,10 @@ def sweep(root: Path, role: str, alone: bool) -> None:
     for name in {work.role for entry, work in _work_dirs(root) if entry.parent == root}:
         _sweep_step(root, name, only)
     for step_path in _own_steps(root):
-        with suppress(PermissionError):  # somebody else's: nothing of this role is in it
+        try:
             _sweep_step(step_path, role, alone)
+        except PermissionError as error:  # somebody else's
+            logger.warning("%s stays as it is: %s", step_path, error)
 
 
 def _work_dirs(root: Path) -> list[tuple[Path, layout.RoleWorkDir]]:
@@ -299,7 +301,7 @@ def find_remains(root: Path, role: str | None = None) -> list[Path]:
         flat = entry.parent == root  # its role is not in its name
         if (role not in (None, work.role) and not flat) or not _is_remains(entry, alone=False):
             continue
-        if work.purpose == "staging" or (entry.parent / work.role / layout.MANIFEST_FILE).exists():
+        if work.purpose == "staging" or os.path.exists(entry.parent / work.role / layout.MANIFEST_FILE):
             found.append(entry)
     return found
 

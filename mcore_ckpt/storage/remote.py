@@ -172,7 +172,7 @@ class Remote:
         stream = self.fs.open(path, "wb", block_size=part_bytes)
         try:
             if is_local:
-                os.fchmod(stream.fileno(), stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & FILE_MODE)
+                _protect(stream.fileno())
             yield stream
             if is_local:
                 stream.flush()
@@ -345,6 +345,14 @@ def public_url(url: str) -> str:
 def _secrets(url: str) -> list[str]:
     parts = urlsplit(url)
     return [text for text in (parts.netloc.rpartition("@")[0], parts.password, parts.query) if text]
+
+
+def _protect(descriptor: int) -> None:
+    """Nobody else may write to a file, whatever the umask says; some mounts know no permissions."""
+    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    if mode & ~FILE_MODE:
+        with suppress(OSError):
+            os.fchmod(descriptor, mode & FILE_MODE)
 
 
 def _abandon(stream: Any) -> None:

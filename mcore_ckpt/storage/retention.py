@@ -6,6 +6,7 @@ after its commit, one that was started anew, or `mcore-ckpt prune` beside it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -173,6 +174,7 @@ def delete_step(status: StepStatus) -> str | None:
     except CheckpointCorruptError as error:
         return str(error)
     except OSError as error:
+        logger.warning("%s is too old, but stays: it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
     shutil.rmtree(doomed, ignore_errors=True)
     if os.path.lexists(doomed):
@@ -190,23 +192,30 @@ def _move_away(status: StepStatus, doomed: Path) -> str | None:
     except OSError:
         (status.path / layout.OWNER_FILE).unlink(missing_ok=True)
         raise
-    obstacle = obstacle_to(status, doomed)
+    try:
+        obstacle = obstacle_to(status, doomed)
+    except OSError as error:
+        obstacle = f"it cannot be looked at: {error}"
     if obstacle is not None:
         (doomed / layout.OWNER_FILE).unlink(missing_ok=True)
         os.rename(doomed, status.path)
-    sync_dir(status.path.parent)
+    with suppress(OSError):  # gone or back it is already
+        sync_dir(status.path.parent)
     return obstacle
 
 
 def obstacle_to(status: StepStatus, path: Path) -> str | None:
-    """What has changed since a step was judged, or is under way in it; `path` is where it is now."""
+    """What has changed since a step was judged, or is under way in it; `path` is where it is now.
+
+    Raises OSError: it is gone, or cannot be deleted.
+    """
     if path.is_symlink():
         return "it is a link, and what it names may be somebody else's"
     if (path / layout.PINNED_FILE).exists():
         return "it was pinned"
-    protected = [folder for folder in (path, *map(path.joinpath, status.committed)) if _is_protected(folder)]
-    if protected:
-        return f"{protected[0].name} may not be changed: it is somebody else's, or protected"
+    for folder in (path, *map(path.joinpath, sorted(status.committed))):
+        if _is_protected(folder):
+            raise PermissionError(errno.EACCES, "may not be changed: it is somebody else's, or protected", str(folder))
     if commit.is_in_use(path, status.path):
         return "a save is under way in it"
     flat = {status.flat or path.name} if (path / layout.MANIFEST_FILE).exists() else set()
@@ -217,7 +226,9 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 
 def _is_protected(folder: Path) -> bool:
     """Whether its files could not be removed: moved away all the same it would take its space, and be lost."""
-    return folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+    # The filter of an old container answers no to whatever is asked: then removing has to show.
+    is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)
+    return is_seen and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def _is_committed(entry: Path) -> bool:
@@ -285,8 +296,7 @@ def prune(root: Path, policy: Policy, *, role: str | None = None, dry_run: bool 
 
     Args:
         root: the folder of the steps.
-        policy: what is to stay. The newest complete step always does, and that which the tracker names: after a
-            rollback it is the one saved last.
+        policy: what is to stay. The newest complete step always does, and that which the tracker names.
         role: touch only steps that have this role, and its remains. A step goes with all its roles.
         dry_run: tell, and delete nothing.
 
@@ -323,6 +333,6 @@ def _nbytes(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total

@@ -19,7 +19,7 @@ from mcore_ckpt.storage.agreement import Agreement, Limit, missing, no_word, pol
 def take_seat(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
     """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process.
 
-    Every rank calls it, those of one name in the same order.
+    Every rank calls it, for the same names in the same order: it waits for all of them.
 
     Args:
         name: the same on all ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,14 +95,6 @@ def verify(
     """
     path = path.resolve() if ".." in path.parts else path.absolute()  # names say what a folder is
     roles, problems = _selected(path, step)
-    with reading(roles):
-        verdicts, seconds = _verify_all(roles, deep, progress)
-    return Report(verdicts, tuple(problems), seconds)
-
-
-def _verify_all(
-    roles: Sequence[Path], deep: bool, progress: Callable[[int, int], None]
-) -> tuple[tuple[Verdict, ...], float]:
     total, done, lock = sum(map(_nbytes, roles)), [0], threading.Lock()
 
     def count(nbytes: int) -> None:
@@ -110,13 +103,18 @@ def _verify_all(
         progress(done[0], total)
 
     started = time.monotonic()
-    verdicts = tuple(verify_role(role_dir, deep, count) for role_dir in roles)
-    return verdicts, time.monotonic() - started
+    verdicts = []
+    for role_dir in roles:
+        # One at a time: retention, which goes on meanwhile, must not wait for all of them.
+        with reading([role_dir]):
+            if os.path.lexists(role_dir):
+                verdicts.append(verify_role(role_dir, deep, count))
+    return Report(tuple(verdicts), tuple(problems), time.monotonic() - started)
 
 
 def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
     """The folders of roles, and what is wrong with steps as a whole."""
-    if (path / layout.MANIFEST_FILE).exists() or layout.parse_step(path.parent.name) is not None:
+    if os.path.exists(path / layout.MANIFEST_FILE) or layout.parse_step(path.parent.name) is not None:
         found = layout.parse_step(path.parent.name)
         found = layout.parse_step(path.name) if found is None else found
         if step is not None and found != step:
@@ -141,7 +139,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
 def _damaged(status: steps.StepStatus) -> set[str]:
     """Roles whose manifest is there, and is no good."""
     missing = status.declared - status.committed
-    return {role for role in missing if (status.role_dir(role) / layout.MANIFEST_FILE).exists()}
+    return {role for role in missing if os.path.exists(status.role_dir(role) / layout.MANIFEST_FILE)}
 
 
 def _nbytes(role_dir: Path) -> int:

@@ -160,6 +160,22 @@ def test_what_is_pinned_here_stays_in_the_store_when_this_disk_is_lost(remote: R
         assert set(versions(remote)) == ({1, 3, 4} if pinned else {1, 4})
 
 
+def test_what_was_unpinned_is_told_although_it_is_deleted_here_at_once(remote: Remote, root: Path) -> None:
+    """As retention does behind the same commit, while the upload has only begun."""
+    uploads = uploads_of(remote, root, keep=1)
+    save(root, 1, version=1)
+    pin(root, 1)
+    upload(uploads, 1)
+    unpin(root, 1)
+    save(root, 2, version=2)
+    told = uploads.committed(2)
+    assert delete_old_steps(root, Policy(1)) in ([1], [])
+    assert told.wait(LONG_S)
+    assert uploads.wait(LONG_S)
+    delete_old_steps(root, Policy(1))
+    assert versions(remote) == {2: 2}
+
+
 @pytest.mark.parametrize("what", ["step", "role"])
 def test_what_a_link_in_the_store_leads_to_stays(root: Path, tmp_path: Path, what: str) -> None:
     """Somebody has moved it to a better place: it is not the store's any more."""

@@ -206,7 +206,7 @@ def test_a_step_that_is_a_link_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["step", "role"])
-def test_a_step_that_is_protected_stays_whole(tmp_path: Path, which: str) -> None:
+def test_a_step_that_is_protected_stays_whole(tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture) -> None:
     """Renamed it could be, but its files not be removed: it would be lost, and still take its space."""
     for step in (1, 2, 3, 4):
         make(layout.step_dir(tmp_path, step) / ROLE, step)
@@ -219,7 +219,9 @@ def test_a_step_that_is_protected_stays_whole(tmp_path: Path, which: str) -> Non
     assert checkpoints(tmp_path) == {2: 2, 4: 4}
     for found in (told[2], pruned[2]):
         assert found.stays
-        assert f"{folder.name} may not be changed" in found.reason
+        assert "may not be changed" in found.reason
+        assert found.reason.endswith(f"/{folder.name}'")
+    assert "may not be changed" in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM, errno.EIO])

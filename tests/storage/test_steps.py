@@ -92,6 +92,12 @@ def a_protected_role(path: Path) -> None:
     protect(path / ROLE)
 
 
+def a_protected_role_that_another_declares(path: Path) -> None:
+    for role in (ROLE, "critic"):
+        make(path / role, 3, (ROLE, "critic"))
+    protect(path / "critic")
+
+
 def a_link_to_nothing(path: Path) -> None:
     path.symlink_to("elsewhere")
 
@@ -107,9 +113,19 @@ def a_link_to_what_is_protected(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "put", [a_protected_folder, a_protected_role, a_link_to_nothing, a_link_to_itself, a_link_to_what_is_protected]
+    "put",
+    [
+        a_protected_folder,
+        a_protected_role,
+        a_protected_role_that_another_declares,
+        a_link_to_nothing,
+        a_link_to_itself,
+        a_link_to_what_is_protected,
+    ],
 )
-def test_one_that_cannot_be_read_is_its_own_problem(tmp_path: Path, put: Callable[[Path], None]) -> None:
+def test_one_that_cannot_be_read_is_its_own_problem(
+    tmp_path: Path, put: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Else one step of somebody else's would keep a trainer from all its own."""
     for step in (1, 2):
         make(layout.step_dir(tmp_path, step) / ROLE, step)
@@ -127,7 +143,11 @@ def test_one_that_cannot_be_read_is_its_own_problem(tmp_path: Path, put: Callabl
         assert delete_old_steps(tmp_path, Policy(1)) == [1]
         assert os.path.lexists(strange)
         assert main(["list", str(tmp_path)]) == 0
+        capsys.readouterr()
         assert main(["verify", str(tmp_path)]) == 1
+        told = capsys.readouterr().out
+        assert "global_steps_2/actor: sound" in told
+        assert "cannot be read" in told
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])

@@ -1,5 +1,6 @@
 """Whatever changes in a committed checkpoint is found, and named by file, rank, tensor and bytes."""
 
+import itertools
 import json
 import os
 import random
@@ -243,13 +244,16 @@ def test_a_name_that_is_no_text(role_dir: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_what_is_verified_is_not_deleted(role_dir: Path) -> None:
+def test_what_is_verified_is_not_deleted_and_what_comes_later_may_be(role_dir: Path) -> None:
     root = role_dir.parent.parent
-    deleted = []
-    report = verify(root, progress=lambda done, total: deleted.extend(delete_old_steps(root, Policy(1))))
+    make(layout.step_dir(root, 6) / ROLE, 6)
+    steps.update_tracker(root)
+    deleted: list[list[int]] = []
+    report = verify(root, progress=lambda done, total: deleted.append(delete_old_steps(root, Policy(1))))
     assert report.is_sound
-    assert deleted == []
-    assert delete_old_steps(root, Policy(1)) == [3]
+    # While the first one is read, the second goes; the first goes when it has been read.
+    assert list(itertools.chain(*deleted)) == [5, 3]
+    assert [verdict.path.parent.name for verdict in report.roles] == ["global_steps_3", "global_steps_6"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Evaluator(areal.Evaluator):
-    """Same configuration and calls."""
+    """Same configuration and calls. Every rank makes one, which waits for the others."""
 
     def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
         self.config = config

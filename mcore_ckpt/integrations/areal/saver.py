@@ -29,7 +29,9 @@ def export_name(epoch: int, step: int, global_step: int) -> str:
 
 
 class Saver(areal.Saver):
-    """Same configuration, paths and calls. Each role has a schedule of its own, and a folder appears when it is whole.
+    """Same configuration, paths and calls. Every rank makes one, which waits for the others.
+
+    Each role has a schedule of its own, and a folder appears when it is whole.
 
     `mode`: "sync"; "async", which lets training go on once the weights are copied, with engines of ours, and as AReaL's
     falls back to "sync" with others; "auto" does so without a word.

@@ -53,7 +53,8 @@ class Unit:
 
 
 class RecoverUnits:
-    """The units below one root. Every rank that runs the trainer makes one and calls its methods.
+    """The units below one root. Every rank that runs the trainer makes one, which waits for the others, and calls its
+    methods.
 
     Args:
         root: the folder of the steps.
