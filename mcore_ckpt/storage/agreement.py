@@ -159,8 +159,7 @@ class Round:
         self._prefix = prefix
         self._topic = topic
         self._limit = limit
-        # Rank 0 knows who is silent: the others wait a little longer, to hear it from there.
-        self._timeout_s = timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, knobs.HEAR_OUT_S)
+        self._timeout_s = patience(rank, timeout_s)
         self._deadline = time.monotonic() + self._timeout_s
 
     def shorten(self, seconds: float) -> None:
@@ -269,6 +268,13 @@ class Round:
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
         return poll(ready, self._world_size, self._deadline, self._limit)
+
+
+def patience(rank: int, timeout_s: float) -> float:
+    """How long a rank waits (seconds). Rank 0 knows who is silent: the others wait a little longer, to hear it from
+    there.
+    """
+    return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, knobs.HEAR_OUT_S)
 
 
 def pack(message: Record) -> bytes:

@@ -11,9 +11,8 @@ import time
 import uuid
 from typing import Any
 
-from mcore_ckpt import knobs
 from mcore_ckpt.errors import AgreementError
-from mcore_ckpt.storage.agreement import Agreement, Limit, missing, no_word, poll, store_failures
+from mcore_ckpt.storage.agreement import Agreement, Limit, missing, no_word, patience, poll, store_failures
 
 
 def take_seat(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
@@ -79,8 +78,7 @@ def _answer(store: Any, namespace: str, rank: int, world_size: int, timeout_s: f
             store.set(_here(namespace, name, rank), word)
         return False
 
-    # Rank 0 knows who is missing, and gives up first.
-    seconds = timeout_s + min(timeout_s / 2, knobs.HEAR_OUT_S)
+    seconds = patience(rank, timeout_s)
     if not poll(met, world_size, time.monotonic() + seconds, Limit()):
         raise AgreementError(
             f"{topic}: rank {rank} waited {seconds:g} s for rank 0, which is dead or stuck, or waits for another rank"
