@@ -1,4 +1,4 @@
-"""Builds mcore_ckpt._native from csrc/: with CUDA if nvcc is found, host-only elsewhere or with MCORE_CKPT_CUDA=0."""
+"""Builds mcore_ckpt.io._native from csrc/: with CUDA if nvcc is found, host-only elsewhere or with MCORE_CKPT_CUDA=0."""
 
 import json
 import os
@@ -73,7 +73,7 @@ class BuildNative(build_ext):
 
 
 native = Pybind11Extension(
-    "mcore_ckpt._native",
+    "mcore_ckpt.io._native",
     HOST_SOURCES,
     depends=[str(path) for path in Path("csrc").glob("*")],
     cxx_std=17,

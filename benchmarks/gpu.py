@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 GIGABYTE = 10**9
 GROUP_BYTES = 16 << 20

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 MEBIBYTE = 1 << 20
 

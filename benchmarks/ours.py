@@ -12,7 +12,8 @@ from measuring import Contender
 from references import delete, drop_by_rank_0
 from training_state import TrainingState
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, layout
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.checkpoint import file_names
 
 
 class Ours:
@@ -46,7 +47,7 @@ class Ours:
 
     def forget(self) -> None:
         dist.barrier()
-        delete(layout.step_dir(self.root, self._step))
+        delete(file_names.step_dir(self.root, self._step))
 
     def finish_and_forget(self) -> None:
         self.finish()
@@ -57,12 +58,12 @@ class Ours:
 
     def folder(self) -> Path:
         """The last save's files of the one role."""
-        return layout.step_dir(self.root, self._step) / "actor"
+        return file_names.step_dir(self.root, self._step) / "actor"
 
     def files_of_rank(self) -> list[Path]:
         """What a rank of a data-parallel training loads from: the model, which all share, and its own optimizer."""
         model = sorted(self.folder().glob("model/*/*.pt"))
-        return [*model, self.folder() / layout.optimizer_file(0, 0, 0, dist.get_rank())]
+        return [*model, self.folder() / file_names.optimizer_file(0, 0, 0, dist.get_rank())]
 
     def saving(self, name: str = "durable save") -> Contender:
         return Contender(name, self.save, after=self.forget)

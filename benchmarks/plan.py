@@ -23,13 +23,12 @@ from typing import Any
 from measuring import Findings, machine_facts, peak_memory, print_found, reset_peak_memory
 from simulated import KINDS, Layout, Model, Part, write_checkpoint
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.formats.locate import Source, Sources, Wanted
+from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.sharding.overlap import _placed
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
-from mcore_ckpt.sources import Source, Sources, Wanted
-from mcore_ckpt.storage.catalog import Catalog
-from mcore_ckpt.storage.reader import read_manifest
-from mcore_ckpt.topology import RankCoordinates
 
 SAVED, WANTED, ALONE = Layout(8, 8, 16), Layout(4, 4, 64), Layout(1, 1, 1)
 
@@ -95,7 +94,7 @@ def report(findings: Findings, what: str, repeats: int, run: Callable[[], list[S
 
 def plan(role_dir: Path, model: Model, wanted: Layout, at: RankCoordinates) -> list[Source]:
     """Finds everything a rank has to fill, in the order of `planning._plan`."""
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     sources = Sources(Catalog(role_dir, manifest), wanted.topology, at, None)
     parts = wanted.model_parts(model, at)
     found = [_find(sources, part, MODEL) for part in parts]

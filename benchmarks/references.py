@@ -27,7 +27,7 @@ from measuring import Contender, each_rank, show, slowest
 from megatron.core import dist_checkpointing
 from training_state import TrainingState, rank_tensors, threads_of_rank
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 PIECE_BYTES = 16 << 20
 PAGE_BYTES = 4096

@@ -17,8 +17,9 @@ from ours import Ours
 from references import best_threads, deleting, drop_caches, extra_memory, raw_copy
 from training_state import build, shape_of_size
 
-from mcore_ckpt.resharding.reshard import reshard, select
-from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.reshard.reshard import reshard
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 LAYOUTS = {
     "pp2, dp2": WantedLayout(pp=2, dp=2),

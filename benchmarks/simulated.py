@@ -11,12 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.index import FileIndex, block_count, encode_index
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, runs
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
-from mcore_ckpt.storage.index import FileIndex, block_count, encode_index
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest, encode_manifest
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 ROW = 0
@@ -160,9 +160,9 @@ def write_checkpoint(
     files = []
     for rank, at in enumerate(ranks):
         local = parts[at.pp, at.tp]
-        mine = [(layout.optimizer_file(*at.place), "optimizer", saved.optimizer_parts(local, at.dp))]
+        mine = [(file_names.optimizer_file(*at.place), "optimizer", saved.optimizer_parts(local, at.dp))]
         if at.dp == 0:
-            mine.append((layout.model_file(at.tp, at.pp), "model", local))
+            mine.append((file_names.model_file(at.tp, at.pp), "model", local))
         for path, kind, held in mine:
             holds = tuple(runs(positions[part.name] for part in held))
             record = FileRecord(path, kind, rank, 1, 0, IndexPlace(0, 1, 0), holds)
@@ -183,7 +183,7 @@ def write_checkpoint(
         tensors=tuple(names),
         files=tuple(files),
     )
-    (role_dir / layout.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest
 
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt import layout
-from mcore_ckpt.hf.architecture import read_model
-from mcore_ckpt.hf.mapping import hf_tensors
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
+from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.ranks.topology import Topology, coordinates_of
+from mcore_ckpt.save.capture import FileTensors, capture_in_place
 from mcore_ckpt.sharding.cuts import Cut, axes_of
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, runs
 from mcore_ckpt.sharding.regions import Shape
-from mcore_ckpt.staging.capture import FileTensors, capture_in_place
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.file_plan import ImageCache, plan_file
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.writer import ImageWriter
-from mcore_ckpt.topology import Topology, coordinates_of
+from mcore_ckpt.steps import commit
 
 TP = PP = 2
 
@@ -50,7 +50,7 @@ def qwen3_of_size(gigabytes: float) -> dict[str, Any]:
 
 def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
     """A committed checkpoint of the model's weights alone, by this package's own writers; its role's folder."""
-    role_dir = layout.step_dir(root, 1) / "actor"
+    role_dir = file_names.step_dir(root, 1) / "actor"
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
     model = read_model(config)
@@ -66,7 +66,7 @@ def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
             records.append(
                 FileRecord(written.path, written.kind, pp * TP + tp, written.size, written.crc32, written.index, holds)
             )
-    huggingface = staging / layout.HUGGINGFACE_DIR
+    huggingface = staging / file_names.HUGGINGFACE_DIR
     huggingface.mkdir()
     (huggingface / "config.json").write_text(json.dumps(config))
     commit.seal(staging, _manifest(attempt, names, records))
@@ -94,7 +94,7 @@ def _write_file(staging: Path, pp: int, tp: int, shapes: Mapping[str, Shape], bi
         start = (number * 1_234_567) % (len(bits) - region.numel + 1)
         tensor = bits[start : start + region.numel].view(region.local_shape)
         writes.append(TensorWrite((name,), ShardKey(name, MODEL), region, tensor, region.local_shape))
-    plan = plan_file(WriteRequest(layout.model_file(tp, pp), "model", tuple(writes)), 0, ImageCache())
+    plan = plan_file(WriteRequest(file_names.model_file(tp, pp), "model", tuple(writes)), 0, ImageCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in writes])])
     with ImageWriter(staging, capture.writes, _Alone()) as writer:
         writer.start()

@@ -212,6 +212,6 @@ def _adams(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def threads_of_rank() -> int:
     """As many as ours copies with, so that a ratio compares copies and not thread counts."""
-    from mcore_ckpt.knobs import HOST_THREADS
+    from mcore_ckpt.io.tuning import HOST_THREADS
 
     return min(HOST_THREADS, os.cpu_count() or 1)

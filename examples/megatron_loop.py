@@ -18,12 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
-from mcore_ckpt.integrations.megatron import (
-    configure,
-    load_checkpoint,
-    maybe_finalize_async_save,
-    save_checkpoint,
-)
+from mcore_ckpt.integrations.megatron import configure, load_checkpoint, maybe_finalize_async_save, save_checkpoint
 
 VOCABULARY, LENGTH, BATCH = 64, 32, 4
 

@@ -6,35 +6,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mcore_ckpt.background import SaveHandle
     from mcore_ckpt.config import CheckpointConfig
-    from mcore_ckpt.loading import LoadReport, LoadResult
+    from mcore_ckpt.load.huggingface import HfLoadReport, load_hf
+    from mcore_ckpt.load.load import LoadReport, LoadResult
     from mcore_ckpt.manager import CheckpointManager
-    from mcore_ckpt.saving import SaveReport
-    from mcore_ckpt.storage.retention import pin, unpin
+    from mcore_ckpt.save.background import SaveHandle
+    from mcore_ckpt.save.save import SaveReport
+    from mcore_ckpt.steps.pins import pin, unpin
 
 __all__ = [
     "CheckpointConfig",
     "CheckpointManager",
+    "HfLoadReport",
     "LoadReport",
     "LoadResult",
     "SaveHandle",
     "SaveReport",
+    "load_hf",
     "pin",
     "unpin",
 ]
 
-# Imported when they are asked for (PEP 562): they need torch, which takes seconds, and Python imports this file before
-# any other of the package, so that `mcore-ckpt --help` would wait for it.
+# These names are imported when they are first asked for (PEP 562). They need torch, which takes seconds to import, and
+# Python runs this file before any other of the package, so `mcore-ckpt --help` would wait for it.
 _MODULES = {
     "CheckpointConfig": "config",
     "CheckpointManager": "manager",
-    "LoadReport": "loading",
-    "LoadResult": "loading",
-    "SaveHandle": "background",
-    "SaveReport": "saving",
-    "pin": "storage.retention",
-    "unpin": "storage.retention",
+    "HfLoadReport": "load.huggingface",
+    "LoadReport": "load.load",
+    "LoadResult": "load.load",
+    "SaveHandle": "save.background",
+    "SaveReport": "save.save",
+    "load_hf": "load.huggingface",
+    "pin": "steps.pins",
+    "unpin": "steps.pins",
 }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt import layout
+from mcore_ckpt.errors import InvalidArgumentError
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
@@ -62,7 +62,7 @@ class CheckpointConfig:
         strict: raise on a checkpoint that turns out bad while it is read, instead of loading the next older one.
 
     Raises:
-        ValueError: a value is outside what it may be.
+        InvalidArgumentError: a value is outside what it may be.
 
     Example:
         >>> CheckpointConfig(save_contents=("model", "optimizer", "extra"), max_to_keep=2).max_to_keep
@@ -94,55 +94,62 @@ class CheckpointConfig:
         for field in ("save_contents", "load_contents"):
             object.__setattr__(self, field, _contents(field, getattr(self, field)))
         if self.max_to_keep is not None and (not isinstance(self.max_to_keep, int) or self.max_to_keep < 1):
-            raise ValueError(f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint")
+            raise InvalidArgumentError(
+                f"max_to_keep is {self.max_to_keep!r}: use 1 or more, or None to keep every checkpoint"
+            )
         if not _is_step_count(self.keep_every):
-            raise ValueError(f"keep_every is {self.keep_every!r}: use 1 or more, or None")
+            raise InvalidArgumentError(f"keep_every is {self.keep_every!r}: use 1 or more, or None")
         if self.keep_every is not None and self.max_to_keep is None:
-            raise ValueError("keep_every is given without max_to_keep, which keeps every step: give both")
+            raise InvalidArgumentError("keep_every is given without max_to_keep, which keeps every step: give both")
         if self.skip_frozen and "hf_model" in self.save_contents:
-            raise ValueError("save_contents has 'hf_model', whose parameters skip_frozen leaves out: drop one of them")
+            raise InvalidArgumentError(
+                "save_contents has 'hf_model', whose parameters skip_frozen leaves out: drop one of them"
+            )
         if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
-            raise ValueError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
+            raise InvalidArgumentError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
         if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
+            raise InvalidArgumentError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
         if not self.upload_timeout_s >= 0:
-            raise ValueError(f"upload_timeout_s is {self.upload_timeout_s}: use seconds, or 0 to wait for no upload")
+            raise InvalidArgumentError(
+                f"upload_timeout_s is {self.upload_timeout_s}: use seconds, or 0 to wait for no upload"
+            )
         if not _is_step_count(self.assume_optimizer_step):
-            raise ValueError(f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None")
+            raise InvalidArgumentError(
+                f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None"
+            )
         if self.roles is not None:
-            object.__setattr__(self, "roles", check_roles(self.roles))
+            object.__setattr__(self, "roles", _unique_roles(self.roles))
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
-                raise ValueError(f"{field} is {getattr(self, field)!r}: use one of {', '.join(map(repr, choices))}")
+                raise InvalidArgumentError(
+                    f"{field} is {getattr(self, field)!r}: use one of {', '.join(map(repr, choices))}"
+                )
         if self.max_host_bytes is not None and (not isinstance(self.max_host_bytes, int) or self.max_host_bytes < 1):
-            raise ValueError(f"max_host_bytes is {self.max_host_bytes!r}: use 1 or more, or None for no limit")
+            raise InvalidArgumentError(
+                f"max_host_bytes is {self.max_host_bytes!r}: use 1 or more, or None for no limit"
+            )
 
 
 def _is_step_count(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
-def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles of a step, each once.
-
-    Raises ValueError for a string, which would be one role per letter, and for roles that are one folder where the file
-    system does not tell capital letters from small ones.
-    """
+def _unique_roles(roles: Sequence[str]) -> tuple[str, ...]:
+    """The roles, each once. Whether they can be folder names, `checkpoint.file_names.check_roles` says."""
     if isinstance(roles, str):
-        raise ValueError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
-    unique = tuple(dict.fromkeys(map(layout.check_role, roles)))
-    if len({role.lower() for role in unique}) < len(unique):
-        raise ValueError(f"roles {unique} differ in capital letters alone: on some file systems they are one folder")
-    return unique
+        raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
+    return tuple(dict.fromkeys(roles))
 
 
 def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str, ...]:
     if isinstance(words, str):
-        raise ValueError(f"{field} is the string {words!r}: use a list of words, such as ['model', 'optimizer']")
+        raise InvalidArgumentError(
+            f"{field} is the string {words!r}: use a list of words, such as ['model', 'optimizer']"
+        )
     words = tuple(words)
     for word in words:
         if word not in CONTENT_WORDS:
-            raise ValueError(f"{field} has {word!r}: the words are {', '.join(CONTENT_WORDS)}")
+            raise InvalidArgumentError(f"{field} has {word!r}: the words are {', '.join(CONTENT_WORDS)}")
     if not words:
-        raise ValueError(f"{field} is empty: nothing would be done")
+        raise InvalidArgumentError(f"{field} is empty: nothing would be done")
     return words

@@ -52,6 +52,18 @@ class AgreementError(CheckpointError):
     """The ranks could not agree outside a save: one is missing, late, or the key-value store is gone."""
 
 
+class InvalidArgumentError(CheckpointError, ValueError):
+    """An argument has a value that it may not have, or two arguments contradict each other. Nothing has been done."""
+
+
+class InvalidTypeError(CheckpointError, TypeError):
+    """An argument is of a type that the call does not take. Nothing has been done."""
+
+
+class InvalidStateError(CheckpointError, RuntimeError):
+    """The call needs something that is not set up yet, such as megatron's parallel state. Nothing has been done."""
+
+
 _BY_NAME: dict[str, type[CheckpointError]] = {
     cls.__name__: cls
     for cls in (
@@ -65,6 +77,9 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         LockedError,
         RemoteError,
         AgreementError,
+        InvalidArgumentError,
+        InvalidTypeError,
+        InvalidStateError,
     )
 }
 

@@ -13,39 +13,41 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt import layout
-from mcore_ckpt.background import BackgroundSaves, SaveHandle
-from mcore_ckpt.config import CheckpointConfig, check_roles
-from mcore_ckpt.errors import CheckpointError, CommitError
-from mcore_ckpt.exporting import check_exportable
-from mcore_ckpt.loading import VERIFY_WORDS, LoadResult, load_checkpoint
-from mcore_ckpt.remote_candidates import newest_first, remote_steps
-from mcore_ckpt.saving import Save, SaveResources
-from mcore_ckpt.session import Session
-from mcore_ckpt.staging.guards import Guards
-from mcore_ckpt.staging.staging import Staging
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import StageRecord
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.io.store import Store
+from mcore_ckpt.load.candidates import newest_first, remote_steps
+from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_checkpoint
+from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide, same_everywhere
+from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
+from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.guards import Guards
+from mcore_ckpt.save.hf_export import check_exportable
+from mcore_ckpt.save.host_images import HostImages
+from mcore_ckpt.save.save import Save, SaveContext
 from mcore_ckpt.state.model import as_chunks, chunk_layers, read_model, unwrap
 from mcore_ckpt.state.optimizer import optimizer_parts
+from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
     refuse_unsupported_experts,
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
 )
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement, Record, agree, decide, same_everywhere
-from mcore_ckpt.storage.manifest import StageRecord
-from mcore_ckpt.storage.remote import Remote
-from mcore_ckpt.storage.retention import Policy
-from mcore_ckpt.storage.seats import take_seat
-from mcore_ckpt.storage.trainer_lock import TrainerLock
-from mcore_ckpt.storage.transaction import EarlierSaveError, open_together
-from mcore_ckpt.topology import is_first_optimizer_instance, read_replicas, read_topology
-from mcore_ckpt.uploading import Uploads
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.steps.retention import Policy
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
+from mcore_ckpt.steps.upload_queue import Uploads
 
 logger = logging.getLogger(__name__)
 
 _SETTING_UP = "setting up a CheckpointManager"
-LARGEST_STEP = 10**18  # what the tracker can hold (layout.parse_tracker)
+LARGEST_STEP = 10**18  # what the tracker can hold (file_names.parse_tracker)
 
 
 class CheckpointManager:
@@ -91,10 +93,9 @@ class CheckpointManager:
         agreement = take_seat(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         commits = take_seat(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
-            session = _session(
+            trainer, remote = _read_trainer(
                 agreement,
-                commits,
-                Path(root).absolute(),
+                Path(root).expanduser().absolute(),
                 role,
                 as_chunks(model),
                 config,
@@ -108,11 +109,15 @@ class CheckpointManager:
         except BaseException as error:
             agreement.withdraw(_SETTING_UP, error)
             raise
-        _set_up_together(session)
-        self._session = session
-        self._resources = SaveResources()
-        self._background = BackgroundSaves(session.commits, warns=config.if_failed == "warn")
-        self._guards = Guards(_changers(session) if _is_lazy(config) else [], session.staging.hold)
+        lock = TrainerLock(trainer.root, role)
+        _set_up_together(trainer, remote, lock)
+        self._trainer = trainer
+        self._remote = remote
+        self._context = SaveContext(
+            trainer, commits, HostImages(config.max_host_bytes), lock, _upload_queue(trainer, remote)
+        )
+        self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
+        self._guards = Guards(_changers(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
         self._has_saved = False
 
@@ -151,26 +156,26 @@ class CheckpointManager:
             CheckpointError: an earlier save that was under way has failed, and nobody was told yet. This one has not
                 been made.
         """
-        topic = f"saving step {step} of {self._session.role}"
+        topic = f"saving step {step} of {self._trainer.role}"
         started = time.perf_counter()
         with self._in_step(topic):
             extra_state = _read_extra_state(extra_state) if callable(extra_state) else extra_state
             self._check_save(step, extra_state)
             role_dir, counts = self._destination(step, path)
-            policy = _policy(self._session.config, max_to_keep)
-            declared = check_roles(roles or self._session.config.roles or ())
-            declared = check_roles([*declared, self._session.role])
+            policy = _policy(self._trainer.config, max_to_keep)
+            declared = file_names.check_roles(roles or self._trainer.config.roles or ())
+            declared = file_names.check_roles([*declared, self._trainer.role])
             busy, failure = self._unsettled()
-            parts = (self._session, self._resources, step, extra_state, declared, started, policy if counts else None)
+            parts = (self._context, step, extra_state, declared, started, policy if counts else None)
             # While another save is under way the host memory is its own.
             save = None if busy or failure else Save(*parts)
         with self._telling_of_earlier_save():
             prepare = partial(self._take_place, step, role_dir, counts)
-            attempt = open_together(self._session.agreement, topic, role_dir, busy, failure, prepare)
+            attempt = open_together(self._trainer.agreement, topic, role_dir, busy, failure, prepare)
         assert save is not None, "a rank that has none has told the others, and all have raised"
         save.begin(attempt)
         handle = SaveHandle(save)
-        if self._session.config.async_save:
+        if self._trainer.config.async_save:
             self._background.launch(handle, time.perf_counter() - started)
         else:
             self._background.run(handle)
@@ -200,23 +205,23 @@ class CheckpointManager:
             self._background.settle()
             self._check_contents("load_contents")
             if step is not None and path is not None:
-                raise ValueError("step and path are both given: use one")
+                raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
-                raise ValueError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
+                raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
         with self._telling_of_earlier_save():
             return load_checkpoint(
-                self._session, step, None if path is None else Path(path), self._background.failure(), verify
+                self._trainer, self._remote, step, _full_path(path), self._background.failure(), verify
             )
 
     @property
     def root(self) -> Path:
         """The folder of all steps."""
-        return self._session.root
+        return self._trainer.root
 
     @property
     def role(self) -> str:
         """The name of this manager's folder in each step."""
-        return self._session.role
+        return self._trainer.role
 
     def agree(self, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]) -> Record:
         """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values.
@@ -227,7 +232,7 @@ class CheckpointManager:
             AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
             CheckpointError: what `request` raised on any rank, or `answer`; the same on all ranks.
         """
-        return agree(self._session.agreement, topic, request, answer)
+        return agree(self._trainer.agreement, topic, request, answer)
 
     def latest_step(self) -> int | None:
         """The newest complete step of this role, here or in the remote store, or None. What one rank sees: no
@@ -235,9 +240,9 @@ class CheckpointManager:
 
         Raises RemoteError if there is none here and the store does not answer: it may have one.
         """
-        role = self._session.role
-        here = [status for status in steps.complete_steps(self._session.root) if role in status.committed]
-        there = remote_steps(self._session, None, required=not here)
+        role = self._trainer.role
+        here = [status for status in steps.complete_steps(self._trainer.root) if role in status.committed]
+        there = remote_steps(self._remote, self._trainer.root, None, required=not here)
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
     def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
@@ -251,7 +256,7 @@ class CheckpointManager:
 
         Raises RemoteError.
         """
-        there = remote_steps(self._session, step, required)
+        there = remote_steps(self._remote, self._trainer.root, step, required)
         return [found.step for found in there if found.is_complete and set(roles) <= set(found.committed)]
 
     def before_step(self) -> None:
@@ -260,7 +265,7 @@ class CheckpointManager:
         For trainers that change parameters by other means than `optimizer.step()`, parameter gathers and loading,
         which call it by themselves. The host does not wait; without a copy under way nothing happens.
         """
-        self._session.staging.hold()
+        self._context.host_images.hold()
 
     def wait(self) -> None:
         """Returns once no save is under way, on rank 0 no upload either, or after `upload_timeout_s`. Every rank calls
@@ -271,8 +276,8 @@ class CheckpointManager:
         """
         self._check_open()
         self._background.settle()
-        uploads = self._session.uploads
-        if uploads is not None and not uploads.wait(self._session.config.upload_timeout_s):
+        uploads = self._context.uploads
+        if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
             logger.warning("an upload is still under way, and goes on: upload_timeout_s is over")
         self._background.raise_failure()
 
@@ -288,39 +293,48 @@ class CheckpointManager:
             return
         self._background.settle()
         self._guards.remove()
-        self._session.staging.close()
+        self._context.host_images.close()
         self._closed = True
         try:
-            if self._session.uploads is not None:
-                self._session.uploads.close(self._session.config.upload_timeout_s)
+            if self._context.uploads is not None:
+                self._context.uploads.close(self._trainer.config.upload_timeout_s)
         finally:
             # Not before: the role's next trainer takes what is half uploaded for nobody's.
-            self._session.lock.release()
+            self._context.lock.release()
         self._background.raise_failure()
 
     def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
         """Where the checkpoint goes, and whether it is part of a step below the root. Raises ValueError."""
-        root, role = self._session.root, self._session.role
-        role_dir = layout.step_dir(root, step) / role if path is None else Path(os.path.abspath(path))
+        root, role = self._trainer.root, self._trainer.role
+        role_dir = (
+            file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))
+        )
         if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
-            raise ValueError(f"path {role_dir} is the folder of all steps, or above it: name the checkpoint's own")
-        of = layout.step_root(role_dir, role, step)
+            raise InvalidArgumentError(
+                f"path {role_dir} is the folder of all steps, or above it: name the checkpoint's own"
+            )
+        of = file_names.step_root(role_dir, role, step)
         if of is not None and of.resolve() == root.resolve():
             return role_dir, True
-        if layout.parse_step(role_dir.parent.name) is not None and role_dir.parent.parent.resolve() == root.resolve():
-            raise ValueError(f"path {role_dir} is in a step's folder, where it would be taken for a role: use {role}")
+        if (
+            file_names.parse_step(role_dir.parent.name) is not None
+            and role_dir.parent.parent.resolve() == root.resolve()
+        ):
+            raise InvalidArgumentError(
+                f"path {role_dir} is in a step's folder, where it would be taken for a role: use {role}"
+            )
         return role_dir, False
 
     def _take_place(self, step: int, role_dir: Path, counts: bool) -> None:
         """On rank 0: from here on this process is the role's trainer, so what others have left is nobody's."""
         # The other ranks wait for this one by their deadlines.
-        self._session.lock.take(self._session.config.timeout_s / 2)
+        self._context.lock.take(self._trainer.config.timeout_s / 2)
         if not self._has_saved:
-            commit.sweep(self._session.root, self._session.role, alone=True)
+            commit.sweep(self._trainer.root, self._trainer.role, alone=True)
         self._has_saved = True
         commit.sweep_beside(role_dir)
         if counts:
-            steps.check_one_spelling(self._session.root, role_dir, step)
+            steps.check_one_spelling(self._trainer.root, role_dir, step)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
@@ -328,7 +342,7 @@ class CheckpointManager:
         try:
             yield
         except BaseException as error:  # Ctrl-C too: this rank must not be one round behind the others after
-            self._session.agreement.withdraw(topic, error)
+            self._trainer.agreement.withdraw(topic, error)
             raise
 
     @contextmanager
@@ -342,7 +356,7 @@ class CheckpointManager:
 
     def _unsettled(self) -> tuple[bool, Record | None]:
         """Whether an earlier save is still under way, or has failed without anyone being told."""
-        if self._session.config.if_busy == "raise" and self._background.busy:
+        if self._trainer.config.if_busy == "raise" and self._background.busy:
             return True, None
         self._background.settle()
         return False, self._background.failure()
@@ -351,19 +365,21 @@ class CheckpointManager:
         self._check_open()
         self._check_contents("save_contents")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < LARGEST_STEP:
-            raise ValueError(f"step is {step!r}: use an integer of at least 0")
+            raise InvalidArgumentError(f"step is {step!r}: use an integer of at least 0")
         if extra_state is not None and not isinstance(extra_state, Mapping):
-            raise TypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
-        if extra_state is not None and "extra" not in self._session.config.save_contents:
-            raise ValueError("extra_state is given, but save_contents has no 'extra': it would be lost")
+            raise InvalidTypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
+        if extra_state is not None and "extra" not in self._trainer.config.save_contents:
+            raise InvalidArgumentError("extra_state is given, but save_contents has no 'extra': it would be lost")
 
     def _check_contents(self, field: str) -> None:
-        if self._session.optimizer is None and "optimizer" in getattr(self._session.config, field):
-            raise ValueError(f"{field} has 'optimizer', but there is none: hand one over or leave the word out")
+        if self._trainer.optimizer is None and "optimizer" in getattr(self._trainer.config, field):
+            raise InvalidArgumentError(
+                f"{field} has 'optimizer', but there is none: hand one over or leave the word out"
+            )
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("this CheckpointManager is closed: make a new one")
+            raise InvalidArgumentError("this CheckpointManager is closed: make a new one")
 
 
 def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
@@ -376,26 +392,30 @@ def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[s
         raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
-def _session(
+def _full_path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()
+
+
+def _read_trainer(
     agreement: Agreement,
-    commits: Agreement,
     root: Path,
     role: str,
     chunks: tuple[torch.nn.Module, ...],
     config: CheckpointConfig,
-    trainer: dict[str, Any],
-) -> Session:
-    """What is known of this rank alone. Raises TypeError, ValueError, UnsupportedError."""
-    if layout.check_role(role) not in (config.roles or (role,)):
-        raise ValueError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
-    if "hf_model" in config.save_contents and trainer["hf_config"] is None:
-        raise ValueError("save_contents has 'hf_model', but there is no hf_config: hand one over or leave the word out")
+    objects: dict[str, Any],
+) -> tuple[Trainer, RemoteSteps | None]:
+    """Reads what this rank can tell alone. Raises InvalidArgumentError, InvalidStateError, UnsupportedError."""
+    file_names.check_roles((role, *(config.roles or ())))
+    if role not in (config.roles or (role,)):
+        raise InvalidArgumentError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
+    if "hf_model" in config.save_contents and objects["hf_config"] is None:
+        raise InvalidArgumentError(
+            "save_contents has 'hf_model', but there is no hf_config: hand one over or leave the word out"
+        )
     coordinates, topology = read_topology(len(chunks))
-    # Now, not at the first upload: a package may be missing.
-    remote = None if config.remote is None else Remote(config.remote)
-    policy = Policy(config.max_to_keep, config.keep_every) if config.prune_remote else Policy()
-    uploads = None if remote is None else Uploads(remote, root, role, policy)
-    return Session(
+    # The store is opened now, not at the first upload, because its package may be missing.
+    remote = None if config.remote is None else RemoteSteps(Store(config.remote))
+    trainer = Trainer(
         root=root,
         role=role,
         chunks=chunks,
@@ -404,33 +424,38 @@ def _session(
         topology=topology,
         stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
         num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
-        vocab_size=config.vocab_size or _vocab_size(trainer["hf_config"]),
+        vocab_size=config.vocab_size or _vocab_size(objects["hf_config"]),
         first_instance=is_first_optimizer_instance(topology),
         replicas=read_replicas(),
         agreement=agreement,
-        commits=commits,
-        staging=Staging(config.max_host_bytes),
-        lock=TrainerLock(root, role),
-        remote=remote,
-        uploads=uploads if agreement.is_coordinator else None,
-        **trainer,
+        **objects,
     )
+    return trainer, remote
 
 
-def _set_up_together(session: Session) -> None:
+def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> Uploads | None:
+    """The queue of uploads; None without a store and on other ranks than 0."""
+    if remote is None or not trainer.agreement.is_coordinator:
+        return None
+    config = trainer.config
+    policy = Policy(config.max_to_keep, config.keep_every) if config.prune_remote else Policy()
+    return Uploads(remote, trainer.root, trainer.role, policy)
+
+
+def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> None:
     """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
-    config, chunks, optimizer = session.config, session.chunks, session.optimizer
+    config, chunks, optimizer = trainer.config, trainer.chunks, trainer.optimizer
 
     def work() -> Record:
         refuse_unsupported_model(chunks)
         model = read_model(chunks)
-        refuse_unsupported_experts(session.topology, model)
+        refuse_unsupported_experts(trainer.topology, model)
         if "hf_model" in config.save_contents:
-            check_exportable(session, model)
+            check_exportable(trainer, model)
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
         return {
-            "root": str(session.root),
+            "root": str(trainer.root),
             "save_contents": config.save_contents,
             "load_contents": config.load_contents,
             "has_optimizer": optimizer is not None,
@@ -442,19 +467,19 @@ def _set_up_together(session: Session) -> None:
             "if_busy": config.if_busy,
             "if_failed": config.if_failed,
             "shared_writes": config.shared_writes,
-            "vocab_size": session.vocab_size,
+            "vocab_size": trainer.vocab_size,
             "load_replicas": config.load_replicas,
-            "remote": session.remote and session.remote.url,
+            "remote": remote and remote.store.url,
             "prune_remote": config.prune_remote,
         }
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the arguments of CheckpointManager")
-        commit.sweep(session.root, session.role, alone=False)
-        session.lock.look()
+        commit.sweep(trainer.root, trainer.role, alone=False)
+        lock.look()
         return {}
 
-    decide(session.agreement, _SETTING_UP, work, combine)
+    decide(trainer.agreement, _SETTING_UP, work, combine)
 
 
 def _vocab_size(hf_config: Any) -> int | None:
@@ -468,7 +493,7 @@ def _policy(config: CheckpointConfig, max_to_keep: int | None) -> Policy:
     if max_to_keep is None:
         return Policy(config.max_to_keep, config.keep_every)
     if not isinstance(max_to_keep, int) or isinstance(max_to_keep, bool) or max_to_keep < 1:
-        raise ValueError(f"max_to_keep is {max_to_keep!r}: use 1 or more, or None for config.max_to_keep")
+        raise InvalidArgumentError(f"max_to_keep is {max_to_keep!r}: use 1 or more, or None for config.max_to_keep")
     return Policy(max_to_keep, config.keep_every)
 
 
@@ -476,15 +501,15 @@ def _is_lazy(config: CheckpointConfig) -> bool:
     return config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()
 
 
-def _changers(session: Session) -> list[tuple[Any, str]]:
+def _changers(trainer: Trainer) -> list[tuple[Any, str]]:
     """Methods of megatron (0.16.1) that write to parameters or to the optimizer's state."""
-    optimizers = [] if session.optimizer is None else [session.optimizer]
-    optimizers += [part.megatron for part in optimizer_parts(session.optimizer)] if optimizers else []
+    optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+    optimizers += [part.megatron for part in optimizer_parts(trainer.optimizer)] if optimizers else []
     by_optimizer = ("step", "step_with_ready_grads", "reload_model_params", "load_state_dict")
     by_chunk = ("start_param_sync", "load_state_dict")
     unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
     return [(optimizer, name) for optimizer in unique for name in by_optimizer] + [
-        (chunk, name) for chunk in session.chunks for name in by_chunk
+        (chunk, name) for chunk in trainer.chunks for name in by_chunk
     ]
 
 

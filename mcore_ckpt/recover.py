@@ -14,21 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt import knobs, layout
-from mcore_ckpt.errors import (
-    AgreementError,
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointNotFoundError,
-)
-from mcore_ckpt.loading import LoadResult
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.storage.read_lock import reading
-from mcore_ckpt.storage.steps import StepStatus, holds_something, list_steps, warn_if_tracker_differs
+from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 
 logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
+
+# The pause before the first retry (seconds). Each further pause is twice as long.
+RETRY_FIRST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,10 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
             warn_if_tracker_differs(root, good)
         return good[::-1]
     reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
-    if step is None and not reasons and os.path.lexists(root / layout.TRACKER_FILE):
-        reasons.append(f"{root / layout.TRACKER_FILE}: is there, but no step is (of another program, or moved away?)")
+    if step is None and not reasons and os.path.lexists(root / file_names.TRACKER_FILE):
+        reasons.append(
+            f"{root / file_names.TRACKER_FILE}: is there, but no step is (of another program, or moved away?)"
+        )
     if step is None and not reasons and root.is_symlink() and not root.exists():
         reasons.append(f"{root}: a link to {os.readlink(root)}, which is not there (not mounted?)")
     if step is None and not reasons:
@@ -222,7 +223,7 @@ def retried(work: Callable[[], Any], retries: int) -> Any:
         try:
             return work()
         except (OSError, AgreementError) as error:
-            pause = knobs.RETRY_FIRST_S * 2**number
+            pause = RETRY_FIRST_S * 2**number
             logger.warning("trying again in %g s: %s", pause, error)
             time.sleep(pause)
     return work()

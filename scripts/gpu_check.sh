@@ -25,7 +25,7 @@ done
 command -v "${CXX:-g++}" >/dev/null || stop "the C++ compiler ${CXX:-g++} is missing."
 
 "$python" setup.py -q build_ext --inplace --force
-"$python" -c 'import sys; from mcore_ckpt import _native; sys.exit(not _native.built_with_cuda)' ||
+"$python" -c 'import sys; from mcore_ckpt.io import _native; sys.exit(not _native.built_with_cuda)' ||
     stop "the build has found no CUDA (its reason is above): set CUDA_HOME to a toolkit that has nvcc."
 
 "$python" -m pytest -q tests/gpu tests/native

@@ -19,7 +19,7 @@ fi
 # The stamp of what was installed: a build takes half a minute, and scripts/test.sh is run often.
 stamp=.venv/mcore_ckpt.installed
 wanted=$({ pwd; echo "cuda=${MCORE_CKPT_CUDA-} $(command -v nvcc)"; cat requirements.txt pyproject.toml setup.py csrc/*; } | sha256sum)
-if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && compgen -G "mcore_ckpt/_native.*.so" >/dev/null; then
+if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && compgen -G "mcore_ckpt/io/_native.*.so" >/dev/null; then
     exit 0
 fi
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
-from mcore_ckpt.saving import SaveReport
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.save import SaveReport
 
 LONG_S = 30.0
 REPORT = SaveReport(7, Path("steps/7"), 1000, 2.0, 0.5, 0.25, 0.25, 1.0, 0.0, 0.5)
@@ -288,11 +288,11 @@ PRELUDE = """
 import atexit, sys, threading
 from pathlib import Path
 import torch.distributed as dist
-from mcore_ckpt import knobs
-from mcore_ckpt.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.saving import SaveReport
-from mcore_ckpt.storage.agreement import Agreement, decide
+from mcore_ckpt.save.save import SaveReport
+from mcore_ckpt.ranks.rounds import Agreement, decide
 
 marker = Path(sys.argv[1])
 
@@ -371,15 +371,15 @@ def test_dead_ranks_do_not_hold_up_the_end_of_the_interpreter(tmp_path: Path) ->
     """Of several managers, no longer than of one. Their own deadline is an hour."""
     exit_wait_s = 2.0
     program = f"""
-knobs.EXIT_WAIT_S = {exit_wait_s}
+deadlines.EXIT_WAIT_S = {exit_wait_s}
 kept = []
 import time
 for name in ("actor", "critic", "ref", "reward"):
     seat = commits(2)
     kept.append(BackgroundSaves(seat, False))
     kept[-1].launch(SaveHandle(Save(seat, name)), 0.0)
-import mcore_ckpt.background
-ends = mcore_ckpt.background._finish_all
+import mcore_ckpt.save.background
+ends = mcore_ckpt.save.background._finish_all
 atexit.unregister(ends)
 def timed():
     began = time.monotonic()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 
 ranks = st.integers(0, 2000)
 attempts = st.text("0123456789abcdef", min_size=1, max_size=32)
@@ -15,13 +15,13 @@ steps = st.integers(0, 10**15)
 
 
 def test_every_name_is_the_one_in_the_format() -> None:
-    assert layout.step_dir(Path("r"), 120) == Path("r/global_steps_120")
-    assert layout.model_file(tp=3, pp=12) == "model/mp_rank_03_012/model_states.pt"
-    assert layout.expert_file(etp=1, pp=0, ep=7) == "model/mp_rank_01_000_007/model_states.pt"
-    assert layout.optimizer_file(pp=1, tp=2, cp=3, dp=4) == "optim/distrib_optim_pp1_tp2_cp3_dp4.pt"
-    assert layout.rng_file(pp=1, tp=2, cp=3, dp=4) == "rng_states/rng_states_pp1_tp2_cp3_dp4.pt"
-    assert layout.extra_file(pp=1, tp=2, cp=3, dp=4) == "extra_state/extra_state_pp1_tp2_cp3_dp4.pt"
-    assert (layout.TRACKER_FILE, layout.MANIFEST_FILE, layout.COMMON_FILE, layout.HUGGINGFACE_DIR) == (
+    assert file_names.step_dir(Path("r"), 120) == Path("r/global_steps_120")
+    assert file_names.model_file(tp=3, pp=12) == "model/mp_rank_03_012/model_states.pt"
+    assert file_names.expert_file(etp=1, pp=0, ep=7) == "model/mp_rank_01_000_007/model_states.pt"
+    assert file_names.optimizer_file(pp=1, tp=2, cp=3, dp=4) == "optim/distrib_optim_pp1_tp2_cp3_dp4.pt"
+    assert file_names.rng_file(pp=1, tp=2, cp=3, dp=4) == "rng_states/rng_states_pp1_tp2_cp3_dp4.pt"
+    assert file_names.extra_file(pp=1, tp=2, cp=3, dp=4) == "extra_state/extra_state_pp1_tp2_cp3_dp4.pt"
+    assert (file_names.TRACKER_FILE, file_names.MANIFEST_FILE, file_names.COMMON_FILE, file_names.HUGGINGFACE_DIR) == (
         "latest_checkpointed_iteration.txt",
         "manifest.json",
         "optim/common.pt",
@@ -29,7 +29,9 @@ def test_every_name_is_the_one_in_the_format() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [layout.model_file, layout.expert_file, layout.optimizer_file, layout.rng_file])
+@pytest.mark.parametrize(
+    "name", [file_names.model_file, file_names.expert_file, file_names.optimizer_file, file_names.rng_file]
+)
 @given(data=st.data())
 def test_no_two_ranks_share_a_file(name, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
     places = st.tuples(*[ranks] * (name.__code__.co_argcount))
@@ -39,36 +41,36 @@ def test_no_two_ranks_share_a_file(name, data: st.DataObject) -> None:  # type: 
 
 @given(tp=ranks, pp=ranks, ep=ranks)
 def test_a_dense_file_is_never_an_experts_file(tp: int, pp: int, ep: int) -> None:
-    assert layout.model_file(tp, pp).count("_") + 1 == layout.expert_file(tp, pp, ep).count("_")
+    assert file_names.model_file(tp, pp).count("_") + 1 == file_names.expert_file(tp, pp, ep).count("_")
 
 
 def test_no_name_is_longer_than_file_systems_take() -> None:
-    longest = Path("root") / "global_steps_4611686018427387903" / layout.check_role("a" * 128)
+    longest = Path("root") / "global_steps_4611686018427387903" / file_names.check_role("a" * 128)
     attempt = "f" * 32
-    under_way = f".{layout.trainer_file(Path(), longest.name).name}.{attempt}"  # storage.files.replace_file
-    assert layout.is_trainer_file_under_way(under_way, longest.name)
-    names = [layout.staging_dir(longest, attempt).name, layout.replaced_dir(longest, attempt).name, under_way]
-    names.append(layout.deleted_dir(longest.parent, attempt).name)
+    under_way = f".{file_names.trainer_file(Path(), longest.name).name}.{attempt}"  # storage.files.replace_file
+    assert file_names.is_trainer_file_under_way(under_way, longest.name)
+    names = [file_names.staging_dir(longest, attempt).name, file_names.replaced_dir(longest, attempt).name, under_way]
+    names.append(file_names.deleted_dir(longest.parent, attempt).name)
     assert max(map(len, names)) <= 255
     with pytest.raises(ValueError, match="129 letters"):
-        layout.check_role("a" * 129)
+        file_names.check_role("a" * 129)
 
 
 @given(steps, roles, attempts)
 def test_formatted_names_are_parsed(step: int, role: str, attempt: str) -> None:
-    step_path = layout.step_dir(Path("root"), step)
-    assert layout.parse_step(step_path.name) == step
-    role_dir = step_path / layout.check_role(role)
-    staging, replaced = layout.staging_dir(role_dir, attempt), layout.replaced_dir(role_dir, attempt)
+    step_path = file_names.step_dir(Path("root"), step)
+    assert file_names.parse_step(step_path.name) == step
+    role_dir = step_path / file_names.check_role(role)
+    staging, replaced = file_names.staging_dir(role_dir, attempt), file_names.replaced_dir(role_dir, attempt)
     assert staging.parent == replaced.parent == step_path
-    assert layout.parse_work_dir(staging.name) == layout.RoleWorkDir(role, "staging", attempt)
-    assert layout.parse_work_dir(replaced.name) == layout.RoleWorkDir(role, "replaced", attempt)
-    deleted = layout.deleted_dir(step_path, attempt)
+    assert file_names.parse_work_dir(staging.name) == file_names.RoleWorkDir(role, "staging", attempt)
+    assert file_names.parse_work_dir(replaced.name) == file_names.RoleWorkDir(role, "replaced", attempt)
+    deleted = file_names.deleted_dir(step_path, attempt)
     assert deleted.parent == step_path.parent
-    assert layout.is_deleted_dir(deleted.name)
+    assert file_names.is_deleted_dir(deleted.name)
     for name in (staging.name, replaced.name, deleted.name):
-        assert not layout.is_role(name)
-        assert layout.parse_step(name) is None
+        assert not file_names.is_role(name)
+        assert file_names.parse_step(name) is None
 
 
 @pytest.mark.parametrize(
@@ -79,14 +81,14 @@ def test_formatted_names_are_parsed(step: int, role: str, attempt: str) -> None:
     ],
 )
 def test_a_role_that_is_more_than_a_folder_name_is_refused(role: str) -> None:
-    assert not layout.is_role(role)
+    assert not file_names.is_role(role)
     with pytest.raises(ValueError, match="is not a folder name"):
-        layout.check_role(role)
+        file_names.check_role(role)
 
 
 @given(st.text(max_size=12))
 def test_any_role_that_passes_stays_inside_its_folder(role: str) -> None:
-    if layout.is_role(role):
+    if file_names.is_role(role):
         assert role.isascii()
         assert (Path("/root") / role).resolve().parent == Path("/root")
         assert not role.startswith(".")
@@ -105,7 +107,7 @@ def test_any_role_that_passes_stays_inside_its_folder(role: str) -> None:
     ],
 )
 def test_step_folders(name: str, step: int | None) -> None:
-    assert layout.parse_step(name) == step
+    assert file_names.parse_step(name) == step
 
 
 @pytest.mark.parametrize(
@@ -119,25 +121,25 @@ def test_step_folders(name: str, step: int | None) -> None:
     ],
 )
 def test_a_tracker_is_a_step_or_nothing(text: str, step: int | None) -> None:
-    assert layout.parse_tracker(text) == step
+    assert file_names.parse_tracker(text) == step
 
 
 @given(steps)
 def test_a_tracker_round_trips(step: int) -> None:
-    assert layout.parse_tracker(str(step)) == step
+    assert file_names.parse_tracker(str(step)) == step
 
 
 def test_both_spellings_are_found_and_ours_comes_first(tmp_path: Path) -> None:
     for name in ("global_step_5", "global_steps_5", "global_step_40", "global_steps_7", ".deleted-global_steps_9-a"):
         (tmp_path / name).mkdir()
     (tmp_path / "global_steps_6").write_text("a file")
-    found = layout.step_dirs(tmp_path)
+    found = file_names.step_dirs(tmp_path)
     assert {step: [path.name for path in paths] for step, paths in found.items()} == {
         5: ["global_steps_5", "global_step_5"],
         7: ["global_steps_7"],
         40: ["global_step_40"],
     }
-    assert layout.step_dirs(tmp_path / "nowhere") == {}
+    assert file_names.step_dirs(tmp_path / "nowhere") == {}
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,8 @@ def test_both_spellings_are_found_and_ours_comes_first(tmp_path: Path) -> None:
     ["actor", ".actor", ".actor.staging-", ".actor.staging-xyz", ".actor.other-1", ".a/b.staging-1", "..staging-1"],
 )
 def test_other_hidden_folders_are_left_alone(name: str) -> None:
-    assert layout.parse_work_dir(name) is None
-    assert not layout.is_deleted_dir(name)
+    assert file_names.parse_work_dir(name) is None
+    assert not file_names.is_deleted_dir(name)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +166,17 @@ def test_other_hidden_folders_are_left_alone(name: str) -> None:
     ],
 )
 def test_which_folders_are_part_of_a_step(folder: str, root: str | None) -> None:
-    assert layout.step_root(Path(folder), "actor", 5) == (None if root is None else Path(root))
+    assert file_names.step_root(Path(folder), "actor", 5) == (None if root is None else Path(root))
 
 
 @pytest.mark.parametrize("folder", ["/r/global_step_6/actor", "/r/checkpoint-6", "/r/global_steps_6/critic"])
 def test_a_folder_of_another_step_is_refused(folder: str) -> None:
     with pytest.raises(ValueError, match="is a folder of step 6, not of step 5"):
-        layout.step_root(Path(folder), "actor", 5)
+        file_names.step_root(Path(folder), "actor", 5)
 
 
 @pytest.mark.parametrize("role", ["global_step_1", "global_steps_20", "checkpoint-3"])
 def test_a_role_cannot_be_named_like_a_step(role: str) -> None:
-    assert not layout.is_role(role)
+    assert not file_names.is_role(role)
     with pytest.raises(ValueError, match="is the name of a step's folder"):
-        layout.check_role(role)
+        file_names.check_role(role)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.errors import AgreementError, CheckpointError
+from mcore_ckpt.ranks.rounds import Agreement, agree
 from mcore_ckpt.schedule import Frequency, RoleSchedules, Schedule
-from mcore_ckpt.storage.agreement import Agreement, agree
 
 
 class Clock:

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_ckpt.topology import (
+from mcore_ckpt.ranks.topology import (
     RankCoordinates,
     Replicas,
     Topology,

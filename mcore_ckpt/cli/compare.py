@@ -16,8 +16,8 @@ from mcore_ckpt.cli.model_commands import add_accepted
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mcore_ckpt.hf.compare import ComparedTensor, Comparison, Weights
-    from mcore_ckpt.hf.source import TensorInfo
+    from mcore_ckpt.formats.contract import TensorInfo
+    from mcore_ckpt.tools.compare import ComparedTensor, Comparison, Weights
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare; 0 if the two are the same."""
     _check(args)
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.hf.compare import Tolerance, compare, open_folder
+    from mcore_ckpt.tools.compare import Tolerance, compare, open_folder
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     ours, reference = _ours(args), open_folder(args.reference)
@@ -103,9 +103,9 @@ def _check(args: argparse.Namespace) -> None:
 def _ours(args: argparse.Namespace) -> Weights:
     import torch
 
-    from mcore_ckpt.hf.compare import open_folder, open_job
-    from mcore_ckpt.hf.merge import MergeRequest, find, prepare
-    from mcore_ckpt.hf.sources import UnusableRequestError
+    from mcore_ckpt.errors import InvalidArgumentError
+    from mcore_ckpt.tools.compare import open_folder, open_job
+    from mcore_ckpt.tools.merge import MergeRequest, find, prepare
 
     if args.merged is not None:
         return open_folder(args.merged)
@@ -122,7 +122,7 @@ def _ours(args: argparse.Namespace) -> Weights:
     )
     try:
         return open_job(prepare(request, find(request)))
-    except UnusableRequestError as error:
+    except InvalidArgumentError as error:
         raise UsageError(str(error)) from None
 
 

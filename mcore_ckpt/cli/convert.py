@@ -18,8 +18,8 @@ from mcore_ckpt.cli.model_commands import add_accepted, torchruns_variables
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mcore_ckpt.hf.convert import ConversionReport
-    from mcore_ckpt.storage.agreement import Agreement
+    from mcore_ckpt.ranks.rounds import Agreement
+    from mcore_ckpt.tools.convert import ConversionReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; 0 when the checkpoint is in place."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.resharding.target import UnusableLayoutError
+    from mcore_ckpt.errors import InvalidArgumentError
 
     if not args.hf_model_path.is_dir():
         raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
@@ -88,18 +88,18 @@ def run(args: argparse.Namespace) -> int:
             report = _convert(args, agreement, lambda done, total: bar.update(task, completed=done, total=total))
             if agreement.is_coordinator:
                 _show(report, args.json)
-    except UnusableLayoutError as error:
+    except InvalidArgumentError as error:
         raise UsageError(str(error)) from None
     return 0
 
 
 def _convert(args: argparse.Namespace, agreement: Agreement, told: Any) -> ConversionReport:
     if args.format == "torch_dist":
-        from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
+        from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 
         return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, told, args.ignore)
-    from mcore_ckpt.hf.convert_native import convert_to_native
-    from mcore_ckpt.resharding.target import WantedLayout
+    from mcore_ckpt.tools.convert_native import convert_to_native
+    from mcore_ckpt.tools.reshard.target import WantedLayout
 
     try:
         wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
@@ -115,7 +115,7 @@ def _seat() -> Iterator[Agreement]:
     """Among the processes that torchrun started; alone where it did not."""
     import torch.distributed as dist
 
-    from mcore_ckpt.storage.seats import take_seat
+    from mcore_ckpt.ranks.seats import take_seat
 
     with torchruns_variables():
         under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1

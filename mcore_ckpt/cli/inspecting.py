@@ -15,8 +15,8 @@ from rich.console import Console
 from mcore_ckpt.cli import UsageError, check_patterns
 
 if TYPE_CHECKING:
-    from mcore_ckpt.storage.catalog import Catalog
-    from mcore_ckpt.storage.manifest import Manifest
+    from mcore_ckpt.checkpoint.manifest import Manifest
+    from mcore_ckpt.formats.native.catalog import Catalog
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -44,20 +44,19 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Inspect; 0 when it is shown."""
-    from mcore_ckpt import layout
-    from mcore_ckpt.resharding.reshard import select
-    from mcore_ckpt.resharding.target import UnusableLayoutError
-    from mcore_ckpt.storage.catalog import Catalog
-    from mcore_ckpt.storage.reader import read_manifest
+    from mcore_ckpt.checkpoint.reading import read_manifest
+    from mcore_ckpt.errors import InvalidArgumentError
+    from mcore_ckpt.formats.native.catalog import Catalog
+    from mcore_ckpt.tools.find import select
 
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
     if not args.path.is_dir():
         raise UsageError(f"{args.path}: there is no such folder")
     try:
         selection = select(args.path, args.step)
-    except UnusableLayoutError as error:
+    except InvalidArgumentError as error:
         raise UsageError(str(error)) from None
-    catalogs = [Catalog(folder, read_manifest(folder, layout.MANIFEST_FILE)) for folder in selection.role_dirs]
+    catalogs = [Catalog(folder, read_manifest(folder)) for folder in selection.role_dirs]
     roles = [catalog.manifest.role for catalog in catalogs]
     if args.role is not None and args.role not in roles:
         raise UsageError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")

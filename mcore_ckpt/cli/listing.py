@@ -15,7 +15,7 @@ from mcore_ckpt.cli import UsageError
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.storage.steps import StepStatus
+    from mcore_ckpt.steps.listing import StepStatus
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -43,7 +43,8 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List; 0 whatever is found."""
-    from mcore_ckpt.storage.steps import list_steps, read_tracker
+    from mcore_ckpt.steps.listing import list_steps
+    from mcore_ckpt.steps.tracker import read_tracker
 
     if not args.root.is_dir():
         raise UsageError(f"{args.root}: there is no such folder")
@@ -60,13 +61,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look(status: StepStatus) -> _Listed:
-    from mcore_ckpt import layout
-    from mcore_ckpt.storage.reader import read_manifest
+    from mcore_ckpt.checkpoint.reading import read_manifest
 
     manifests = []
     for role in sorted(status.committed):
         try:
-            manifests.append(read_manifest(status.role_dir(role), layout.MANIFEST_FILE))
+            manifests.append(read_manifest(status.role_dir(role)))
         except (CheckpointCorruptError, CheckpointNotFoundError):
             continue  # retention has just deleted it
     created = max((manifest.created for manifest in manifests), default="")

@@ -15,7 +15,7 @@ from mcore_ckpt.cli.model_commands import add_accepted, torchruns_variables
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mcore_ckpt.hf.merge import MergeReport, MergeRequest
+    from mcore_ckpt.tools.merge import MergeReport, MergeRequest
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -73,9 +73,9 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Merge; 0 when the folder is in place, and uploaded if that was asked for."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.hf.merge import merge, ranks_of_torchrun
-    from mcore_ckpt.hf.sources import UnusableRequestError
-    from mcore_ckpt.hf.upload import can_upload, upload
+    from mcore_ckpt.errors import InvalidArgumentError
+    from mcore_ckpt.tools.hub_upload import can_upload, upload
+    from mcore_ckpt.tools.merge import merge, ranks_of_torchrun
 
     check_patterns("--ignore", args.ignore)
     request = _request(args)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         with progress_of_bytes(args.json or not is_first) as bar:
             task = bar.add_task("merge", total=None)
             report = merge(request, lambda done, total: bar.update(task, completed=done, total=total), ranks)
-    except UnusableRequestError as error:
+    except InvalidArgumentError as error:
         raise UsageError(str(error)) from None
     if not is_first:
         return 0
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> MergeRequest:
     import torch
 
-    from mcore_ckpt.hf.export import MAX_SHARD_BYTES
-    from mcore_ckpt.hf.merge import MergeRequest
+    from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES
+    from mcore_ckpt.tools.merge import MergeRequest
 
     return MergeRequest(
         source=_one_of(args, "source", "--local_dir"),

@@ -14,7 +14,7 @@ from mcore_ckpt.cli import UsageError
 from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.storage.retention import PrunedFolder
+    from mcore_ckpt.tools.prune import PrunedFolder
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -52,7 +52,9 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Delete, or say what would be deleted; 0 when that is done."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.storage.retention import Policy, pin, prune, unpin
+    from mcore_ckpt.steps.pins import pin, unpin
+    from mcore_ckpt.steps.retention import Policy
+    from mcore_ckpt.tools.prune import prune
 
     if args.keep_every is not None and args.max_to_keep is None:
         raise UsageError("--keep-every without --max-to-keep, which keeps every step: give both")

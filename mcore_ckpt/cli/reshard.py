@@ -14,7 +14,7 @@ from mcore_ckpt.cli import UsageError
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mcore_ckpt.resharding.reshard import ReshardReport
+    from mcore_ckpt.tools.reshard.reshard import ReshardReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -68,8 +68,10 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rewrite; 0 when the new checkpoint is in place."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.resharding.reshard import reshard, select
-    from mcore_ckpt.resharding.target import UnusableLayoutError, WantedLayout
+    from mcore_ckpt.errors import InvalidArgumentError
+    from mcore_ckpt.tools.find import select
+    from mcore_ckpt.tools.reshard.reshard import reshard
+    from mcore_ckpt.tools.reshard.target import WantedLayout
 
     fields = (*(name.replace("-", "_") for name, _ in _SIZES), "vocab_divisor", "pipeline_layout")
     wanted = WantedLayout(
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             report = reshard(
                 selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total)
             )
-    except UnusableLayoutError as error:
+    except InvalidArgumentError as error:
         raise UsageError(str(error)) from None
     if args.json:
         print(json.dumps(as_json(report)))

@@ -14,7 +14,7 @@ from mcore_ckpt.cli import UsageError
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mcore_ckpt.storage.verify import Report, Verdict
+    from mcore_ckpt.tools.verify import Report, Verdict
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -39,7 +39,7 @@ def add_to(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 if all is sound."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.storage.verify import verify
+    from mcore_ckpt.tools.verify import verify
 
     if not args.path.is_dir():
         raise UsageError(f"{args.path}: there is no such folder")

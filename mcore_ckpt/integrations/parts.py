@@ -5,10 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from mcore_ckpt.sealing import package_versions
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
-from mcore_ckpt.storage.requests import WrittenFile
-from mcore_ckpt.topology import RankCoordinates, Topology
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.versions import package_versions
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 
 def manifest_of(

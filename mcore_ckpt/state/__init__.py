@@ -1,1 +1,1 @@
-"""What a trainer owns -> named shards, and back."""
+"""Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.shards import LocalShard
-from mcore_ckpt.topology import Topology
 
 # By class name: importing them would need packages (transformer-engine, emerging-optimizers) that may be absent.
 _MODULES = {

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
 
-from mcore_ckpt import layout
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import listing as steps
 
 ROLE = "actor"
 # A rank that waits for a dead one has its deadline, and one more if rank 0 died while it acted; the rest is for a busy
@@ -222,7 +222,7 @@ class Chain:
 
 def damage(role_dir: Path) -> list[str]:
     """What is wrong with a checkpoint's files, by the sizes and sums that its manifest says; not by our reader."""
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     found = []
     for record in manifest.files:
         try:

@@ -30,13 +30,10 @@ from crash_worker import LOCALHOST, Watch, WatchedStore  # noqa: E402
 from snapshot import Snapshot, snapshot  # noqa: E402
 from training import Layout, build, parallel, train  # noqa: E402
 
-from mcore_ckpt import (  # noqa: E402
-    CheckpointConfig,
-    CheckpointManager,
-    knobs,
-    saving,
-)
-from mcore_ckpt.storage import commit  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.io import tuning
+from mcore_ckpt.save import save as saving
+from mcore_ckpt.steps import commit  # noqa: E402
 
 WORLD = 2
 LAYOUT = Layout(WORLD, precision="bf16")
@@ -144,7 +141,7 @@ def run_rank(life: Life, rank: int, ready: int) -> NoReturn:
 
 
 def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str, Any]) -> None:
-    knobs.SHARE_BYTES = knobs.WRITE_BYTES = 4096
+    tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
     tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
     store = dist.PrefixStore(f"life{life.number}", tcp_store(LOCALHOST, life.port, is_master=False))
     dist.init_process_group(

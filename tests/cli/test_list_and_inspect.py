@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.storage.retention import pin
+from mcore_ckpt.steps.pins import pin
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
 from checkpoints import ROLE, SHAPES, make
@@ -21,11 +21,11 @@ BOTH = ("actor", "critic")
 def root(tmp_path: Path) -> Path:
     for step in (10, 20):
         for role in BOTH:
-            make(layout.step_dir(tmp_path, step) / role, step, BOTH)
-    make(layout.step_dir(tmp_path, 30) / "actor", 30, BOTH)
+            make(file_names.step_dir(tmp_path, step) / role, step, BOTH)
+    make(file_names.step_dir(tmp_path, 30) / "actor", 30, BOTH)
     make(tmp_path / "global_step_40", 40)
-    (layout.step_dir(tmp_path, 20) / "critic" / layout.MANIFEST_FILE).write_text("{")
-    (tmp_path / layout.TRACKER_FILE).write_text("20")
+    (file_names.step_dir(tmp_path, 20) / "critic" / file_names.MANIFEST_FILE).write_text("{")
+    (tmp_path / file_names.TRACKER_FILE).write_text("20")
     pin(tmp_path, 10)
     return tmp_path
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import layout
-from mcore_ckpt.storage import steps
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
 
 WORKER = Path(__file__).parent / "train_and_save.py"
 WORLD = 2
@@ -62,7 +63,7 @@ def test_a_rank_is_killed_while_saving(tmp_path: Path, victim: int, event: str, 
     assert survivor.keys() == {1 - victim}, output
     assert survivor[1 - victim][0] == "CommitError"
     assert [step.step for step in steps.complete_steps(root)] == [FIRST]
-    assert steps.read_tracker(root) == FIRST
+    assert tracker.read_tracker(root) == FIRST
 
     status, output = torchrun("resume", root, results)
     assert status == 0, output
@@ -72,5 +73,5 @@ def test_a_rank_is_killed_while_saving(tmp_path: Path, victim: int, event: str, 
     # Step for step: losses, gradient norm, learning rate.
     assert told(results, "resumed") == reference
     assert [step.step for step in steps.complete_steps(root)] == [FIRST, SECOND]
-    assert steps.read_tracker(root) == SECOND
-    assert not [name for name in names_below(root) if layout.parse_work_dir(name) or name == layout.OWNER_FILE]
+    assert tracker.read_tracker(root) == SECOND
+    assert not [name for name in names_below(root) if file_names.parse_work_dir(name) or name == file_names.OWNER_FILE]

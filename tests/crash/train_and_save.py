@@ -21,8 +21,9 @@ sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "storage")]
 from crash_worker import Watch  # noqa: E402
 from training import Layout, Training, build, parallel, train  # noqa: E402
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
 from mcore_ckpt.errors import CheckpointError  # noqa: E402
+from mcore_ckpt.io import tuning  # noqa: E402
 
 TIMEOUT_S = 4.0
 FIRST, SECOND = 2, 4
@@ -77,7 +78,7 @@ def resume(root: str, results: str) -> None:
 
 def main() -> None:
     # The model's file is shared by both ranks, in several pieces.
-    knobs.SHARE_BYTES = knobs.WRITE_BYTES = 4096
+    tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
     dist.init_process_group("gloo")
     part, *arguments = sys.argv[1:]
     with parallel(Layout(2, precision="bf16")):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import knobs
+from mcore_ckpt.io import tuning
 
 # Under a plain pytest there is no process group; tests/test_distributed.py launches torchrun for each world size.
 collect_ignore_glob = [] if "WORLD_SIZE" in os.environ else ["test_*.py"]
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
     # Small enough that these models are shared by several writers, each in several pieces.
-    knobs.SHARE_BYTES = knobs.WRITE_BYTES = 4096
+    tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     config.stash[AGREEMENT_GROUP] = dist.new_group(backend="gloo", timeout=4 * COLLECTIVE_TIMEOUT)
     if dist.get_rank() > 0:

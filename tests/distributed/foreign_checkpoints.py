@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from snapshot import chained
 from training import Training
 
-from mcore_ckpt.foreign.kinds import ForeignKind
+from mcore_ckpt.formats.kinds import ForeignKind
+from mcore_ckpt.ranks.topology import read_topology
 from mcore_ckpt.state.model import unwrap
-from mcore_ckpt.topology import read_topology
 
 STEP = 3
 

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 from training import ON_CPU, Layout, RMSNorm
 
-from mcore_ckpt.hf.architecture import read_config
-from mcore_ckpt.hf.architecture import read_model as read_hf_model
-from mcore_ckpt.hf.mcore_config import McoreConfig, to_mcore_config
+from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.mcore_config import McoreConfig, to_mcore_config
+from mcore_ckpt.models.registry import read_model as read_hf_model
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import synonyms

@@ -19,7 +19,7 @@ from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointManager, SaveHandle
 from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
-from mcore_ckpt.storage.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import ImageWriter
 
 DP2 = LAYOUTS["dp2-bf16"]
 

@@ -17,9 +17,10 @@ from refusals import assert_names, refused
 from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout, Training, build, parallel, train
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from mcore_ckpt import knobs
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError
-from mcore_ckpt.hf import (
+from mcore_ckpt.io import tuning
+from mcore_ckpt.models import (
     Architecture,
     HfModel,
     HfTensor,
@@ -30,7 +31,6 @@ from mcore_ckpt.hf import (
 )
 from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.optimizer import copy_main_to_model
-from mcore_ckpt.storage.reader import read_manifest
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
@@ -111,7 +111,7 @@ def described(layout: Layout) -> HfModel:
 @pytest.fixture
 def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small enough for every rank to have a file of its own."""
-    monkeypatch.setattr(knobs, "HF_LEAST_FILE_BYTES", 1 << 12)
+    monkeypatch.setattr(tuning, "HF_LEAST_FILE_BYTES", 1 << 12)
 
 
 def cases(*names: str) -> list[Any]:
@@ -147,7 +147,7 @@ def test_the_export_is_the_trained_model(layout: Layout, mode: str, shared_path:
 
 
 def _assert_in_manifest(role_dir: Path) -> None:
-    manifest = read_manifest(role_dir, "manifest.json")
+    manifest = read_manifest(role_dir)
     assert "hf_model" in manifest.contents
     listed = {file.path for file in manifest.files}
     there = {str(path.relative_to(role_dir)) for path in role_dir.rglob("*") if path.is_file()}
@@ -237,14 +237,14 @@ def test_a_config_that_computes_something_else_is_told(shared_path: Path, caplog
         config = hf_config(layout)
         config.rms_norm_eps = 1e-3
         manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS).close()
-        told = [record.getMessage() for record in caplog.records if record.name == "mcore_ckpt.exporting"]
+        told = [record.getMessage() for record in caplog.records if record.name == "mcore_ckpt.save.hf_export"]
         with everywhere():
             assert len(told) == (dist.get_rank() == 0)
             assert all("layernorm_epsilon" in text for text in told)
             caplog.clear()
         manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS).close()
         with everywhere():
-            assert not [record for record in caplog.records if record.name == "mcore_ckpt.exporting"]
+            assert not [record for record in caplog.records if record.name == "mcore_ckpt.save.hf_export"]
 
 
 @pytest.mark.world(2)
@@ -259,7 +259,7 @@ def test_a_rank_with_a_disk_of_its_own_is_told_of_at_once(shared_path: Path, mon
     with parallel(layout):
         training = build(layout, seed=1)
         manager = manager_of(training, shared_path, hf_config=hf_config(layout), save_contents=CONTENTS)
-        monkeypatch.setattr("mcore_ckpt.saving.check_seen", unseen)
+        monkeypatch.setattr("mcore_ckpt.save.save.check_seen", unseen)
         messages = refused(training, lambda: manager.save(1), CommitError)
         assert_names(messages, r"rank 1: .*staging.* cannot be seen")
         manager.close()

@@ -14,9 +14,9 @@ from megatron.core import dist_checkpointing
 from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.hf.source import PartRead, TensorSource
-from mcore_ckpt.hf.torch_dist_source import open_torch_dist
-from mcore_ckpt.hf.verl_ranks_source import open_verl_ranks
+from mcore_ckpt.formats.contract import PartRead, TensorSource
+from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
+from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.state.model import unwrap

@@ -12,8 +12,10 @@ from tiny_models import make_hf_folder, read_config
 from training import parallel
 from transformers import AutoConfig
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs
-from mcore_ckpt.hf import load_hf, read_model, to_mcore_config
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.io import tuning
+from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.models import read_model, to_mcore_config
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 
@@ -55,7 +57,7 @@ def test_a_folder_comes_back_through_a_live_model(
     name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small enough for every rank to write some of the export.
-    monkeypatch.setattr(knobs, "HF_LEAST_FILE_BYTES", 1 << 12)
+    monkeypatch.setattr(tuning, "HF_LEAST_FILE_BYTES", 1 << 12)
     folder = shared_path / "hf"
     with everywhere():
         if dist.get_rank() == 0:

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from tiny_models import make_hf_folder, read_config
 from training import parallel
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, knobs
+from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -36,12 +36,13 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from mcore_ckpt.hf.convert_native import convert_to_native
-from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
-from mcore_ckpt.hf.loading import load_hf
-from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.io import tuning
+from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.state.model import read_model, unwrap
-from mcore_ckpt.storage.seats import take_seat
+from mcore_ckpt.tools.convert_native import convert_to_native
+from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 
@@ -90,8 +91,8 @@ def test_every_rank_gets_its_part(
     name: str, shape: Shape, source: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small enough that tensors are sent in several pieces, and several in one.
-    monkeypatch.setattr(knobs, "SCATTER_BYTES", 10_000)
-    monkeypatch.setattr(knobs, "BROADCAST_BYTES", 30_000)
+    monkeypatch.setattr(tuning, "SCATTER_BYTES", 10_000)
+    monkeypatch.setattr(tuning, "BROADCAST_BYTES", 30_000)
     on_rank_0(lambda: make_hf_folder(shared_path / "hf", name))
     folder = shared_path / "hf"
     with parallel(shape.layout):
@@ -262,7 +263,7 @@ def test_what_is_not_a_number_is_refused_by_all(source: str, shared_path: Path) 
 def test_a_file_that_goes_while_it_is_sent_fails_on_all(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shared_path / "hf"
     on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
-    monkeypatch.setattr(knobs, "SCATTER_BYTES", 20_000)
+    monkeypatch.setattr(tuning, "SCATTER_BYTES", 20_000)
     shape = Shape(2, pp=2)
     with parallel(shape.layout):
         chunks = build_model(folder, shape)
@@ -322,8 +323,8 @@ def test_megatron_loads_the_dist_checkpoint(
     name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small enough that tensors are in several chunks, and the model in several files.
-    monkeypatch.setattr(knobs, "SCATTER_BYTES", 8_000)
-    monkeypatch.setattr(knobs, "HF_LEAST_FILE_BYTES", 100_000)
+    monkeypatch.setattr(tuning, "SCATTER_BYTES", 8_000)
+    monkeypatch.setattr(tuning, "HF_LEAST_FILE_BYTES", 100_000)
     folder, path = shared_path / "hf", shared_path / "dist"
     on_rank_0(lambda: make_hf_folder(folder, name))
     convert_to_torch_dist(folder, path, _seat(), test=True)  # type: ignore[arg-type]
@@ -371,7 +372,7 @@ def assert_computes_what_load_hf_gives(chunks: Model, folder: Path, shape: Shape
 def test_a_manager_loads_the_converted_checkpoint(
     name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "STREAM_BYTES", 40_000)
+    monkeypatch.setattr(tuning, "STREAM_BYTES", 40_000)
     folder, root = shared_path / "hf", shared_path / "root"
     on_rank_0(lambda: make_hf_folder(folder, name))
     # For another layout than the one that loads it.

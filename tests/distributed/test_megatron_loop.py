@@ -23,7 +23,7 @@ from training import Layout, Step, Training, build, parallel, train
 from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, UnsupportedError
 from mcore_ckpt.integrations import megatron as drop_in
-from mcore_ckpt.storage import steps
+from mcore_ckpt.steps import listing as steps
 
 SAMPLES, OPERATIONS = 8, 1.5e12  # of one iteration
 PLAIN, DP2 = LAYOUTS["plain"], LAYOUTS["dp2-bf16"]
@@ -457,7 +457,7 @@ def test_a_save_that_fails_beside_the_training_is_told(shared_path: Path, monkey
         loop.save()
         drop_in.maybe_finalize_async_save(blocking=True)
         with monkeypatch.context() as patched:
-            patched.setattr("mcore_ckpt.storage.commit.seal", broken)
+            patched.setattr("mcore_ckpt.steps.commit.seal", broken)
             loop.iteration = 1
             loop.save()
             drop_in.maybe_finalize_async_save()  # it may not have ended yet

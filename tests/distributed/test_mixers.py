@@ -21,15 +21,16 @@ from tiny_models import VOCAB, make_hf_folder
 from training import Layout, parallel
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
-from mcore_ckpt.hf.loading import load_hf
-from mcore_ckpt.hf.merge import MergeRequest, merge
-from mcore_ckpt.resharding.reshard import reshard, select
-from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.sharding.cuts import find_cut
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 from mcore_ckpt.state.model import read_model, unwrap
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.reshard.reshard import reshard
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 NAME = "qwen3_next"
 MODEL_ONLY = CheckpointConfig(load_contents=("model",), save_contents=("model",), vocab_size=VOCAB)

@@ -13,9 +13,10 @@ from layouts import LAYOUTS
 from snapshot import Snapshot, assert_same, poison, snapshot
 from training import Layout, build, parallel, train
 
-from mcore_ckpt import knobs
-from mcore_ckpt.resharding.reshard import reshard, select
-from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.io import tuning
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.reshard.reshard import reshard
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 STEP = 2
 # Small enough that the files of these models are written in several parts.
@@ -134,7 +135,7 @@ def assert_sound(checkpoint: Path) -> None:
 def test_a_resharded_checkpoint_is_what_a_direct_load_finds(
     case: Case, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "STREAM_BYTES", PART_BYTES)
+    monkeypatch.setattr(tuning, "STREAM_BYTES", PART_BYTES)
     with parallel(case.before):
         training = build(case.before, seed=1)
         train(training, 0, STEP)

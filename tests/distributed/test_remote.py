@@ -15,7 +15,6 @@ from snapshot import assert_same, assert_state, poison, snapshot
 from test_fallback import SHARD, flip_a_bit
 from training import Training, build, parallel, train
 
-from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointNotFoundError, RemoteError
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -100,7 +99,7 @@ def test_the_newest_of_both_places_is_taken_and_here_first(shared_path: Path) ->
 
 @pytest.mark.world(2)
 def test_a_store_out_of_reach_is_no_reason_to_start_anew(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
     root, remote = shared_path / "local", f"file://{shared_path}/remote"
     with parallel(DP2):
         training = build(DP2, seed=1)

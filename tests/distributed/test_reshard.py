@@ -15,8 +15,8 @@ from refusals import assert_names, refused
 from snapshot import poison
 from training import VOCAB_SIZE, Layout, Step, Training, build, parallel, train
 
-from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.io import tuning
 from mcore_ckpt.state.optimizer import optimizer_parts
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
@@ -217,7 +217,7 @@ def test_replicas_may_read_once_and_broadcast(name: str, shared_path: Path, monk
     read = {}
     with parallel(layout):
         for how, batch_bytes in (("read", 0), ("broadcast", 1 << 26), ("in batches", 20000)):
-            monkeypatch.setattr(knobs, "BROADCAST_BYTES", batch_bytes)
+            monkeypatch.setattr(tuning, "BROADCAST_BYTES", batch_bytes)
             training = build(layout, seed=2)
             poison(training)
             manager = manager_of(training, shared_path, load_replicas="read" if how == "read" else "broadcast")

@@ -12,9 +12,9 @@ from snapshot import assert_same, poison, snapshot
 from test_fallback import save_twice
 from training import build, parallel
 
-from mcore_ckpt import loading
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
+from mcore_ckpt.load import load as loading
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
 
 DP2 = LAYOUTS["dp2-bf16"]
 

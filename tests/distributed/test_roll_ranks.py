@@ -22,8 +22,8 @@ from training import Layout, Training, build, parallel, train
 from transformers import LlamaConfig
 
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, LockedError
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.trainer_lock import TrainerLock
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integrations" / "roll_stand_in"))
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader

@@ -16,10 +16,11 @@ from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
 from training import Training, build, parallel, train
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager, loading
+from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError
-from mcore_ckpt.storage import agreement
-from mcore_ckpt.storage.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.load import load as loading
+from mcore_ckpt.ranks import rounds as agreement
 
 DP2 = LAYOUTS["dp2-bf16"]
 TIMEOUT_S = 3.0

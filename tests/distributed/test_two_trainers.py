@@ -14,8 +14,8 @@ from snapshot import assert_same, poison, snapshot
 from training import build, parallel, train
 
 from mcore_ckpt.errors import LockedError
-from mcore_ckpt.storage.trainer_lock import TrainerLock
-from mcore_ckpt.storage.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 DP2 = LAYOUTS["dp2-bf16"]
 LOCK = ".actor.trainer.json"

@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
 
 from checkpoints import SMALL_KNOBS, checkpoints, remains, save_together
 
-from mcore_ckpt import knobs
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.steps import tracker
 
 WORLD = 2
 
@@ -83,12 +82,12 @@ def run(job: Job) -> dict[str, Any]:
         "seconds": seconds,
         "hits": shim.fault_hits(),
         "steps": sorted(checkpoints(root).items()),
-        "tracker": steps.read_tracker(root),
+        "tracker": tracker.read_tracker(root),
         "remains": [name for name in remains(root) if name != "global_steps_2"],
     }
     if job.ranks == WORLD:
         told["next"] = save(seats, root, 3)
-        told["last"] = [sorted(checkpoints(root).items()), steps.read_tracker(root)]
+        told["last"] = [sorted(checkpoints(root).items()), tracker.read_tracker(root)]
     return told
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 
 HERE = Path(__file__).parent
 
-OWN = layout.optimizer_file(0, 0, 0, 1)
-SHARED = layout.model_file(0, 0)
-SMALL = layout.rng_file(0, 0, 0, 1)
-MANIFEST = layout.MANIFEST_FILE
+OWN = file_names.optimizer_file(0, 0, 0, 1)
+SHARED = file_names.model_file(0, 0)
+SMALL = file_names.rng_file(0, 0, 0, 1)
+MANIFEST = file_names.MANIFEST_FILE
 ALWAYS = 1 << 30
 
 
@@ -147,7 +147,7 @@ def test_what_must_not_fail_a_save(worker: Worker, fault: Fault, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault("rename", errno.EIO, layout.TRACKER_FILE), Fault("rename", errno.ENOSPC, layout.TRACKER_FILE)],
+    [Fault("rename", errno.EIO, file_names.TRACKER_FILE), Fault("rename", errno.ENOSPC, file_names.TRACKER_FILE)],
     ids=str,
 )
 def test_a_tracker_that_cannot_be_written_fails_no_save(worker: Worker, fault: Fault, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 from checkpoints import SMALL_KNOBS, save_together
 
-from mcore_ckpt import knobs
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.ranks.rounds import Agreement
 
 WORLD = 2
 CLONE_NEWNS = 0x00020000

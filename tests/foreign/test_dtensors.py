@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from mcore_ckpt.foreign.dtensors import Placement
+from mcore_ckpt.formats.fsdp.dtensors import Placement
 
 
 @given(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.foreign.kinds import kind_of, model_file, rank_dirs, step_of, torch_dist_folders
+from mcore_ckpt.formats.kinds import kind_of, model_file, rank_dirs, step_of, torch_dist_folders
 
 
 def touch(path: Path, text: str = "") -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 
 @pytest.fixture(autouse=True)

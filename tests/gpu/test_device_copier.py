@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 POISON = 0xA5
 MEBIBYTE = 1 << 20

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.save.capture import FileTensors
+from mcore_ckpt.save.guards import Guards
+from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.capture import FileTensors
-from mcore_ckpt.staging.guards import Guards
-from mcore_ckpt.staging.staging import Staging
-from mcore_ckpt.storage.file_plan import FilePlan, ImageCache, plan_file
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
 # Some through the gather kernel, some by copies of their own; 12 MB in all, so that most is still to be copied when the
 # host comes back.
@@ -45,8 +45,8 @@ def image_at(address: int, plan: FilePlan) -> torch.Tensor:
 
 
 @pytest.fixture
-def staging() -> Iterator[Staging]:
-    staging = Staging()
+def staging() -> Iterator[HostImages]:
+    staging = HostImages()
     yield staging
     staging.close()
 
@@ -78,7 +78,7 @@ def refill_free_memory() -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite_in_step, offload, free_storage, change_buffer])
-def test_old_values_are_saved_a_thousand_times(change: Change, staging: Staging) -> None:
+def test_old_values_are_saved_a_thousand_times(change: Change, staging: HostImages) -> None:
     trainer = Trainer()
     plan = plan_of(trainer.tensors)
     guards = Guards([(trainer, "step")], staging.hold)
@@ -95,7 +95,7 @@ def test_old_values_are_saved_a_thousand_times(change: Change, staging: Staging)
     guards.remove()
 
 
-def test_without_the_guard_it_would_fail(staging: Staging) -> None:
+def test_without_the_guard_it_would_fail(staging: HostImages) -> None:
     """Else the test above proves nothing: copies are slower than what comes after them."""
     found_new = False
     for round_ in range(50):
@@ -112,7 +112,7 @@ def test_without_the_guard_it_would_fail(staging: Staging) -> None:
     assert found_new
 
 
-def test_a_snapshot_is_whole_when_capture_returns(staging: Staging) -> None:
+def test_a_snapshot_is_whole_when_capture_returns(staging: HostImages) -> None:
     trainer = Trainer()
     plan = plan_of(trainer.tensors)
     for round_ in range(100):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 BLOCK = 1 << 20
 POISON = 0xA5

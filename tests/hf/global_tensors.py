@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 
-from mcore_ckpt.hf.architecture import HfModel
-from mcore_ckpt.hf.mapping import HfTensor, Slab, check_names, hf_tensors, hf_tensors_in
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import HfTensor, Slab, check_names, hf_tensors, hf_tensors_in
 from mcore_ckpt.sharding.regions import Region
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from global_tensors import to_mcore
 
-from mcore_ckpt.hf.architecture import HfModel, read_config, read_model
+from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.registry import read_model
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
 

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from tiny_models import VOCAB, make_hf_folder, make_hf_model, read_config
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
-from mcore_ckpt.hf.architecture import HfModel, read_model
-from mcore_ckpt.hf.mcore_config import check_model, to_mcore_config
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mcore_config import check_model, to_mcore_config
+from mcore_ckpt.models.registry import read_model
 
 PADDED_VOCAB = 136
 TOKENS = 24

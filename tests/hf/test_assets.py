@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from mcore_ckpt.hf.assets import save_assets
+from mcore_ckpt.formats.huggingface.assets import save_assets
 
 
 class Saved:

@@ -17,8 +17,8 @@ from tiny_models import make_hf_folder, make_hf_model
 
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
-from mcore_ckpt.hf import compare as module
-from mcore_ckpt.hf.compare import ComparedTensor, Comparison, Tolerance, compare, open_folder
+from mcore_ckpt.tools import compare as module
+from mcore_ckpt.tools.compare import ComparedTensor, Comparison, Tolerance, compare, open_folder
 
 Tensors = dict[str, torch.Tensor]
 NAMES = ("model.embed_tokens.weight", "lm_head.weight", "a", "b")

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_hf_folder
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.hf import convert_native, convert_torch_dist
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.owner import Owner
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.tools import convert_native, convert_torch_dist
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FORMATS = ("native", "torch_dist")
@@ -48,7 +49,7 @@ def test_a_checkpoint_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert convert(folder, tmp_path / "out", *sizes, "--trust_remote_code", "--json") == 0
     role = Path(json.loads(capsys.readouterr().out)["path"])
     assert role == tmp_path / "out" / "global_steps_0" / "critic"
-    assert steps.read_tracker(tmp_path / "out") == 0
+    assert tracker.read_tracker(tmp_path / "out") == 0
     assert sorted(path.name for path in (role / "huggingface").iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -196,12 +197,12 @@ def test_the_test_finds_what_was_written_wrong(
 def test_what_a_dead_process_left_is_removed_by_the_next(name: str, form: str, tmp_path: Path) -> None:
     folder, output = make_hf_folder(tmp_path / "hf", "qwen3"), tmp_path / name
     place = output if form == "torch_dist" else output / "global_steps_0" / "actor"
-    left = layout.staging_dir(place, "0123abcd")
-    of_another = layout.staging_dir(place.with_name("other.staging-1"), "0123abcd")
+    left = file_names.staging_dir(place, "0123abcd")
+    of_another = file_names.staging_dir(place.with_name("other.staging-1"), "0123abcd")
     for staging in (left, of_another):
         staging.mkdir(parents=True)
         # No process has run since the machine was started.
-        (staging / layout.OWNER_FILE).write_text(json.dumps(asdict(replace(Owner.this_process(), start=0))))
+        (staging / file_names.OWNER_FILE).write_text(json.dumps(asdict(replace(Owner.this_process(), start=0))))
     assert convert(folder, output, "--format", form) == 0
     assert not left.exists()
     assert of_another.exists()

@@ -19,18 +19,19 @@ from mcore_checkpoints import (
 )
 from tiny_models import NAMES, make_hf_folder
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.hf import writing
-from mcore_ckpt.hf.checkpoint_source import CheckpointSource
-from mcore_ckpt.hf.export import ExportPlan, plan_export, plan_tensors
-from mcore_ckpt.hf.mapping import HfTensor, Slab
-from mcore_ckpt.hf.safetensors_files import read_file
-from mcore_ckpt.hf.source import PartRead, TensorInfo, TensorSource
-from mcore_ckpt.hf.writing import write_files, write_index
+from mcore_ckpt.formats.contract import PartRead, TensorInfo, TensorSource
+from mcore_ckpt.formats.huggingface import writer as writing
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export, plan_tensors
+from mcore_ckpt.formats.huggingface.safetensors_files import read_file
+from mcore_ckpt.formats.huggingface.writer import write_files, write_index
+from mcore_ckpt.formats.native.source import CheckpointSource
+from mcore_ckpt.io import tuning
+from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage.reader import read_manifest
 
 
 class Memory:
@@ -62,7 +63,7 @@ def _slice(at: int, length: int) -> slice:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors, and their query groups and experts, are cut everywhere."""
-    monkeypatch.setattr(knobs, "STREAM_BYTES", 8192)
+    monkeypatch.setattr(tuning, "STREAM_BYTES", 8192)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def source_of(role_dir: Path) -> CheckpointSource:
-    return CheckpointSource(role_dir, read_manifest(role_dir, layout.MANIFEST_FILE))
+    return CheckpointSource(role_dir, read_manifest(role_dir))
 
 
 def exported(plan: ExportPlan, source: TensorSource, folder: Path) -> dict[str, torch.Tensor]:
@@ -132,7 +133,7 @@ def test_a_checkpoint_without_the_model_has_its_main_parameters(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     role_dir = make_checkpoint(tmp_path, folder_of("qwen3"))
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     files = tuple(file for file in manifest.files if file.kind != "model")
     source = CheckpointSource(role_dir, replace(manifest, contents=("optimizer",), files=files))
     plan = plan_export(model_of(folder_of("qwen3")), source.tensors(), dtype=torch.bfloat16)
@@ -265,7 +266,7 @@ def test_a_damaged_block_is_never_written(folder_of: Callable[[str], Path], tmp_
     role_dir = make_checkpoint(tmp_path, folder_of("qwen3"))
     source = source_of(role_dir)
     plan = plan_export(model_of(folder_of("qwen3")), source.tensors())
-    path = role_dir / layout.model_file(0, 0)
+    path = role_dir / file_names.model_file(0, 0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

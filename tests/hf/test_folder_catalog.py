@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_hf_folder
 
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.hf.architecture import read_model
-from mcore_ckpt.hf.folder_catalog import FolderCatalog, FolderContents, all_of, read_contents
-from mcore_ckpt.hf.mapping import hf_tensors
-from mcore_ckpt.hf.safetensors_files import read_folder
+from mcore_ckpt.formats.huggingface.reader import FolderCatalog, FolderContents, all_of, read_contents
+from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
+from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.sources import Sources, Wanted
-from mcore_ckpt.storage.dtypes import torch_dtype
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 GPT_OSS = {
     "model_type": "gpt_oss",

@@ -12,13 +12,19 @@ from global_tensors import to_mcore
 from safetensors.torch import load_file
 from tiny_models import make_hf_folder, read_config
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
-from mcore_ckpt.hf.architecture import read_model
-from mcore_ckpt.hf.merge import MergeRequest, merge
-from mcore_ckpt.hf.sources import UnusableRequestError, find_checkpoint
-from mcore_ckpt.hf.verl_ranks_source import open_verl_ranks
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+)
+from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
+from mcore_ckpt.models.registry import read_model
 from mcore_ckpt.sharding.cuts import axes_of
 from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.tools.find import find_checkpoint
+from mcore_ckpt.tools.merge import MergeRequest, merge
 
 Tensors = dict[str, torch.Tensor]
 
@@ -343,7 +349,7 @@ def test_which_folder_is_meant(tmp_path: Path) -> None:
     ):
         assert (found.path, found.kind) == (actor, "verl_ranks")
     assert find_checkpoint(actor.parent, "fsdp").path == actor
-    with pytest.raises(UnusableRequestError, match="actor, critic"):
+    with pytest.raises(InvalidArgumentError, match="actor, critic"):
         find_checkpoint(actor.parent)
     with pytest.raises(CheckpointNotFoundError):
         find_checkpoint(root, step=5)
@@ -362,6 +368,6 @@ def test_what_is_not_there_and_what_needs_another_backend(tmp_path: Path) -> Non
     (tmp_path / "actor").mkdir()
     torch.save({}, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
     for path in (tmp_path, tmp_path / "actor"):
-        with pytest.raises(UnusableRequestError, match="--backend fsdp"):
+        with pytest.raises(InvalidArgumentError, match="--backend fsdp"):
             find_checkpoint(path)
         assert find_checkpoint(path, "fsdp").kind == "fsdp"

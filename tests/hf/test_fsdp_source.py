@@ -26,9 +26,9 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from mcore_ckpt.hf.architecture import HfModel
-from mcore_ckpt.hf.fsdp_source import fsdp_tensors, is_fsdp, open_fsdp, read_copied_model
-from mcore_ckpt.hf.source import PartRead, TensorSource
+from mcore_ckpt.formats.contract import PartRead, TensorSource
+from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, is_fsdp, open_fsdp, read_copied_model
+from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.sharding.regions import Region
 
 WORLD = 4
@@ -117,8 +117,8 @@ def test_nothing_of_torch_distributed_is_needed(saved: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from mcore_ckpt.hf.architecture import HfModel
-from mcore_ckpt.hf.fsdp_source import open_fsdp
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.formats.fsdp.reader import open_fsdp
 open_fsdp(Path({str(saved / "hsdp")!r}))
 assert "torch.distributed.tensor" not in sys.modules and "megatron" not in sys.modules
 """

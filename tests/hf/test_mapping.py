@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tiny_models import NAMES, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.hf import read_model
-from mcore_ckpt.hf.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
+from mcore_ckpt.models import read_model
+from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
 
 SMALL = st.integers(1, 4)
 

@@ -11,7 +11,7 @@ import torch
 from tiny_models import NAMES, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.hf import check_model, read_model, to_hf_config, to_mcore_config
+from mcore_ckpt.models import check_model, read_model, to_hf_config, to_mcore_config
 
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,15 +18,18 @@ import torch.distributed as dist
 from mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
 from tiny_models import make_hf_folder
 
-from mcore_ckpt import knobs, layout, streaming
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.hf import filling, writing
-from mcore_ckpt.hf import merge as merging
-from mcore_ckpt.hf.merge import MergeRequest, merge
+from mcore_ckpt.formats.huggingface import elements as filling
+from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.integrations.parts import manifest_of as part_manifest
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.io import streams as streaming
+from mcore_ckpt.io import tuning
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.steps import commit
+from mcore_ckpt.tools import merge as merging
+from mcore_ckpt.tools.merge import MergeRequest, merge
 
 ROOT = Path(__file__).parents[2]
 ASSETS = {
@@ -49,11 +52,11 @@ def saved(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved")
     role_dir = make_checkpoint(root, hf, 2, pp=2)
     for name, data in ASSETS.items():
-        path = role_dir / layout.HUGGINGFACE_DIR / name
+        path = role_dir / file_names.HUGGINGFACE_DIR / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
     for name in NO_ASSETS:
-        (role_dir / layout.HUGGINGFACE_DIR / name).write_bytes(b"{}")
+        (role_dir / file_names.HUGGINGFACE_DIR / name).write_bytes(b"{}")
     return role_dir.parent.parent
 
 
@@ -103,10 +106,10 @@ def test_a_folder_that_transformers_opens(saved: Path, hf: Path, tmp_path: Path)
 
 def test_a_framework_s_own_part_of_a_step_is_no_second_model(saved: Path, hf: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "root")
-    step_path = next(path for paths in layout.step_dirs(tmp_path / "root").values() for path in paths)
+    step_path = next(path for paths in file_names.step_dirs(tmp_path / "root").values() for path in paths)
     attempt = commit.new_attempt()
     staging = commit.open_staging(step_path / "recover_info", attempt)
-    number = layout.parse_step(step_path.name)
+    number = file_names.parse_step(step_path.name)
     assert number is not None
     commit.seal(staging, part_manifest("recover_info", number, ("actor",), attempt, [], 1))
     commit.publish(staging, step_path / "recover_info", attempt)
@@ -149,7 +152,7 @@ def test_a_critic_is_known_by_its_weights(tmp_path: Path) -> None:
 
     hf = make_hf_folder(tmp_path / "hf", "qwen3-value")
     role_dir = make_checkpoint(tmp_path, hf)
-    path = role_dir / layout.HUGGINGFACE_DIR / "config.json"
+    path = role_dir / file_names.HUGGINGFACE_DIR / "config.json"
     config = json.loads(path.read_bytes())
     # Trainers make critics of a language model's folder.
     path.write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
@@ -302,7 +305,7 @@ def _damage(path: Path) -> None:
 
 def _configure(**fields: Any) -> Callable[[Path], None]:
     def change(role_dir: Path) -> None:
-        path = role_dir / layout.HUGGINGFACE_DIR / "config.json"
+        path = role_dir / file_names.HUGGINGFACE_DIR / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_bytes()), **fields}))
 
     return change
@@ -311,10 +314,10 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda role_dir: _damage(role_dir / layout.model_file(0, 0)), "wrong CRC"),
-        (lambda role_dir: (role_dir / layout.model_file(0, 0)).unlink(), "model_states.pt: missing"),
-        (lambda role_dir: (role_dir / layout.MANIFEST_FILE).unlink(), "no complete checkpoint"),
-        (lambda role_dir: (role_dir / layout.HUGGINGFACE_DIR / "config.json").unlink(), "config.json: missing"),
+        (lambda role_dir: _damage(role_dir / file_names.model_file(0, 0)), "wrong CRC"),
+        (lambda role_dir: (role_dir / file_names.model_file(0, 0)).unlink(), "model_states.pt: missing"),
+        (lambda role_dir: (role_dir / file_names.MANIFEST_FILE).unlink(), "no complete checkpoint"),
+        (lambda role_dir: (role_dir / file_names.HUGGINGFACE_DIR / "config.json").unlink(), "config.json: missing"),
         (_configure(model_type="qwen2"), "lacks decoder.layers.0.self_attention.linear_qkv.bias"),
         (_configure(model_type="unheard"), "model_type 'unheard' is not known"),
         (_configure(num_hidden_layers=3), "has decoder.layers.3."),
@@ -339,7 +342,7 @@ def test_what_is_wrong_is_named(
 def test_code_of_a_models_own_is_copied_and_not_run(own: Path, tmp_path: Path) -> None:
     names = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "somebody/theirs--configuration.Theirs"}
     _configure(auto_map=names)(own)
-    code = own / layout.HUGGINGFACE_DIR / "modeling_own.py"
+    code = own / file_names.HUGGINGFACE_DIR / "modeling_own.py"
     code.write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
     assert main(["merge", str(own), str(tmp_path / "merged")]) == 0
     assert (tmp_path / "merged" / "modeling_own.py").read_bytes() == code.read_bytes()
@@ -404,7 +407,7 @@ def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 KILLED_AT = {
     "before the first file": "writing.write_files = merging.write_files = lambda *rest, **options: die()",
-    "in the middle of a file": "knobs.STREAM_BYTES = 8192; refuse = writing._refuse_nan; writing._refuse_nan = "
+    "in the middle of a file": "tuning.STREAM_BYTES = 8192; refuse = writing._refuse_nan; writing._refuse_nan = "
     "lambda placed: die() if placed.part.start > 50000 else refuse(placed)",
     "before the config": "merging.write_config = lambda *rest: die()",
     "before the rename": "os.rename = lambda *names: die()",
@@ -412,9 +415,10 @@ KILLED_AT = {
 }
 KILLED = """
 import os, signal, sys
-from mcore_ckpt import knobs, streaming
+from mcore_ckpt.io import tuning, streams as streaming
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.hf import merge as merging, writing
+from mcore_ckpt.tools import merge as merging
+from mcore_ckpt.formats.huggingface import writer as writing
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 {point}
 main(["merge", *sys.argv[1:]])
@@ -454,16 +458,16 @@ def test_another_run_that_lives_keeps_its_folder(saved: Path, tmp_path: Path, mo
 
 
 def test_memory_does_not_grow_with_files(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "STREAM_BYTES", 16384)
+    monkeypatch.setattr(tuning, "STREAM_BYTES", 16384)
     taken: list[int] = []
 
-    class Arena(streaming.Arena):
+    class HostMemory(streaming.HostMemory):
         def take(self, nbytes: int) -> int:
             taken.append(nbytes)
             return super().take(nbytes)
 
-    monkeypatch.setattr(streaming, "Arena", Arena)
-    monkeypatch.setattr(filling, "Arena", Arena)
+    monkeypatch.setattr(streaming, "HostMemory", HostMemory)
+    monkeypatch.setattr(filling, "HostMemory", HostMemory)
     merge(MergeRequest(saved, tmp_path / "merged", dtype=torch.float16))
     assert len(taken) > 20
     assert max(taken) <= 3 * 16384

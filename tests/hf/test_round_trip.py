@@ -9,12 +9,12 @@ import torch
 from mcore_checkpoints import model_of, weights
 from tiny_models import LAYERS, NAMES, VOCAB, make_hf_folder, read_config
 
-from mcore_ckpt.hf.convert_native import convert_to_native
-from mcore_ckpt.hf.mcore_config import to_mcore_config
-from mcore_ckpt.hf.merge import MergeRequest, merge
-from mcore_ckpt.resharding.target import WantedLayout
-from mcore_ckpt.storage.reader import read_manifest
-from mcore_ckpt.storage.seats import take_seat
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.models.mcore_config import to_mcore_config
+from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.tools.convert_native import convert_to_native
+from mcore_ckpt.tools.merge import MergeRequest, merge
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 # More than 131 tokens, whatever the tensor-parallel size.
 PADDING = {"vocab_divisor": 16}
@@ -93,7 +93,7 @@ def wanted_layout(folder: Path, layout: dict[str, int | str]) -> WantedLayout:
 
 def assert_written_as(role_dir: Path, wanted: WantedLayout, is_value: bool) -> None:
     """The checkpoint between is of that layout, and its vocabulary is padded with zeros: else all this shows little."""
-    manifest = read_manifest(role_dir, "manifest.json")
+    manifest = read_manifest(role_dir)
     found = manifest.topology
     assert (found.tp, found.pp, found.vpp, found.ep) == tuple(
         size or 1 for size in (wanted.tp, wanted.pp, wanted.vpp, wanted.ep)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import NAMES, make_hf_folder, make_hf_model
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.hf import (
+from mcore_ckpt.models import (
     Architecture,
     HfModel,
     ModelFacts,
@@ -26,11 +26,11 @@ from mcore_ckpt.hf import (
     settle,
     to_mcore_config,
 )
-from mcore_ckpt.hf.architecture import _architectures
-from mcore_ckpt.hf.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
-from mcore_ckpt.hf.config_rules import DENSE
-from mcore_ckpt.hf.mapping import check_names, hf_tensors, hf_tensors_in
-from mcore_ckpt.hf.rope_rules import ROPE
+from mcore_ckpt.models.architecture import _architectures
+from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
+from mcore_ckpt.models.config_rules import DENSE
+from mcore_ckpt.models.mapping import check_names, hf_tensors, hf_tensors_in
+from mcore_ckpt.models.rope_rules import ROPE
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_copy_of_the_embedding_can_be_listed(folders: dict[str, Path]) -> None
 
 def test_an_architecture_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     known_architectures()
-    monkeypatch.setattr("mcore_ckpt.hf.architecture._architectures", dict(_architectures))
+    monkeypatch.setattr("mcore_ckpt.models.architecture._architectures", dict(_architectures))
     mlp = (
         Row("mlp.linear_fc1.weight", {"ff.w1.weight": "ffn hidden", "ff.w3.weight": "ffn hidden"}),
         Row("mlp.linear_fc2.weight", {"ff.w2.weight": "hidden ffn"}),

@@ -17,9 +17,9 @@ from mcore_checkpoints import make_checkpoint
 from tiny_models import LAYERS, NAMES, make_hf_folder
 
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer
-from mcore_ckpt.hf import read_model
-from mcore_ckpt.hf.assets import save_assets, write_config
-from mcore_ckpt.hf.merge import MergeRequest, merge
+from mcore_ckpt.formats.huggingface.assets import save_assets, write_config
+from mcore_ckpt.models import read_model
+from mcore_ckpt.tools.merge import MergeRequest, merge
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.hf.architecture import known_architectures
+from mcore_ckpt.models.registry import known_architectures
 
 VOCAB = 131
 LAYERS = 4

@@ -36,27 +36,30 @@ from torch.distributed.checkpoint.metadata import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 from checkpoints import ROLE, make, tensors
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.foreign.pickles import load_safely
-from mcore_ckpt.foreign.pt_files import read_pt
-from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
-from mcore_ckpt.hf.architecture import read_config, read_model
-from mcore_ckpt.hf.folder_catalog import FolderCatalog, read_contents
-from mcore_ckpt.hf.mapping import hf_tensors
-from mcore_ckpt.hf.safetensors_files import encode_header, read_folder, read_weight_map
-from mcore_ckpt.hf.source import PartRead
-from mcore_ckpt.hf.torch_dist_source import open_torch_dist
+from mcore_ckpt.formats.contract import PartRead
+from mcore_ckpt.formats.huggingface.reader import FolderCatalog, read_contents
+from mcore_ckpt.formats.huggingface.safetensors_files import encode_header, read_folder, read_weight_map
+from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.pickles import load_safely
+from mcore_ckpt.formats.pt_files import read_pt
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.registry import read_model
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.catalog import Catalog
-from mcore_ckpt.storage.dtypes import torch_dtype
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
-from mcore_ckpt.storage.owner import read_owner, write_owner
-from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.owner import read_owner, write_owner
 
 SLOWEST_S = 10.0
 
@@ -161,10 +164,10 @@ class Sample:
 
     @staticmethod
     def make(root: Path) -> Sample:
-        role_dir = layout.step_dir(root, 7) / ROLE
+        role_dir = file_names.step_dir(root, 7) / ROLE
         make(role_dir, 3)
-        manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
-        paths = [layout.MANIFEST_FILE, *(file.path for file in manifest.files)]
+        manifest = read_manifest(role_dir)
+        paths = [file_names.MANIFEST_FILE, *(file.path for file in manifest.files)]
         return Sample(root, role_dir, manifest, {path: (role_dir / path).read_bytes() for path in paths})
 
     def record(self, kind: str) -> FileRecord:
@@ -185,7 +188,7 @@ def _expect(found: Any, wanted: Any, what: str) -> None:
 
 def _read_all(role_dir: Path) -> None:
     """Everything that a manifest speaks of."""
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     catalog = Catalog(role_dir, manifest)
     str(manifest.topology), manifest.nbytes
     for file in manifest.files:
@@ -209,10 +212,10 @@ def _read_shard(role_dir: Path, file: FileRecord, shard: Any) -> torch.Tensor:
 
 def manifest_bytes(sample: Sample) -> Case:
     def case(rng: Rng) -> Callable[[], None]:
-        sample.put(layout.MANIFEST_FILE, damage(sample.files[layout.MANIFEST_FILE], rng))
+        sample.put(file_names.MANIFEST_FILE, damage(sample.files[file_names.MANIFEST_FILE], rng))
 
         def read() -> None:
-            _expect(read_manifest(sample.role_dir, layout.MANIFEST_FILE), sample.manifest, "the manifest")
+            _expect(read_manifest(sample.role_dir), sample.manifest, "the manifest")
 
         return read
 
@@ -221,14 +224,14 @@ def manifest_bytes(sample: Sample) -> Case:
 
 def manifest_forged(sample: Sample) -> Case:
     def case(rng: Rng) -> Callable[[], None]:
-        record = json.loads(sample.files[layout.MANIFEST_FILE])
+        record = json.loads(sample.files[file_names.MANIFEST_FILE])
         del record["crc32"]
         record = forge(record, rng)
         try:
             sealed = fields.encode(record | {"crc32": zlib.crc32(fields.encode(record))})
         except ValueError:
             sealed = json.dumps(record).encode()
-        sample.put(layout.MANIFEST_FILE, sealed)
+        sample.put(file_names.MANIFEST_FILE, sealed)
 
         def read() -> None:
             steps.step_status(sample.role_dir.parent)
@@ -340,11 +343,11 @@ def foreign_pickle(sample: Sample) -> Case:
 
 def tracker(sample: Sample) -> Case:
     def case(rng: Rng) -> Callable[[], None]:
-        (sample.root / layout.TRACKER_FILE).write_bytes(damage(rng.choice((b"7", b"123456", b"7\n")), rng))
+        (sample.root / file_names.TRACKER_FILE).write_bytes(damage(rng.choice((b"7", b"123456", b"7\n")), rng))
 
         def read() -> None:
-            steps.read_tracker(sample.root)
-            steps.update_tracker(sample.root)
+            tracker.read_tracker(sample.root)
+            tracker.update_tracker(sample.root)
 
         return read
 
@@ -355,11 +358,11 @@ def owner(sample: Sample) -> Case:
     folder = sample.root / "work"
     folder.mkdir()
     write_owner(folder)
-    stored = (folder / layout.OWNER_FILE).read_bytes()
+    stored = (folder / file_names.OWNER_FILE).read_bytes()
 
     def case(rng: Rng) -> Callable[[], None]:
         data = damage(stored, rng) if rng.random() < 0.5 else json.dumps(forge(json.loads(stored), rng)).encode()
-        (folder / layout.OWNER_FILE).write_bytes(data)
+        (folder / file_names.OWNER_FILE).write_bytes(data)
 
         def read() -> None:
             found = read_owner(folder)

@@ -14,21 +14,24 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.foreign import kinds
-from mcore_ckpt.foreign.pickles import load_safely
-from mcore_ckpt.foreign.pt_files import read_pt
-from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles, WantedPart
-from mcore_ckpt.hf import mapping, sources, torch_dist_source
-from mcore_ckpt.hf.architecture import known_architectures
-from mcore_ckpt.hf.compare import open_folder
-from mcore_ckpt.hf.folder_catalog import FolderCatalog, read_contents
+from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.huggingface.reader import FolderCatalog, read_contents
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.pickles import load_safely
+from mcore_ckpt.formats.pt_files import read_pt
+from mcore_ckpt.formats.torch_dist import reader as torch_dist_source
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.models import mapping
+from mcore_ckpt.models.registry import known_architectures
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.dtypes import torch_dtype
-from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.tools import find as sources
+from mcore_ckpt.tools.compare import open_folder
 
 BEGIN, END = "/mcore_ckpt-begin", "/mcore_ckpt-end"
 _TOLD = ("open", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "import")
@@ -40,20 +43,20 @@ def attempt(read: Callable[[], Any]) -> None:
     try:
         read()
     except (CheckpointError, ValueError) as error:
-        if isinstance(error, ValueError) and not isinstance(error, sources.UnusableRequestError):
+        if isinstance(error, ValueError) and not isinstance(error, sources.InvalidArgumentError):
             raise
         refused.append(str(error))
 
 
 def read_ours(root: Path) -> None:
-    steps.read_tracker(root)
+    tracker.read_tracker(root)
     for status in steps.list_steps(root):
         for role_dir in sorted(status.path.iterdir()):
             attempt(lambda role_dir=role_dir: read_role(role_dir))  # type: ignore[misc]
 
 
 def read_role(role_dir: Path) -> None:
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     for file in manifest.files:
         attempt(lambda file=file: read_plain(role_dir, file) if file.index is None else read_tensors(role_dir, file))  # type: ignore[misc]
 

@@ -15,22 +15,24 @@ from typing import Any
 import pytest
 from fuzzing import CONFIG, Sample, make_torch_dist
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, decode_manifest
+from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedError
-from mcore_ckpt.foreign import kinds
-from mcore_ckpt.foreign.pickles import load_safely
-from mcore_ckpt.foreign.pt_files import read_pt
-from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles
-from mcore_ckpt.hf.architecture import read_config, read_model
-from mcore_ckpt.hf.assets import copy_assets
-from mcore_ckpt.hf.safetensors_files import read_file
-from mcore_ckpt.storage import commit, retention, steps
-from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, decode_manifest
-from mcore_ckpt.storage.reader import open_file, read_index, read_manifest, read_plain
-from mcore_ckpt.storage.remote import Remote
-from mcore_ckpt.storage.trainer_lock import TrainerLock
-from mcore_ckpt.uploading import Uploads
+from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.huggingface.assets import copy_assets
+from mcore_ckpt.formats.huggingface.safetensors_files import read_file
+from mcore_ckpt.formats.pickles import load_safely
+from mcore_ckpt.formats.pt_files import read_pt
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io.store import Remote
+from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.steps import commit, retention, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.upload_queue import Uploads
 
 
 @pytest.fixture
@@ -59,9 +61,9 @@ def test_what_is_no_file(kind: str, sample: Sample) -> None:
         replaced(sample.role_dir / record.path, NO_FILES[kind])
         with pytest.raises(CheckpointCorruptError, match=Path(record.path).name), open_file(sample.role_dir, record):
             pass
-    replaced(sample.role_dir / layout.MANIFEST_FILE, NO_FILES[kind])
+    replaced(sample.role_dir / file_names.MANIFEST_FILE, NO_FILES[kind])
     with pytest.raises(CheckpointError):
-        read_manifest(sample.role_dir, layout.MANIFEST_FILE)
+        read_manifest(sample.role_dir)
     assert not steps.step_status(sample.role_dir.parent).is_complete
 
 
@@ -122,9 +124,9 @@ def test_files_of_enormous_size(sample: Sample) -> None:
     ):
         with pytest.raises(CheckpointCorruptError):
             read(path)
-    path.rename(sample.role_dir / layout.MANIFEST_FILE)
+    path.rename(sample.role_dir / file_names.MANIFEST_FILE)
     with pytest.raises(CheckpointCorruptError, match=str(size)):
-        read_manifest(sample.role_dir, layout.MANIFEST_FILE)
+        read_manifest(sample.role_dir)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_manifest(name: str, sample: Sample) -> None:
-    record = json.loads(sample.files[layout.MANIFEST_FILE])
+    record = json.loads(sample.files[file_names.MANIFEST_FILE])
     assert decode_manifest(sealed(record)) == sample.manifest
     FORGED[name](record)
     with pytest.raises(fields.FieldError) as caught:
@@ -162,9 +164,9 @@ def test_a_forged_manifest(name: str, sample: Sample) -> None:
 
 
 def test_files_that_hold_more_than_memory(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "MANIFEST_HELD", 5)
+    monkeypatch.setattr(limits, "MANIFEST_HELD", 5)
     with pytest.raises(fields.FieldError, match="hold 6 tensors together"):
-        decode_manifest(sample.files[layout.MANIFEST_FILE])
+        decode_manifest(sample.files[file_names.MANIFEST_FILE])
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_a_header_length_that_lies(length: int, tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_no_model_has(change: dict[str, Any]) -> None:
-    from mcore_ckpt.hf.mapping import hf_tensors
+    from mcore_ckpt.models.mapping import hf_tensors
 
     assert hf_tensors(read_model(CONFIG))
     with pytest.raises(UnsupportedError, match=r"config\.json"):
@@ -296,7 +298,7 @@ def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_p
         lock = TrainerLock(tmp_path / "deep" / "root", "actor")
         lock.take(0)  # as a save does first
         sample = Sample.make(tmp_path / "deep" / "root")
-        steps.update_tracker(sample.root)
+        tracker.update_tracker(sample.root)
         retention.pin(sample.root, steps.complete_steps(sample.root)[0].step)
         uploads = Uploads(Remote(f"file://{tmp_path}/deep/remote"), sample.root, "actor", retention.Policy())
         assert uploads.committed(steps.complete_steps(sample.root)[0].step).wait(60)
@@ -308,7 +310,7 @@ def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_p
     finally:
         os.umask(before)
     assert {path.suffix for path in found} >= {".pt", ".json", ".txt"}
-    assert {path.name for path in found} >= {layout.PINNED_FILE, ".actor.trainer.json", layout.OWNER_FILE}
+    assert {path.name for path in found} >= {file_names.PINNED_FILE, ".actor.trainer.json", file_names.OWNER_FILE}
     for path, mode in modes.items():
         wanted = (0o775 if stat.S_ISDIR(mode) else 0o664) & ~umask
         assert stat.S_IMODE(mode) == wanted, f"{path}: {mode:o}"

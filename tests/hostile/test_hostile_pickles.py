@@ -16,14 +16,14 @@ import pytest
 import torch
 from fuzzing import PLAIN, archive_of, is_same, pt_of
 
+from mcore_ckpt.checkpoint.damage import Damage
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace
+from mcore_ckpt.checkpoint.pt_values import decode_pt
+from mcore_ckpt.checkpoint.reading import read_plain
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.foreign.pickles import load_metadata, load_safely
-from mcore_ckpt.foreign.pt_files import read_pt
-from mcore_ckpt.storage.damage import Damage
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace
-from mcore_ckpt.storage.pt_values import decode_pt
-from mcore_ckpt.storage.reader import read_plain
-from mcore_ckpt.storage.verify_deep import as_torch_sees_it
+from mcore_ckpt.formats.pickles import load_metadata, load_safely
+from mcore_ckpt.formats.pt_files import read_pt
+from mcore_ckpt.tools.verify_deep import as_torch_sees_it
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "ours": lambda path: read_plain(path.parent, record_of(path)),

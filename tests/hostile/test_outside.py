@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from test_files import sealed
 from test_hostile_pickles import PICKLES
 
-from mcore_ckpt import layout
-from mcore_ckpt.hf.architecture import read_model
-from mcore_ckpt.hf.mapping import hf_tensors
-from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.registry import read_model
 
 WORKER = Path(__file__).with_name("read_everything.py")
 CHANGES = re.compile(r"os\.(?!listdir|scandir|walk|fspath)|subprocess\.|socket\.|shutil\.|ctypes\.dlopen|import")
@@ -50,12 +50,12 @@ def hostile(folder: Path, secret: Path) -> Path:
     for number, change in enumerate((_path_up, _path_absolute, _path_below_a_link)):
         other = role_dir.parent.with_name(f"global_steps_{number}") / role_dir.name
         shutil.copytree(role_dir, other)
-        record = json.loads((other / layout.MANIFEST_FILE).read_bytes()) | {"step": number}
+        record = json.loads((other / file_names.MANIFEST_FILE).read_bytes()) | {"step": number}
         change(record, other, secret)
-        (other / layout.MANIFEST_FILE).write_bytes(sealed(record))
+        (other / file_names.MANIFEST_FILE).write_bytes(sealed(record))
     for record in _records(role_dir):
         _link(role_dir / record.path, secret)
-    (folder / "root" / layout.TRACKER_FILE).write_text("../../..")
+    (folder / "root" / file_names.TRACKER_FILE).write_text("../../..")
     metadata = (folder / "dist" / ".metadata").read_bytes()
     name = b"../" + os.fsencode(secret.name)
     assert len(name) == len(b"__0_0.distcp"), "the lengths in the pickle stay as they are"
@@ -69,9 +69,9 @@ def hostile(folder: Path, secret: Path) -> Path:
 
 
 def _records(role_dir: Path) -> list[FileRecord]:
-    from mcore_ckpt.storage.reader import read_manifest
+    from mcore_ckpt.checkpoint.reading import read_manifest
 
-    return list(read_manifest(role_dir, layout.MANIFEST_FILE).files)
+    return list(read_manifest(role_dir).files)
 
 
 def _link(path: Path, secret: Path) -> None:

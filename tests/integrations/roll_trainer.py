@@ -28,9 +28,9 @@ from roll.utils import checkpoint_manager  # noqa: E402
 from snapshot import snapshot  # noqa: E402
 from training import Layout, Training, build, parallel, train  # noqa: E402
 
-from mcore_ckpt import knobs  # noqa: E402
 from mcore_ckpt.integrations import roll as integration  # noqa: E402
 from mcore_ckpt.integrations.roll import unit  # noqa: E402
+from mcore_ckpt.steps import trainer_lock
 
 ROLES = ("actor_train", "critic")
 SAVE_STEPS, MAX_STEPS = 2, 5
@@ -221,7 +221,7 @@ def encode(job: Job) -> str:
 
 if __name__ == "__main__":
     # Killed while it is written, a lock does not say whose it is, and is taken over when it has been silent for this.
-    knobs.TRAINER_LEASE_S, knobs.TRAINER_BEAT_S = 0.4, 0.1
+    trainer_lock.TRAINER_LEASE_S, trainer_lock.TRAINER_BEAT_S = 0.4, 0.1
     # Nothing here dies but by SIGKILL, which takes nothing that the kernel has been given.
     os.fsync = lambda descriptor: None
     serve()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mcore_ckpt.storage import steps
+from mcore_ckpt.steps import listing as steps
 
 REPOSITORY = Path(__file__).parents[2]
 LOOP = REPOSITORY / "examples" / "megatron_loop.py"

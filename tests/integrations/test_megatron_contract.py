@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from source_facts import FACTS, signature_in, signature_of
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.integrations.megatron import arguments
 
@@ -40,8 +40,8 @@ def test_arguments_are_called_as_megatron_calls_them(facts: dict[str, Any]) -> N
 
 
 def test_files_are_called_as_megatron_calls_them(facts: dict[str, Any]) -> None:
-    assert layout.megatron_dir(Path("root"), 42).name == facts["folder"].format(42)
-    assert facts["tracker"] == layout.TRACKER_FILE
+    assert file_names.megatron_dir(Path("root"), 42).name == facts["folder"].format(42)
+    assert facts["tracker"] == file_names.TRACKER_FILE
 
 
 @pytest.mark.skipif("MEGATRON_SOURCE" not in os.environ, reason="a checkout of Megatron-LM, for a person who has one")

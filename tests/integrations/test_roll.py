@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.verify import verify
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.tools.verify import verify
 
 HERE = Path(__file__).parent
 ROLES = {"actor_train", "critic", "pipeline"}
@@ -105,7 +106,7 @@ def test_resumed_training_is_bit_identical(trainers: Trainers, reference: dict[s
     assert report["resumed"] == 2
     assert seen(report) == reference
     assert complete(root) == [2, 4]
-    assert steps.read_tracker(root) == 4
+    assert tracker.read_tracker(root) == 4
     for name in ("checkpoint-2", "checkpoint-4"):
         assert {path.name for path in (root / name).iterdir()} == ROLES
         assert (root / name / "pipeline" / STATE_FILE).exists()
@@ -164,7 +165,7 @@ def test_killed_between_any_two_writes_it_comes_back(trainers: Trainers, stopped
         dead = trainers.live(root, watched=3, kill_at=at, kill_count=count, **life)
         assert dead["status"] == -signal.SIGKILL, (at, count)
         # The tracker is for other programs: it never names what is not there.
-        assert steps.read_tracker(root) in complete(root), (at, count)
+        assert tracker.read_tracker(root) in complete(root), (at, count)
         report = trainers.train(root, stop_after=-2, **life)
         assert seen(report) == wanted[report["resumed"]], (at, count)
         after.add(report["resumed"])
@@ -204,7 +205,7 @@ def test_killed_while_saves_go_on_beside_the_training(
     )
     assert dead["status"] == -signal.SIGKILL
     assert complete(root)[0] == 2
-    assert steps.read_tracker(root) in complete(root)
+    assert tracker.read_tracker(root) in complete(root)
     report = trainers.train(root, resume=True)
     assert report["resumed"] in (2, 4)
     assert seen(report) == reference

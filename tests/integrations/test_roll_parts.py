@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError, UnsupportedError
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.verify import verify
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.tools.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
 from mcore_ckpt.integrations.roll.options import read_options, step_of
@@ -47,7 +48,7 @@ def test_the_drivers_part_alone_is_a_checkpoint_that_is_verified(tmp_path: Path)
     assert uploader.get_latest_ckpt() == str(root / "checkpoint-3")
     assert verify(root, deep=True).is_sound
     assert (root / "checkpoint-3" / "pipeline" / "metrics" / "rewards.txt").read_text() == "1.5"
-    assert steps.read_tracker(root) == 3
+    assert tracker.read_tracker(root) == 3
 
 
 def test_the_drivers_part_of_a_step_waits_for_the_clusters(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_the_drivers_part_of_a_step_waits_for_the_clusters(tmp_path: Path) -> No
     (status,) = steps.list_steps(root)
     assert status.declared == {"critic", "pipeline"}
     assert not status.is_complete
-    assert steps.read_tracker(root) is None
+    assert tracker.read_tracker(root) is None
     with pytest.raises(CheckpointNotFoundError, match="not committed by critic"):
         uploader_of(root).get_latest_ckpt()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 PAGE = 4096
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 MEBIBYTE = 1 << 20
 POISON = 0xA5

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 METHODS = _native.crc32_methods()
 MEBIBYTE = 1 << 20

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import Reference, references
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 HUGE_PAGE = 2 << 20
 
@@ -67,7 +67,7 @@ def test_too_much_is_a_memory_error_that_says_how_much(nbytes: int) -> None:
 def test_a_limit_of_the_process_is_a_memory_error() -> None:
     script = """
 import resource
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 try:
     _native.HostBuffer(8 << 30)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 
 KIBIBYTE = 1 << 10
 POISON = 0xA5

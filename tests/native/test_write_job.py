@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from images import PAGE, Reference, page_cuts, references
 
-from mcore_ckpt import _native
-from mcore_ckpt.storage.pt_image import build_image
+from mcore_ckpt.checkpoint.pt_image import build_image
+from mcore_ckpt.io import _native
 
 MEBIBYTE = 1 << 20
 HUGE_PAGE = 2 * MEBIBYTE
@@ -298,7 +298,7 @@ def test_a_folder_that_vanishes_before_the_start(tmp_path: Path) -> None:
 def test_a_file_that_may_not_grow(tmp_path: Path, direct: bool) -> None:
     script = f"""
 import resource, signal, errno, torch
-from mcore_ckpt import _native
+from mcore_ckpt.io import _native
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 source = torch.zeros(4 << 20, dtype=torch.uint8)

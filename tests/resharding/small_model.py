@@ -6,25 +6,28 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt import layout
-from mcore_ckpt.resharding.reshard import reshard, select
-from mcore_ckpt.resharding.target import WantedLayout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.index import Alias
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
+from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.io.files import make_folders, write_file
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.save.capture import FileTensors, capture_in_place
 from mcore_ckpt.sharding.cuts import Cut, axes_of
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.capture import FileTensors, capture_in_place
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.dtypes import torch_dtype
-from mcore_ckpt.storage.file_plan import ImageCache, plan_file
-from mcore_ckpt.storage.files import make_folders, write_file
-from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import FileRecord, Manifest, StageRecord
-from mcore_ckpt.storage.reader import read_index, read_manifest, read_ranges
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.writer import ImageWriter, pickle_plain, write_plain
-from mcore_ckpt.topology import RankCoordinates, Topology
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.reshard.reshard import reshard
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 STEP = 5
 HIDDEN = 8
@@ -89,7 +92,7 @@ def make(
     config: bytes | None = None,
 ) -> Path:
     """A committed checkpoint of `tp` ranks; `cuts` of tensors that are not cut as their names say."""
-    role_dir = layout.step_dir(root, STEP) / role
+    role_dir = file_names.step_dir(root, STEP) / role
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
     names = tuple(sorted(tensors, key=natural_order))
@@ -100,11 +103,13 @@ def make(
         }
         local = {name: part(tensors[name], regions[name]) for name in names}
         model = WriteRequest(
-            layout.model_file(rank, 0), "model", tuple(_write((n,), n, "model", local[n], regions[n]) for n in names)
+            file_names.model_file(rank, 0),
+            "model",
+            tuple(_write((n,), n, "model", local[n], regions[n]) for n in names),
         )
         kinds = ("exp_avg",) if aliased else ("param", "exp_avg")
         optimizer = WriteRequest(
-            layout.optimizer_file(0, rank, 0, 0),
+            file_names.optimizer_file(0, rank, 0, 0),
             "optimizer",
             tuple(
                 _write(("state", n, kind), n, kind, local[n].reshape(-1) + (kind == "exp_avg"), regions[n])
@@ -116,13 +121,13 @@ def make(
         )
         files += [(rank, _write_file(staging, request), True) for request in (model, optimizer)]
         rng = pickle_plain({"torch": torch.full((16,), 7, dtype=torch.uint8), "rank": rank})
-        files.append((rank, write_plain(staging, layout.rng_file(0, rank, 0, 0), "rng", rng), False))
+        files.append((rank, write_plain(staging, file_names.rng_file(0, rank, 0, 0), "rng", rng), False))
         extra = pickle_plain({"rank": rank})
-        files.append((rank, write_plain(staging, layout.extra_file(0, rank, 0, 0), "extra", extra), False))
+        files.append((rank, write_plain(staging, file_names.extra_file(0, rank, 0, 0), "extra", extra), False))
     common = pickle_plain({"optimizers": [], "lr_scheduler": None})
-    files.append((0, write_plain(staging, layout.COMMON_FILE, "common", common), False))
+    files.append((0, write_plain(staging, file_names.COMMON_FILE, "common", common), False))
     if config is not None:
-        path = f"{layout.HUGGINGFACE_DIR}/config.json"
+        path = f"{file_names.HUGGINGFACE_DIR}/config.json"
         make_folders(staging, path)
         write_file(staging / path, [config])
         files.append((0, WrittenFile(path, "huggingface", len(config), zlib.crc32(config)), False))
@@ -145,7 +150,7 @@ def make(
     )
     commit.seal(staging, manifest)
     commit.publish(staging, role_dir, attempt)
-    steps.update_tracker(root)
+    tracker.update_tracker(root)
     return role_dir
 
 
@@ -177,7 +182,7 @@ def _write_file(staging: Path, request: WriteRequest) -> WrittenFile:
 
 def stored(role_dir: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Each global tensor put together from all files, NaN where no file has an element; by name and kind."""
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     found: dict[tuple[str, str], torch.Tensor] = {}
     for file in manifest.files:
         for shard in read_index(role_dir, file).shards if file.index else ():

@@ -7,7 +7,7 @@ import pytest
 from small_model import STEP, make, tensors_of
 
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.storage import steps
+from mcore_ckpt.steps import tracker
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
 
@@ -26,7 +26,7 @@ def test_a_result_for_programs(source: Path, tmp_path: Path, capsys: pytest.Capt
     assert {role["written"][name] for name in ("tp", "pp")} == {2}
     assert role["written"]["world_size"] == 4
     assert role["rng_reseeded"] is True
-    assert steps.read_tracker(tmp_path / "b") == STEP
+    assert tracker.read_tracker(tmp_path / "b") == STEP
 
 
 def test_a_result_for_people(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

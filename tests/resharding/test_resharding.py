@@ -11,34 +11,37 @@ import pytest
 import torch
 from small_model import HIDDEN, STEP, VOCABULARY, make, resharded, shapes, stored, tensors_of
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    InvalidArgumentError,
 )
 from mcore_ckpt.integrations.parts import manifest_of as part_manifest
-from mcore_ckpt.resharding import streaming
-from mcore_ckpt.resharding.reshard import reshard, select
-from mcore_ckpt.resharding.target import UnusableLayoutError, WantedLayout
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.files import make_folders, write_file
 from mcore_ckpt.sharding.cuts import Cut
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.files import make_folders, write_file
-from mcore_ckpt.storage.manifest import Manifest
-from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain
-from mcore_ckpt.storage.requests import WrittenFile
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.reshard import streaming
+from mcore_ckpt.tools.reshard.reshard import reshard
+from mcore_ckpt.tools.reshard.target import WantedLayout
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
 
 @pytest.fixture(autouse=True)
 def _several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "STREAM_BYTES", 8192)
+    monkeypatch.setattr(tuning, "STREAM_BYTES", 8192)
 
 
 def manifest_of(role_dir: Path) -> Manifest:
-    return read_manifest(role_dir, layout.MANIFEST_FILE)
+    return read_manifest(role_dir)
 
 
 def assert_holds(role_dir: Path, tensors: dict[str, torch.Tensor], kinds: tuple[str, ...]) -> None:
@@ -75,7 +78,7 @@ def test_every_element_is_there_once_more(tp: int, sizes: dict[str, int], aliase
     assert {alias.key.name for alias in aliases} == (set(tensors) if aliased else set())
     saved = {f.path for f in manifest_of(source).files}
     assert {f.path for f in manifest_of(back).files} == saved
-    assert steps.read_tracker(tmp_path / "b") == STEP
+    assert tracker.read_tracker(tmp_path / "b") == STEP
 
 
 @pytest.mark.parametrize(
@@ -111,14 +114,14 @@ def test_generators_and_extra_state(tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of(), tp=2)
     same = resharded(source, tmp_path / "b", dp=1)
     for rank in range(2):
-        path = layout.rng_file(0, rank, 0, 0)
+        path = file_names.rng_file(0, rank, 0, 0)
         assert (same / path).read_bytes() == (source / path).read_bytes()
     grown = resharded(source, tmp_path / "c", dp=2)
     manifest = manifest_of(grown)
     seed = int.from_bytes(bytes([7] * 8), "little")
     assert [read_plain(grown, file)["rank"] for file in manifest.files_of("rng")] == [0, 1, 0, 1]
     extra = {file.path: read_plain(grown, file) for file in manifest.files_of("extra")}
-    assert extra[layout.extra_file(0, 1, 0, 1)] == {"rank": 1}
+    assert extra[file_names.extra_file(0, 1, 0, 1)] == {"rank": 1}
     other = resharded(source, tmp_path / "e", tp=1, dp=2)
     assert [read_plain(other, file) for file in manifest_of(other).files_of("rng")] == [{"seed": seed}] * 2
     # From a seed, a seed.
@@ -185,7 +188,7 @@ def test_experts_that_do_not_divide(tmp_path: Path) -> None:
 )
 def test_sizes_that_contradict_each_other(sizes: dict[str, int], tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of())
-    with pytest.raises(UnusableLayoutError):
+    with pytest.raises(InvalidArgumentError):
         resharded(source, tmp_path / "b", **sizes)
 
 
@@ -235,7 +238,7 @@ def test_the_sections_of_mixers_are_cut_each_by_itself(saved: int, new: int, tmp
     there = resharded(make(tmp_path / "a", tensors, tp=saved, cuts=cuts), tmp_path / "b", tp=new)
     assert_holds(there, tensors, ("model", "param", "exp_avg"))
     for rank in range(new):
-        local = torch.load(there / layout.model_file(rank, 0), weights_only=True)
+        local = torch.load(there / file_names.model_file(rank, 0), weights_only=True)
         for name, sections in SECTIONS.items():
             wanted = [section.chunk(new)[rank] for section in tensors[name].split(sections)]
             assert torch.equal(local[name], torch.cat(wanted)), name
@@ -290,7 +293,7 @@ def test_a_cut_file_is_found_before_anything_is_written(kind: str, tmp_path: Pat
 
 def test_a_damaged_small_file_is_not_copied(tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of())
-    path = source / layout.COMMON_FILE
+    path = source / file_names.COMMON_FILE
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
@@ -328,8 +331,8 @@ def test_an_interrupted_run_keeps_what_was_there(
 def test_a_killed_run_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of())
     script = (
-        "import os\nfrom pathlib import Path\nfrom mcore_ckpt.resharding import reshard as module\n"
-        "from mcore_ckpt.resharding.target import WantedLayout\n"
+        "import os\nfrom pathlib import Path\nfrom mcore_ckpt.tools.reshard import reshard as module\n"
+        "from mcore_ckpt.tools.reshard.target import WantedLayout\n"
         "module.commit.seal = lambda *_: os.kill(os.getpid(), 9)\n"
         f"module.reshard(module.select(Path({str(source)!r})), Path({str(tmp_path / 'b')!r}), WantedLayout(tp=2))"
     )
@@ -363,13 +366,13 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     role_dir = make(tmp_path / "b", tensors_of())
     with pytest.raises(CheckpointNotFoundError, match="step 4"):
         select(tmp_path / "b", 4)
-    with pytest.raises(UnusableLayoutError, match="of step 5, not 4"):
+    with pytest.raises(InvalidArgumentError, match="of step 5, not 4"):
         select(role_dir, 4)
 
 
 def test_it_does_not_replace_what_it_reads(tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of())
-    with pytest.raises(UnusableLayoutError, match="read from"):
+    with pytest.raises(InvalidArgumentError, match="read from"):
         resharded(source, tmp_path / "a", tp=2)
 
 
@@ -386,7 +389,7 @@ def test_megatron_is_not_imported(tmp_path: Path) -> None:
 
 def make_part(root: Path, roles: tuple[str, ...]) -> Path:
     """What a framework keeps beside its models."""
-    role_dir, attempt, data = layout.step_dir(root, STEP) / "recover_info", commit.new_attempt(), b'{"step": 5}'
+    role_dir, attempt, data = file_names.step_dir(root, STEP) / "recover_info", commit.new_attempt(), b'{"step": 5}'
     staging = commit.open_staging(role_dir, attempt)
     make_folders(staging, "sub/step_info.json")
     write_file(staging / "sub" / "step_info.json", [data])

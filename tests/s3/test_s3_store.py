@@ -15,11 +15,12 @@ from conftest import BUCKET
 from proxy import Proxy
 from remote_store import LONG_S, role_dir, save, upload, version_at, versions
 
-from mcore_ckpt import knobs, layout
-from mcore_ckpt.storage.reader import read_manifest
-from mcore_ckpt.storage.remote import Remote
-from mcore_ckpt.storage.retention import Policy
-from mcore_ckpt.uploading import Uploads
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.store import Remote
+from mcore_ckpt.steps.retention import Policy
+from mcore_ckpt.steps.upload_queue import Uploads
 
 POINTS = 20
 SEED = 6
@@ -27,7 +28,7 @@ SEED = 6
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_PAUSE_S", 0.001)
+    monkeypatch.setattr(retries, "REMOTE_PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_what_the_store_says_of_a_file_is_believed_and_nothing_is_read_back(
     proxy: Proxy, remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a file that goes in several parts."""
-    monkeypatch.setattr(knobs, "UPLOAD_PART_BYTES", 5 << 20)
+    monkeypatch.setattr(tuning, "UPLOAD_PART_BYTES", 5 << 20)
     monkeypatch.setitem(checkpoints.SHAPES, "embedding.weight", (1031, 3001))
     save(root, 1, version=1)
     proxy.start_counting()
@@ -94,7 +95,7 @@ def test_bytes_that_change_on_their_way_are_sent_again(proxy: Proxy, remote: Rem
     changed: list[str] = []
 
     def change_one(number: int, method: str, path: str) -> str:
-        if method == "PUT" and path.endswith(layout.MODEL_FILE) and not changed:
+        if method == "PUT" and path.endswith(file_names.MODEL_FILE) and not changed:
             changed.append(path)
             return "change"
         return "pass"
@@ -121,7 +122,7 @@ def test_requests_that_fail_now_and_then(proxy: Proxy, remote: Remote, root: Pat
 def test_an_outage_is_over_when_it_is_over(
     proxy: Proxy, remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 2)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 2)
     uploads = uploads_of(remote, root)
     save(root, 1, version=1)
     proxy.start_counting(lambda number, *_: "drop" if number > 8 else "pass")
@@ -140,7 +141,7 @@ def test_only_what_is_wanted_is_fetched(
     monkeypatch.setitem(checkpoints.SHAPES, "embedding.weight", (1031, 3001))
     save(root, 1, version=1)
     upload(uploads_of(remote, root), 1)
-    nbytes = read_manifest(role_dir(root, 1), layout.MANIFEST_FILE).nbytes
+    nbytes = read_manifest(role_dir(root, 1)).nbytes
     proxy.start_counting()
     assert version_at(remote, 1) == 1
     # Each byte of a tensor once: less than the files, which have a zip's directory and a pickle each.
@@ -225,7 +226,7 @@ class Kill:
 def test_a_missing_bucket_is_told_and_training_goes_on(
     direct: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 2)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 2)
     remote = Remote("s3://no-such-bucket/x")
     save(root, 1, version=1)
     uploads = uploads_of(remote, root)

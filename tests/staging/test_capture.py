@@ -11,16 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import knobs
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.io.pages import PAGE_BYTES, page_ceil
+from mcore_ckpt.save.capture import FileTensors, _ready, arena_bytes, capture_copies, capture_in_place
+from mcore_ckpt.save.device_copies import DeviceCopies
+from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import FileTensors, _ready, arena_bytes, capture_copies, capture_in_place
-from mcore_ckpt.staging.device import DeviceCopies
-from mcore_ckpt.staging.staging import Staging
-from mcore_ckpt.storage.file_plan import PAGE_BYTES, FilePlan, ImageCache, page_ceil, plan_file
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
 POISON = 0xA5
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int16, torch.int64, torch.complex64)
@@ -39,7 +40,7 @@ pieces = st.tuples(
 
 @pytest.fixture(autouse=True)
 def shared_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "SHARE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(tuning, "SHARE_BYTES", PAGE_BYTES)
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, form: str, seed: int = 0) -> torch.Tensor:
@@ -88,7 +89,7 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
     files = [[make(*piece, next(seeds)).to(device) for piece in file] for file in layout]
     rank = data.draw(st.integers(0, world - 1))
     plans = [plan_of(tensors, world, rank, f"{number}.pt") for number, tensors in enumerate(files)]
-    arena = Arena()
+    arena = HostMemory()
     room = arena_bytes(plans) + PAGE_BYTES
     address = arena.take(room)
     ctypes.memset(address, POISON, room)
@@ -133,7 +134,7 @@ def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_l
 @pytest.mark.parametrize("lazy", [None, ()])
 def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(device: str, lazy: Any) -> None:
     tensor = torch.zeros(1 << 20, device=device)
-    plans, staging = [plan_of([tensor], 1, 0)], Staging()
+    plans, staging = [plan_of([tensor], 1, 0)], HostImages()
     address = staging.reserve(plans)
     for _ in range(50):
         tensor += 1
@@ -154,7 +155,7 @@ def test_what_is_queued_before_the_capture_is_in_it_and_what_follows_is_not(devi
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3 * PAGE_BYTES), min_size=1, max_size=8))
 def test_the_arena_is_on_a_page_writable_and_grows_only_when_it_must(wanted: list[int]) -> None:
-    arena = Arena()
+    arena = HostMemory()
     largest, before = 0, None
     for size in wanted:
         address = arena.take(size)
@@ -166,14 +167,14 @@ def test_the_arena_is_on_a_page_writable_and_grows_only_when_it_must(wanted: lis
 
 
 def test_a_released_arena_starts_anew() -> None:
-    arena = Arena()
+    arena = HostMemory()
     ctypes.memset(arena.take(100), 7, 100)
     arena.release()
     ctypes.memset(arena.take(5), 7, 5)
 
 
 def test_more_than_the_limit_is_refused_by_name_and_the_limit_is_not() -> None:
-    arena = Arena(limit=2 * PAGE_BYTES)
+    arena = HostMemory(limit=2 * PAGE_BYTES)
     kept = arena.take(2 * PAGE_BYTES)
     for refused in (2 * PAGE_BYTES + 1, 1 << 60):
         with pytest.raises(UnsupportedError, match=rf"{refused} bytes of host memory, and max_host_bytes is 8192"):
@@ -182,7 +183,7 @@ def test_more_than_the_limit_is_refused_by_name_and_the_limit_is_not() -> None:
 
 
 def test_more_than_there_is_is_a_memory_error_and_the_arena_goes_on() -> None:
-    arena = Arena()
+    arena = HostMemory()
     arena.take(10)
     with pytest.raises(MemoryError):
         arena.take(1 << 60)
@@ -192,7 +193,7 @@ def test_more_than_there_is_is_a_memory_error_and_the_arena_goes_on() -> None:
 def test_staging_takes_one_page_aligned_range_for_each_file() -> None:
     plans = [plan_of([torch.zeros(n, dtype=torch.uint8)], 1, 0) for n in (1, 5000, 30_000)]
     assert arena_bytes(plans) == sum(page_ceil(plan.nbytes) for plan in plans) <= 6 * PAGE_BYTES + 30_000 + 3 * 2000
-    staging = Staging(limit=arena_bytes(plans))
+    staging = HostImages(limit=arena_bytes(plans))
     assert staging.reserve(plans) % PAGE_BYTES == 0
     with pytest.raises(UnsupportedError, match="max_host_bytes"):
         staging.reserve([*plans, plans[0]])
@@ -241,7 +242,7 @@ def test_an_event_vouches_for_all_that_lies_before_its_offset(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_with_a_gpu_the_arena_is_pinned() -> None:
-    arena = Arena()
+    arena = HostMemory()
     arena.take(100)
     assert arena._buffer is not None
     assert arena._buffer.pinned

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt.staging.guards import Guards
+from mcore_ckpt.save.guards import Guards
 
 
 class Trainer:

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.checkpoint.plain_files import pickle_plain
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.state.plain import to_plain
-from mcore_ckpt.storage.writer import pickle_plain
 
 Point = namedtuple("Point", "x y")
 

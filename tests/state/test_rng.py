@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
+from mcore_ckpt.checkpoint.plain_files import pickle_plain
 from mcore_ckpt.state.rng import read_rng, seed_of, write_rng, write_seed
-from mcore_ckpt.storage.writer import pickle_plain
 
 
 @pytest.fixture

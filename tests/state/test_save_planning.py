@@ -13,10 +13,10 @@ import torch
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.save_planning import SavePlan, SavePlanner
-from mcore_ckpt.session import Session
+from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
+from mcore_ckpt.save.plan import SavePlan, SavePlanner
 from mcore_ckpt.state.model import read_model
-from mcore_ckpt.topology import RankCoordinates, Replicas, Topology
+from mcore_ckpt.state.trainer import Session
 
 
 class Tiny(torch.nn.Module):

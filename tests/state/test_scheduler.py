@@ -10,9 +10,9 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim import lr_scheduler
 
+from mcore_ckpt.checkpoint.plain_files import pickle_plain
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.state.scheduler import check_scheduler, keeps_own_rates, read_scheduler, write_scheduler
-from mcore_ckpt.storage.writer import pickle_plain
 
 
 def adam() -> torch.optim.Optimizer:

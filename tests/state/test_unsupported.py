@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from megatron.core.transformer.moe.experts import GroupedMLP
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.shards import LocalShard
@@ -23,7 +24,6 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
 )
-from mcore_ckpt.topology import Topology
 
 
 def bare(cls: type, *, module: bool = False, **fields: Any) -> Any:

@@ -8,24 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.formats.native.writer import Exchange, ImageWriter
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.ranks.rounds import Agreement, Record
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.save.capture import FileTensors, capture_in_place
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, runs
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.capture import FileTensors, capture_in_place
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.agreement import Agreement, Record
-from mcore_ckpt.storage.file_plan import ImageCache, plan_file
-from mcore_ckpt.storage.files import sync_dir
-from mcore_ckpt.storage.folder import Folder, LocalFolder
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest
-from mcore_ckpt.storage.owner import Owner
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
-from mcore_ckpt.storage.transaction import Attempt, check_seen, commit_together, open_together
-from mcore_ckpt.storage.writer import Exchange, ImageWriter, pickle_plain, write_plain
-from mcore_ckpt.topology import RankCoordinates, Topology
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together, open_together
 
 ROLE = "actor"
 
@@ -63,8 +65,8 @@ def requests(version: int, rank: int, world: int) -> list[WriteRequest]:
     own = tuple(_write(("state", name, "exp_avg"), t) for name, t in tensors(version, rank).items())
     shared = tuple(_write((name,), t) for name, t in shared_tensors(version).items())
     return [
-        WriteRequest(layout.optimizer_file(0, 0, 0, rank), "optimizer", own, tree=("state",)),
-        WriteRequest(layout.model_file(0, 0), "model", shared, writers=tuple(range(world))),
+        WriteRequest(file_names.optimizer_file(0, 0, 0, rank), "optimizer", own, tree=("state",)),
+        WriteRequest(file_names.model_file(0, 0), "model", shared, writers=tuple(range(world))),
     ]
 
 
@@ -84,7 +86,7 @@ def write_files(staging: Path, exchange: Exchange, version: int, world: int) -> 
     with ImageWriter(staging, capture.writes, exchange) as writer:
         writer.start()
         small = pickle_plain(small_state(version, rank))
-        written = [write_plain(staging, layout.rng_file(0, 0, 0, rank), "rng", small)]
+        written = [write_plain(staging, file_names.rng_file(0, 0, 0, rank), "rng", small)]
         written += writer.finish()
     for folder in {(staging / file.path).parent for file in written}:
         sync_dir(folder)
@@ -132,7 +134,7 @@ def save_together(agreement: Agreement, root: Path, step: int, version: int, kee
 
 
 def begin(agreement: Agreement, root: Path, step: int, failure: Record | None = None, role: str = ROLE) -> Attempt:
-    role_dir = layout.step_dir(root, step) / role
+    role_dir = file_names.step_dir(root, step) / role
     return open_together(agreement, f"saving step {step}", role_dir, failure=failure)
 
 
@@ -148,7 +150,7 @@ def finish(
         commit.check_files(attempt.staging, files)
         return manifest_of(files, agreement.world_size, step, attempt.number, attempt.role_dir.name, roles)
 
-    commit_together(agreement, f"saving step {step}", attempt, write, describe, lambda: steps.update_tracker(root))
+    commit_together(agreement, f"saving step {step}", attempt, write, describe, lambda: tracker.update_tracker(root))
 
 
 def delete_old(root: Path, step: int, keep: int | None) -> None:
@@ -188,9 +190,9 @@ def stage(role_dir: Path, version: int, roles: Sequence[str] | None = None) -> t
 
     The folder is a role's in a step's, or a step's own, of ROLE alone.
     """
-    flat = layout.parse_step(role_dir.name) is not None
+    flat = file_names.parse_step(role_dir.name) is not None
     role = ROLE if flat else role_dir.name
-    step = layout.parse_step(role_dir.name if flat else role_dir.parent.name)
+    step = file_names.parse_step(role_dir.name if flat else role_dir.parent.name)
     assert step is not None
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
@@ -244,18 +246,18 @@ def checkpoints(root: Path) -> dict[int, int]:
 
 def remains(root: Path) -> list[str]:
     """What a sweep must not leave: folders of work in progress, owner files, step folders with nothing in them."""
-    found = [path for path in root.rglob("*") if _is_work(path.name) or path.name == layout.OWNER_FILE]
-    found += [path for paths in layout.step_dirs(root).values() for path in paths if not any(path.iterdir())]
+    found = [path for path in root.rglob("*") if _is_work(path.name) or path.name == file_names.OWNER_FILE]
+    found += [path for paths in file_names.step_dirs(root).values() for path in paths if not any(path.iterdir())]
     return sorted(path.relative_to(root).as_posix() for path in found)
 
 
 def _is_work(name: str) -> bool:
-    return layout.parse_work_dir(name) is not None or layout.is_deleted_dir(name)
+    return file_names.parse_work_dir(name) is not None or file_names.is_deleted_dir(name)
 
 
 def own(folder: Path, owner: Owner) -> None:
     record = {"host": owner.host, "pid": owner.pid, "start": owner.start}
-    (folder / layout.OWNER_FILE).write_bytes(fields.encode(record))
+    (folder / file_names.OWNER_FILE).write_bytes(fields.encode(record))
 
 
 def dead_owner(pid: int) -> Owner:

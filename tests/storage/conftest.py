@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from checkpoints import ROLE, SMALL_KNOBS
 
-from mcore_ckpt import knobs, layout
-from mcore_ckpt.storage import folder
-from mcore_ckpt.storage.manifest import FileRecord
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.formats.native import folder
 
 
 @pytest.fixture
 def role_dir(tmp_path: Path) -> Path:
-    return layout.step_dir(tmp_path, 7) / ROLE
+    return file_names.step_dir(tmp_path, 7) / ROLE
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from typing import Any
 import torch.distributed as dist
 from checkpoints import SMALL_KNOBS, begin, delete_old, finish
 
-from mcore_ckpt import _native, knobs
-from mcore_ckpt.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.agreement import Agreement
-from mcore_ckpt.storage.transaction import Attempt
+from mcore_ckpt.io import _native
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.transaction import Attempt
 
 WORLD = 3
 TIMEOUT_S = 3.0

@@ -8,17 +8,17 @@ from typing import Any
 import checkpoints
 from checkpoints import ROLE
 
-from mcore_ckpt import layout
-from mcore_ckpt.storage.remote import Remote
-from mcore_ckpt.storage.remote_folder import RemoteFolder
-from mcore_ckpt.uploading import StepUpload, Uploads
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.io.store import Remote
+from mcore_ckpt.steps.upload_queue import StepUpload, Uploads
 
 # Longer than any upload of the tests.
 LONG_S = 60.0
 
 
 def role_dir(root: Path, step: int, role: str = ROLE) -> Path:
-    return layout.step_dir(root, step) / role
+    return file_names.step_dir(root, step) / role
 
 
 def save(root: Path, step: int, version: int) -> None:
@@ -35,7 +35,7 @@ def version_at(remote: Remote, step: int, role: str = ROLE) -> int:
     """Which version a complete step holds. Fails unless every byte is that version's."""
     found = remote.step(step)
     assert found.is_complete, found.reason
-    return checkpoints.read_folder(RemoteFolder(remote, layout.remote_dir(step, role, found.found[role].attempt)))
+    return checkpoints.read_folder(RemoteFolder(remote, file_names.remote_dir(step, role, found.found[role].attempt)))
 
 
 def versions(remote: Remote) -> dict[int, int]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 from checkpoints import begin, delete_old, finish
 
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.steps import commit
 
 DEADLINE_S = 60.0
 

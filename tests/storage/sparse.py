@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.index import Alias, FileIndex, block_count, encode_index
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import ShardKey, StoredShard, runs
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
-from mcore_ckpt.storage.dtypes import item_bytes
-from mcore_ckpt.storage.index import Alias, FileIndex, block_count, encode_index
-from mcore_ckpt.storage.manifest import FileRecord, IndexPlace, Manifest
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 
 def rows(whole: Shape, rank: int, size: int) -> Region:

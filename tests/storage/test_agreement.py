@@ -14,14 +14,8 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mcore_ckpt.errors import (
-    AgreementError,
-    CheckpointCorruptError,
-    CheckpointError,
-    CommitError,
-    UnsupportedError,
-)
-from mcore_ckpt.storage.agreement import Agreement, Record, decide, missing, same_everywhere
+from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CommitError, UnsupportedError
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, missing, same_everywhere
 
 LOCALHOST = "127.0.0.1"
 WORLD = 3
@@ -313,7 +307,7 @@ def test_parts_are_taken_until_one_deadline(seats: Seats, monkeypatch: pytest.Mo
         deadlines.append(deadline)
         return False
 
-    monkeypatch.setattr("mcore_ckpt.storage.agreement.poll", never)
+    monkeypatch.setattr("mcore_ckpt.ranks.rounds.poll", never)
     for _ in range(2):
         seat.begin(TOPIC)
         for rank in (1, 2):

@@ -6,13 +6,13 @@ import pytest
 from checkpoints import ROLE
 from sparse import shard, write
 
+from mcore_ckpt.checkpoint.index import Alias
+from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage.catalog import Catalog
-from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.manifest import Manifest
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 WHOLE = Region.whole((4, 3))
 HALVES = (WHOLE.with_flat(0, 5), WHOLE.with_flat(5, 12))

@@ -30,12 +30,12 @@ from checkpoints import (
     write_files,
 )
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.owner import Owner, read_owner
-from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps.owner import Owner, read_owner
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -61,7 +61,7 @@ def test_publish_a_new_step(role_dir: Path) -> None:
     commit.publish(staging, role_dir, attempt)
     assert read_version(role_dir) == 3
     assert os.listdir(role_dir.parent) == [ROLE]
-    assert not (role_dir / layout.OWNER_FILE).exists()
+    assert not (role_dir / file_names.OWNER_FILE).exists()
 
 
 def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +78,12 @@ def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path, monkey
         with pytest.raises(CommitError, match=why):
             commit.seal(staging, wrong)
     with monkeypatch.context() as patched:
-        patched.setattr(knobs, "MANIFEST_BYTES", 100)
+        patched.setattr(limits, "MANIFEST_BYTES", 100)
         with pytest.raises(CommitError, match="more than 100"):
             commit.seal(staging, manifest)
-    assert not (staging / layout.MANIFEST_FILE).exists()
+    assert not (staging / file_names.MANIFEST_FILE).exists()
     commit.seal(staging, manifest)
-    assert read_manifest(staging, layout.MANIFEST_FILE) == manifest
+    assert read_manifest(staging) == manifest
 
 
 def test_publish_over_an_existing_checkpoint(role_dir: Path, renaming: str) -> None:
@@ -135,7 +135,7 @@ def test_an_error_after_the_rename_is_not_the_save_s(tmp_path: Path, monkeypatch
     """The checkpoint is in its place: raising would make the trainer believe that it is not."""
 
     def fail(path: Path) -> None:
-        if path == layout.step_dir(tmp_path, 7):
+        if path == file_names.step_dir(tmp_path, 7):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(commit, "sync_dir", fail)
@@ -193,7 +193,7 @@ def test_a_crash_after_both_renames(
         patch.setattr(commit, "sync_dir", crash)
         with pytest.raises(Crash):
             commit.publish(staging, role_dir, attempt)
-    (old,) = [path for path in role_dir.parent.iterdir() if layout.parse_work_dir(path.name)]
+    (old,) = [path for path in role_dir.parent.iterdir() if file_names.parse_work_dir(path.name)]
     own(old, dead_owner(dead_pid))  # as this process would be
     root = role_dir.parent.parent
     commit.sweep(root, ROLE, alone=False)
@@ -267,9 +267,9 @@ def test_a_zombie_is_dead(role_dir: Path, zombie: Owner) -> None:
 def test_a_folder_of_unknown_owner_is_only_for_one_that_is_alone(role_dir: Path, content: bytes | None) -> None:
     """Its maker may live, between making the folder and its name, or have died there."""
     staging, _ = stage(role_dir, 4)
-    (staging / layout.OWNER_FILE).unlink()
+    (staging / file_names.OWNER_FILE).unlink()
     if content is not None:
-        (staging / layout.OWNER_FILE).write_bytes(content)
+        (staging / file_names.OWNER_FILE).write_bytes(content)
     commit.sweep(role_dir.parent.parent, ROLE, alone=False)
     assert staging.exists()
     commit.sweep(role_dir.parent.parent, ROLE, alone=True)
@@ -296,13 +296,13 @@ def test_owner_of_a_folder(role_dir: Path) -> None:
 @pytest.mark.parametrize("alone", [False, True])
 def test_other_roles_and_foreign_names_are_not_touched(tmp_path: Path, alone: bool, dead_pid: int) -> None:
     for role in ("critic", "actor2"):
-        staging, _ = stage(layout.step_dir(tmp_path, 7) / role, 4)
+        staging, _ = stage(file_names.step_dir(tmp_path, 7) / role, 4)
         own(staging, dead_owner(dead_pid))
-        replaced = layout.replaced_dir(layout.step_dir(tmp_path, 7) / role, ATTEMPT)
+        replaced = file_names.replaced_dir(file_names.step_dir(tmp_path, 7) / role, ATTEMPT)
         shutil.copytree(staging, replaced)
-    make(layout.step_dir(tmp_path, 7) / "critic", 5)
+    make(file_names.step_dir(tmp_path, 7) / "critic", 5)
     for name in (".actor.staging-XYZ", ".actor.backup", "actor.staging-00", ".deleted-me", ".git"):
-        (layout.step_dir(tmp_path, 7) / name).mkdir()
+        (file_names.step_dir(tmp_path, 7) / name).mkdir()
         (tmp_path / name).mkdir()
     before = tree(tmp_path)
     commit.sweep(tmp_path, ROLE, alone)
@@ -310,9 +310,9 @@ def test_other_roles_and_foreign_names_are_not_touched(tmp_path: Path, alone: bo
 
 
 def test_the_sweep_takes_deleted_steps_and_empty_ones(tmp_path: Path) -> None:
-    make(layout.step_dir(tmp_path, 7) / ROLE, 3)
-    shutil.copytree(layout.step_dir(tmp_path, 7), layout.deleted_dir(layout.step_dir(tmp_path, 6), ATTEMPT))
-    layout.step_dir(tmp_path, 8).mkdir()
+    make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
+    shutil.copytree(file_names.step_dir(tmp_path, 7), file_names.deleted_dir(file_names.step_dir(tmp_path, 6), ATTEMPT))
+    file_names.step_dir(tmp_path, 8).mkdir()
     commit.sweep(tmp_path, ROLE, alone=False)
     # Another role may be about to save there.
     assert sorted(os.listdir(tmp_path)) == ["global_steps_7", "global_steps_8"]
@@ -323,20 +323,20 @@ def test_the_sweep_takes_deleted_steps_and_empty_ones(tmp_path: Path) -> None:
 
 def test_the_sweep_takes_a_tracker_that_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name with a process id in it: each crash there would leave one more."""
-    make(layout.step_dir(tmp_path, 7) / ROLE, 3)
+    make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", crash)
         with pytest.raises(Crash):
-            steps.update_tracker(tmp_path)
+            tracker.update_tracker(tmp_path)
     assert len(os.listdir(tmp_path)) == 2
     commit.sweep(tmp_path, ROLE, alone=True)
     assert os.listdir(tmp_path) == ["global_steps_7"]
 
 
 def test_a_role_s_folder_that_is_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
-    role_dir, elsewhere = layout.step_dir(tmp_path, 5) / ROLE, tmp_path / "elsewhere" / ROLE
-    make(layout.step_dir(tmp_path / "elsewhere", 5) / ROLE, 1)
-    (layout.step_dir(tmp_path / "elsewhere", 5) / ROLE).rename(elsewhere)
+    role_dir, elsewhere = file_names.step_dir(tmp_path, 5) / ROLE, tmp_path / "elsewhere" / ROLE
+    make(file_names.step_dir(tmp_path / "elsewhere", 5) / ROLE, 1)
+    (file_names.step_dir(tmp_path / "elsewhere", 5) / ROLE).rename(elsewhere)
     (elsewhere / "notes").mkdir()
     role_dir.parent.mkdir()
     role_dir.symlink_to(elsewhere)
@@ -351,12 +351,12 @@ def test_a_role_s_folder_that_is_a_link_is_replaced_and_what_it_names_stays(tmp_
 
 def test_the_sweep_stays_out_of_a_step_that_is_a_link(tmp_path: Path) -> None:
     """It is another run's, who may be saving there, on another host."""
-    role_dir = layout.step_dir(tmp_path / "other", 5) / ROLE
+    role_dir = file_names.step_dir(tmp_path / "other", 5) / ROLE
     make(role_dir, 1)
     staging, _ = stage(role_dir, 2)
     own(staging, other_host())
     (tmp_path / "mine").mkdir()
-    layout.step_dir(tmp_path / "mine", 5).symlink_to(role_dir.parent)
+    file_names.step_dir(tmp_path / "mine", 5).symlink_to(role_dir.parent)
     commit.sweep(tmp_path / "mine", ROLE, alone=True)
     assert staging.exists()
     assert commit.find_remains(tmp_path / "mine") == []
@@ -370,8 +370,8 @@ def test_a_root_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_sweep_of_whole_checkpoints_changes_nothing(tmp_path: Path, alone: bool) -> None:
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    steps.update_tracker(tmp_path)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    tracker.update_tracker(tmp_path)
     before = tree(tmp_path)
     commit.sweep(tmp_path, ROLE, alone)
     assert tree(tmp_path) == before

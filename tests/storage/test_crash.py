@@ -21,7 +21,7 @@ import torch.distributed as dist
 from checkpoints import ROLE, checkpoints, remains
 from crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 
-from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.steps import commit, tracker
 
 # Saves of this many scenarios wait for dead ranks at the same time.
 AT_ONCE = 16
@@ -240,7 +240,7 @@ def test_saves_that_nobody_disturbs(dry_runs: list[tuple[Job, Outcome]]) -> None
         assert outcome.ends == [0] * WORLD
         assert [(r["saved"], r["error"]) for r in outcome.reports.values()] == [(len(SAVES), None)] * WORLD
         assert checkpoints(outcome.root) == AFTER[len(SAVES)]
-        assert steps.read_tracker(outcome.root) == 3
+        assert tracker.read_tracker(outcome.root) == 3
         assert remains(outcome.root) == []
         assert all(r["events"].count("1:native_wait") == 2 for r in outcome.reports.values()), "nothing is shared"
     # Kill points are numbers of events: there must be enough, of all kinds.
@@ -291,15 +291,15 @@ def assert_state(root: Path, saved: int, told: str) -> None:
         # Death may have come before retention.
         wanted = wanted | {FIRST_STEP: FIRST_VERSION}
     assert found == wanted, told
-    assert steps.read_tracker(root) in found, told
+    assert tracker.read_tracker(root) in found, told
 
 
 def test_the_tracker_catches_up_at_the_next_save(workers: Workers, outcomes: Mapping[Scenario, Outcome]) -> None:
     """The manifests say what is newest, and the next save repairs the tracker."""
     root = outcomes[BEFORE_TRACKER].root
     assert checkpoints(root) == AFTER[1]
-    assert steps.read_tracker(root) == FIRST_STEP
+    assert tracker.read_tracker(root) == FIRST_STEP
     again = workers.job(root, saves=((5, 51),))
     commit.sweep(Path(again.root), ROLE, alone=True)
     workers.run([again])
-    assert steps.read_tracker(Path(again.root)) == 5
+    assert tracker.read_tracker(Path(again.root)) == 5

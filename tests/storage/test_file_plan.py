@@ -7,20 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import knobs
+from mcore_ckpt.checkpoint.index import Alias
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.replica_shares import share_out
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.pages import PAGE_BYTES, page_ceil, page_floor
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage.file_plan import (
-    PAGE_BYTES,
-    FilePlan,
-    ImageCache,
-    page_ceil,
-    page_floor,
-    plan_file,
-    share_out,
-)
-from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
 
 ranks = st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True).map(tuple)
 leasts = st.integers(1, 8).map(lambda pages: pages * PAGE_BYTES)
@@ -64,7 +58,7 @@ def request_of(sizes: list[int], writers: tuple[int, ...] = (), name: str = "t")
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "COPY_GROUP_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr(tuning, "COPY_GROUP_BYTES", 3 * PAGE_BYTES)
 
 
 @pytest.mark.usefixtures("small_groups")
@@ -79,7 +73,7 @@ def test_the_writers_parts_are_all_of_every_tensor_once(sizes: list[int], writer
         position = plan.start
         parts = plan.parts
         for number, skip, at, nbytes in zip(parts.tensor, parts.skip, parts.at, parts.nbytes, strict=True):
-            assert 0 < nbytes <= knobs.COPY_GROUP_BYTES
+            assert 0 < nbytes <= tuning.COPY_GROUP_BYTES
             assert position <= at
             assert at + nbytes <= plan.stop
             assert at == plan.pt.slots[number].offset + skip

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 from checkpoints import ROLE, dead_owner, make, own, read_version, remains, stage
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.resharding.reshard import select
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.owner import Owner
-from mcore_ckpt.storage.retention import Policy, delete_old_steps, pin, prune
-from mcore_ckpt.storage.verify import verify
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.pins import pin
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.tools.find import select
+from mcore_ckpt.tools.prune import prune
+from mcore_ckpt.tools.verify import verify
 
 NAMES = ("global_steps_{}", "global_step_{}", "checkpoint-{}")
 
@@ -36,7 +39,7 @@ def test_a_flat_step_is_a_step(tmp_path: Path, name: str) -> None:
         make(flat(tmp_path, step, name), step)
     status = steps.complete_steps(tmp_path)[-1]
     assert (status.step, status.committed, status.role_dir(ROLE)) == (2, {ROLE}, flat(tmp_path, 2, name))
-    assert steps.update_tracker(tmp_path) == 2
+    assert tracker.update_tracker(tmp_path) == 2
     assert [status.step for status in resumable_steps(tmp_path, [ROLE])] == [2, 1]
     assert select(tmp_path).role_dirs == (flat(tmp_path, 2, name).resolve(),)
     report = verify(tmp_path, None)
@@ -45,7 +48,7 @@ def test_a_flat_step_is_a_step(tmp_path: Path, name: str) -> None:
     assert verify(flat(tmp_path, 2, name), 2).roles[0].path == flat(tmp_path, 2, name)
     pin(tmp_path, 1)
     assert delete_old_steps(tmp_path, Policy(1)) == []
-    (flat(tmp_path, 1, name) / layout.PINNED_FILE).unlink()
+    (flat(tmp_path, 1, name) / file_names.PINNED_FILE).unlink()
     assert delete_old_steps(tmp_path, Policy(1)) == [1]
     assert read_version(flat(tmp_path, 2, name)) == 2
     assert remains(tmp_path) == []
@@ -73,7 +76,7 @@ def test_a_flat_step_copied_from_another_does_not_count(tmp_path: Path) -> None:
 
 def test_a_flat_step_with_a_damaged_manifest(tmp_path: Path) -> None:
     make(flat(tmp_path, 1), 1)
-    (flat(tmp_path, 1) / layout.MANIFEST_FILE).write_text("{")
+    (flat(tmp_path, 1) / file_names.MANIFEST_FILE).write_text("{")
     (status,) = steps.list_steps(tmp_path)
     assert not status.is_complete
     assert delete_old_steps(tmp_path, Policy(1)) == []  # what is not understood stays
@@ -161,7 +164,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, trainer_is_back: bool) -> N
     make(folder, 1)
     staging, attempt = stage(folder, 2)
     own(staging, dead_owner(2**22 + 1))
-    folder.rename(layout.replaced_dir(folder, attempt))
+    folder.rename(file_names.replaced_dir(folder, attempt))
     if trainer_is_back:
         folder.mkdir()
         (folder / "data_0.pt").write_text("x")
@@ -174,7 +177,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, trainer_is_back: bool) -> N
 def test_a_checkpoint_that_cannot_be_put_back_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = flat(tmp_path, 4)
     make(folder, 1)
-    replaced = layout.replaced_dir(folder, "b" * 32)
+    replaced = file_names.replaced_dir(folder, "b" * 32)
     folder.rename(replaced)
     (folder / "model").mkdir(parents=True)
     commit.sweep(tmp_path, ROLE, alone=True)
@@ -208,7 +211,7 @@ def test_folders_of_others_survive_a_kill_around_the_exchange(
             commit.publish(staging, folder, attempt)
     commit.sweep(tmp_path, ROLE, alone=True)
     for work in folder.parent.iterdir():
-        if layout.parse_work_dir(work.name):
+        if file_names.parse_work_dir(work.name):
             own(work, dead_owner(2**22 + 1))
     commit.sweep(tmp_path, ROLE, alone=True)
     assert read_version(folder) == (1 if point == "_exchange" else 2)
@@ -265,14 +268,14 @@ def test_the_old_checkpoint_of_a_killed_exchange_is_removed_without_a_trainer(
     """It is not below a folder of steps, so no trainer's lock says that its owner is dead."""
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "parse_step", lambda name: 5 if name == "out" else None)
+        patch.setattr(file_names, "parse_step", lambda name: 5 if name == "out" else None)
         make(folder, 1)
         staging, attempt = stage(folder, 2)
     with monkeypatch.context() as patch:
         patch.setattr(commit, "_remove_replaced", killed)
         with pytest.raises(Killed):
             commit.publish(staging, folder, attempt)
-    assert (staging / layout.OWNER_FILE).exists(), "nobody could tell whose it was"
+    assert (staging / file_names.OWNER_FILE).exists(), "nobody could tell whose it was"
     own(staging, dead_owner(2**22 + 1))
     commit.sweep_beside(folder)
     assert read_version(folder) == 2
@@ -299,10 +302,10 @@ def test_a_folder_above_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytes
 def test_another_trainer_s_flat_save_is_left_alone(tmp_path: Path) -> None:
     staging, _ = stage(flat(tmp_path, 2), 2)
     own(staging, Owner("node7 another-boot pid:[1]", 4321, 99))
-    layout.trainer_file(tmp_path, "reward").write_text("{}")
+    file_names.trainer_file(tmp_path, "reward").write_text("{}")
     commit.sweep(tmp_path, ROLE, alone=True)
     assert staging.exists()
-    layout.trainer_file(tmp_path, "reward").unlink()
+    file_names.trainer_file(tmp_path, "reward").unlink()
     commit.sweep(tmp_path, ROLE, alone=True)
     assert not staging.exists()
 

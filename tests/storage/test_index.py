@@ -12,10 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt.sharding.plan import ShardKey, StoredShard
-from mcore_ckpt.sharding.regions import Piece, Region
-from mcore_ckpt.storage.dtypes import item_bytes
-from mcore_ckpt.storage.index import (
+from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.index import (
     BLOCK_BYTES,
     Alias,
     FileIndex,
@@ -24,7 +22,9 @@ from mcore_ckpt.storage.index import (
     decode_index,
     encode_index,
 )
-from mcore_ckpt.storage.json_fields import FieldError, decode
+from mcore_ckpt.io.json_fields import FieldError, decode
+from mcore_ckpt.sharding.plan import ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Piece, Region
 
 FILE = "optim/a.pt"
 END = 1 << 40

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt.storage import json_fields
-from mcore_ckpt.storage.json_fields import FieldError
-from mcore_ckpt.storage.manifest import (
+from mcore_ckpt.checkpoint.manifest import (
     FORMAT_VERSION,
     FileRecord,
     IndexPlace,
@@ -24,7 +22,9 @@ from mcore_ckpt.storage.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from mcore_ckpt.topology import RankCoordinates, Topology
+from mcore_ckpt.io import json_fields
+from mcore_ckpt.io.json_fields import FieldError
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 MODEL = FileRecord("model/mp_rank_00_000/model_states.pt", "model", 0, 5000, 77, IndexPlace(4000, 500, 78), ((0, 1),))
 COMMON = FileRecord("optim/common.pt", "common", 0, 900, 79)

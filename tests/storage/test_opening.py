@@ -9,8 +9,8 @@ import torch.distributed as dist
 from checkpoints import remains
 
 from mcore_ckpt.errors import BusyError, CheckpointCorruptError, to_record
-from mcore_ckpt.storage.agreement import Agreement
-from mcore_ckpt.storage.transaction import Attempt, EarlierSaveError, open_together
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
 
 WORLD = 3
 LONG_S = 30.0

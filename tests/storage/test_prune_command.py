@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from checkpoints import ROLE, checkpoints, dead_owner, make, own, stage
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 
 
 def make_steps(root: Path, *numbers: int) -> None:
     for step in numbers:
-        make(layout.step_dir(root, step) / ROLE, step)
+        make(file_names.step_dir(root, step) / ROLE, step)
 
 
 def prune(root: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_a_dry_run_says_what_the_run_does_and_touches_nothing(
     reasons = {folder["step"]: folder["reason"] for folder in dry["folders"]}
     assert reasons[20] == "a multiple of 20"
     assert reasons[35] == "among the newest 1 of actor"
-    files = [path for step in (10, 25, 30) for path in layout.step_dir(tmp_path, step).rglob("*") if path.is_file()]
+    files = [path for step in (10, 25, 30) for path in file_names.step_dir(tmp_path, step).rglob("*") if path.is_file()]
     assert dry["deleted_bytes"] == sum(path.stat().st_size for path in files)
     wet = prune(tmp_path, capsys, "--max-to-keep", "1", "--keep-every", "20")
     assert wet == dry | {"dry_run": False}
@@ -49,12 +49,12 @@ def test_without_a_number_every_step_stays_and_remains_go(
     tmp_path: Path, dead_pid: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_steps(tmp_path, 1, 2)
-    dead, _ = stage(layout.step_dir(tmp_path, 3) / ROLE, 3)
+    dead, _ = stage(file_names.step_dir(tmp_path, 3) / ROLE, 3)
     own(dead, dead_owner(dead_pid))
-    living, _ = stage(layout.step_dir(tmp_path, 4) / ROLE, 4)
-    of_critic, _ = stage(layout.step_dir(tmp_path, 3) / "critic", 3)
+    living, _ = stage(file_names.step_dir(tmp_path, 4) / ROLE, 4)
+    of_critic, _ = stage(file_names.step_dir(tmp_path, 3) / "critic", 3)
     own(of_critic, dead_owner(dead_pid))
-    gone = layout.deleted_dir(layout.step_dir(tmp_path, 0), "a" * 32)
+    gone = file_names.deleted_dir(file_names.step_dir(tmp_path, 0), "a" * 32)
     gone.mkdir()
     answer = prune(tmp_path, capsys, "--role", "critic", "--dry-run")
     assert [folder["path"] for folder in answer["folders"] if folder["deleted"]] == [str(gone), str(of_critic)]
@@ -75,7 +75,7 @@ def test_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_role_s_steps_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_steps(tmp_path, 1, 2)
     for step in (3, 4):
-        make(layout.step_dir(tmp_path, step) / "critic", step)
+        make(file_names.step_dir(tmp_path, step) / "critic", step)
     answer = prune(tmp_path, capsys, "--role", "critic", "--max-to-keep", "1")
     assert deleted(answer) == [3]
     assert sorted(os.listdir(tmp_path)) == ["global_steps_1", "global_steps_2", "global_steps_4"]

@@ -16,15 +16,16 @@ from checkpoints import Alone, write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex, decode_index
+from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.pt_image import INDEX_RECORD, build_image
+from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import FileTensors, arena_bytes, capture_copies
-from mcore_ckpt.storage.file_plan import ImageCache, plan_file
-from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex, decode_index
-from mcore_ckpt.storage.pt_image import INDEX_RECORD, build_image
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.writer import ImageWriter
 
 PATH = "optim/state.pt"
 DESCRIPTOR = 0x08074B50  # the signature of a zip data descriptor: APPNOTE.TXT 4.3.9.3
@@ -186,7 +187,7 @@ def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
     (tmp_path / "in place").mkdir()
     files = [write(tmp_path / "in place", tensors)]
     for poison in (0x00, 0xFF):
-        arena = Arena()
+        arena = HostMemory()
         address = arena.take(1 << 20)
         ctypes.memset(address, poison, 1 << 20)
         assert arena.take(arena_bytes([plan])) == address

@@ -14,17 +14,18 @@ from checkpoints import write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import knobs
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.pages import PAGE_BYTES
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage.file_plan import PAGE_BYTES
-from mcore_ckpt.storage.index import BLOCK_BYTES
-from mcore_ckpt.storage.manifest import FileRecord
-from mcore_ckpt.storage.reader import read_index, read_manifest, read_plain, read_ranges
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest
-from mcore_ckpt.storage.writer import pickle_plain, write_plain
 
 PATH = "optim/state.pt"
 NAME = "decoder.layers.3.weight"
@@ -101,7 +102,7 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def small_chunks() -> Iterator[None]:
     """Two blocks at a time, so that a few blocks take several chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knobs, "READ_BYTES", CHUNK)
+        patch.setattr(tuning, "READ_BYTES", CHUNK)
         yield
 
 
@@ -250,7 +251,7 @@ def test_an_index_with_a_good_checksum_and_bad_numbers(written: Written) -> None
 
 def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="not a checkpoint"):
-        read_manifest(tmp_path, "manifest.json")
+        read_manifest(tmp_path)
     for content, reason in (
         (b"", "not JSON"),
         (b"{}", "not a manifest"),
@@ -258,7 +259,7 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path: Path) -> None:
     ):
         (tmp_path / "manifest.json").write_bytes(content)
         with pytest.raises(CheckpointCorruptError, match=rf"manifest\.json: .*{reason}"):
-            read_manifest(tmp_path, "manifest.json")
+            read_manifest(tmp_path)
 
 
 def plain_record(path: Path) -> FileRecord:

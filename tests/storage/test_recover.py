@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import alone_in_the_world, make, stage
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import (
     AgreementError,
     CheckpointCorruptError,
@@ -18,27 +18,27 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     RemoteError,
 )
-from mcore_ckpt.loading import LoadReport, LoadResult
+from mcore_ckpt.load.load import LoadReport, LoadResult
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.recover import Recovery, recover, resumable_steps
-from mcore_ckpt.storage.agreement import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
 
 BOTH = ("actor", "critic")
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr(recover, "RETRY_FIRST_S", 0.0)
 
 
 def make_steps(root: Path, numbers: Iterable[int], roles: Iterable[str] = BOTH) -> None:
     for step in numbers:
         for role in roles:
-            make(layout.step_dir(root, step) / role, step, BOTH)
+            make(file_names.step_dir(root, step) / role, step, BOTH)
 
 
 def cut_manifest(root: Path, step: int, role: str) -> None:
-    path = layout.step_dir(root, step) / role / layout.MANIFEST_FILE
+    path = file_names.step_dir(root, step) / role / file_names.MANIFEST_FILE
     path.write_bytes(path.read_bytes()[:-30])
 
 
@@ -96,7 +96,7 @@ def corrupt(times: int = 9) -> list[Exception]:
 def test_a_step_counts_if_all_its_parts_and_all_roles_are_there(tmp_path: Path) -> None:
     make_steps(tmp_path, [1, 2, 3])
     make_steps(tmp_path, [4], ["actor"])
-    make(layout.step_dir(tmp_path, 5) / "actor", 5, ["actor"])
+    make(file_names.step_dir(tmp_path, 5) / "actor", 5, ["actor"])
     cut_manifest(tmp_path, 2, "critic")
     assert [status.step for status in resumable_steps(tmp_path, BOTH)] == [3, 1]
     assert [status.step for status in resumable_steps(tmp_path, ["actor"])] == [5, 3, 1]
@@ -109,9 +109,9 @@ def test_where_there_never_was_a_checkpoint_training_begins(tmp_path: Path, ther
     if there != "no root":
         root.mkdir()
     if there == "a save that never ended":
-        stage(layout.step_dir(root, 1) / "actor", 1)
+        stage(file_names.step_dir(root, 1) / "actor", 1)
     elif there == "an empty step":
-        layout.step_dir(root, 1).mkdir()
+        file_names.step_dir(root, 1).mkdir()
     elif there == "other files":
         (root / "log.txt").touch()
         (root / "tensorboard").mkdir()
@@ -131,7 +131,7 @@ def a_manifest_is_damaged(root: Path) -> str:
 
 
 def a_role_was_never_declared(root: Path) -> str:
-    make(layout.step_dir(root, 1) / "actor", 1, ["actor"])
+    make(file_names.step_dir(root, 1) / "actor", 1, ["actor"])
     return "global_steps_1: complete, but without critic"
 
 
@@ -142,12 +142,12 @@ def they_are_of_another_program(root: Path) -> str:
 
 def the_step_is_a_link_to_nothing(root: Path) -> str:
     """As a run has that was forked off another one, which has pruned the step since."""
-    layout.step_dir(root, 1000).symlink_to("../before/global_steps_1000")
+    file_names.step_dir(root, 1000).symlink_to("../before/global_steps_1000")
     return r"global_steps_1000 \(a link to ../before/global_steps_1000\): cannot be read"
 
 
 def only_the_tracker_is_there(root: Path) -> str:
-    (root / layout.TRACKER_FILE).write_text("100")
+    (root / file_names.TRACKER_FILE).write_text("100")
     return "latest_checkpointed_iteration.txt: is there, but no step is"
 
 
@@ -194,7 +194,7 @@ def test_all_steps_are_listed_with_their_reasons(tmp_path: Path) -> None:
 
 def test_a_tracker_that_lies_does_not_lead_astray(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_steps(tmp_path, [1, 2])
-    (tmp_path / layout.TRACKER_FILE).write_text("1")
+    (tmp_path / file_names.TRACKER_FILE).write_text("1")
     assert recover(managers(tmp_path)).step == 2
     assert "names step 1, but the newest complete step is 2" in caplog.text
 
@@ -269,14 +269,14 @@ def test_a_root_that_cannot_be_read_is_tried_again_and_never_the_beginning(
 ) -> None:
     make_steps(tmp_path, [1])
     failures = [OSError("Input/output error")] * 2
-    step_dirs = layout.step_dirs
+    step_dirs = file_names.step_dirs
 
     def failing(root: Path) -> Any:
         if failures:
             raise failures.pop()
         return step_dirs(root)
 
-    monkeypatch.setattr(layout, "step_dirs", failing)
+    monkeypatch.setattr(file_names, "step_dirs", failing)
     with pytest.raises(AgreementError, match="Input/output error"):
         recover(managers(tmp_path))
     assert recover(managers(tmp_path)).step == 1
@@ -313,7 +313,7 @@ def test_a_step_that_is_asked_for_and_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_path_that_is_asked_for(tmp_path: Path, kind: type) -> None:
     make_steps(tmp_path / "old", [1, 2])
-    folder = layout.step_dir(tmp_path / "old", 1)
+    folder = file_names.step_dir(tmp_path / "old", 1)
     actor, critic = managers(tmp_path / "new")
     assert recover([actor, critic], kind(folder)).step == 1
     assert (actor.loaded, critic.loaded) == ([folder / "actor"], [folder / "critic"])
@@ -354,7 +354,7 @@ def test_steps_that_only_the_store_has_are_resumed_from(tmp_path: Path) -> None:
 
 def test_the_newest_is_taken_wherever_it_is(tmp_path: Path) -> None:
     for role in ("actor", "critic"):
-        make(layout.step_dir(tmp_path, 15) / role, 1, ("actor", "critic"))
+        make(file_names.step_dir(tmp_path, 15) / role, 1, ("actor", "critic"))
     both = managers(tmp_path, actor={20: corrupt()})
     both[0].stored = [10, 20]
     recovery = recover(both)
@@ -368,5 +368,5 @@ def test_a_store_that_does_not_answer_is_never_the_beginning(tmp_path: Path) -> 
     with pytest.raises(RemoteError, match="does not answer"):
         recover(both)
     for role in ("actor", "critic"):
-        make(layout.step_dir(tmp_path, 15) / role, 1, ("actor", "critic"))
+        make(file_names.step_dir(tmp_path, 15) / role, 1, ("actor", "critic"))
     assert recover(both).step == 15

@@ -15,25 +15,27 @@ import pytest
 from checkpoints import ROLE, make, stage
 from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
 
-from mcore_ckpt import knobs, layout, pin, unpin
+from mcore_ckpt import pin, unpin
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.manifest import FileRecord
-from mcore_ckpt.storage.reader import read_manifest
-from mcore_ckpt.storage.remote import Remote, public_url
-from mcore_ckpt.storage.remote_folder import RemoteFolder
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
-from mcore_ckpt.storage.upload import SentBytes, Upload, part_size
-from mcore_ckpt.uploading import Uploads
+from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.store import Remote, public_url
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.upload import SentBytes, Upload, part_size
+from mcore_ckpt.steps.upload_queue import Uploads
 
 POINTS = 20
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_PAUSE_S", 0.001)
+    monkeypatch.setattr(retries, "REMOTE_PAUSE_S", 0.001)
     # Files go in several parts, and are read in several requests.
-    monkeypatch.setattr(knobs, "UPLOAD_PART_BYTES", 300_000)
+    monkeypatch.setattr(tuning, "UPLOAD_PART_BYTES", 300_000)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -60,10 +62,10 @@ def test_a_committed_step_arrives_whole_and_the_tracker_names_it(remote: Remote,
         told = upload(uploads, step)
         assert told.done
         assert told.exception is None
-        assert told.nbytes == read_manifest(role_dir(root, step), layout.MANIFEST_FILE).nbytes
+        assert told.nbytes == read_manifest(role_dir(root, step)).nbytes
     assert versions(remote) == {1: 1, 2: 2}
     assert remote.read_tracker() == 2
-    attempt = read_manifest(role_dir(root, 2), layout.MANIFEST_FILE).attempt
+    attempt = read_manifest(role_dir(root, 2)).attempt
     # As docs/format.md has it: an attempt's folder is what the role's folder is here.
     there = {name.partition(f"{attempt}/")[2] for name in files(remote) if attempt in name}
     assert there == {p.relative_to(role_dir(root, 2)).as_posix() for p in role_dir(root, 2).rglob("*") if p.is_file()}
@@ -76,7 +78,7 @@ def test_the_manifest_goes_last_and_then_the_tracker(remote: Remote, root: Path)
     real = remote.writing
     remote.writing = lambda key, part: (opened.append(key), real(key, part))[1]  # type: ignore[method-assign]
     upload(uploads_of(remote, root), 1)
-    assert [path.rpartition("/")[2] for path in opened[-2:]] == [layout.MANIFEST_FILE, layout.TRACKER_FILE]
+    assert [path.rpartition("/")[2] for path in opened[-2:]] == [file_names.MANIFEST_FILE, file_names.TRACKER_FILE]
     assert len(opened) == 3 + 2
 
 
@@ -87,7 +89,7 @@ def test_a_step_saved_again_replaces_its_copy(remote: Remote, root: Path) -> Non
         assert upload(uploads, 5).done
         assert versions(remote) == {5: version}
     (attempt,) = {name.split("/")[2] for name in files(remote) if "/" in name}
-    assert attempt == read_manifest(role_dir(root, 5), layout.MANIFEST_FILE).attempt
+    assert attempt == read_manifest(role_dir(root, 5)).attempt
 
 
 def test_the_newer_attempt_counts_even_if_the_clock_was_put_back(
@@ -111,7 +113,7 @@ def test_steps_that_earlier_runs_have_left_behind_are_uploaded_the_newest_first(
         save(root, step, version=step)
     upload(uploads_of(remote, root), 1)  # an earlier run's; all are newer than what is there: nothing
     assert set(versions(remote)) == {1, 2, 3, 4}
-    remote.delete(layout.step_name(2))  # by somebody's hand: not newer than what is there, so it stays away
+    remote.delete(file_names.step_name(2))  # by somebody's hand: not newer than what is there, so it stays away
     save(root, 5, version=5)
     upload(uploads_of(remote, root), 5)
     assert set(versions(remote)) == {1, 3, 4, 5}
@@ -183,7 +185,7 @@ def test_what_a_link_in_the_store_leads_to_stays(root: Path, tmp_path: Path, wha
     uploads = uploads_of(remote, root, keep=1 if what == "step" else None)
     save(root, 1, version=1)
     upload(uploads, 1)
-    moved = tmp_path / "remote" / layout.step_name(1) / (ROLE if what == "role" else "")
+    moved = tmp_path / "remote" / file_names.step_name(1) / (ROLE if what == "role" else "")
     moved.rename(tmp_path / "best")
     moved.symlink_to(tmp_path / "best")
     before = sorted((tmp_path / "best").rglob("*"))
@@ -198,7 +200,7 @@ def test_what_a_link_in_the_store_leads_to_stays(root: Path, tmp_path: Path, wha
 def test_a_deletion_takes_the_manifest_first_and_what_it_leaves_goes_later(
     remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
     uploads = uploads_of(remote, root, keep=1)
     save(root, 1, version=1)
     upload(uploads, 1)
@@ -214,7 +216,7 @@ def test_a_deletion_takes_the_manifest_first_and_what_it_leaves_goes_later(
     assert versions(remote) == {2: 2}
     save(root, 3, version=3)
     upload(uploads, 3)
-    assert {name.partition("/")[0] for name in files(remote)} == {"global_steps_3", layout.TRACKER_FILE}
+    assert {name.partition("/")[0] for name in files(remote)} == {"global_steps_3", file_names.TRACKER_FILE}
 
 
 def test_a_step_counts_when_all_its_roles_are_there(remote: Remote, root: Path) -> None:
@@ -269,7 +271,7 @@ def test_an_upload_interrupted_anywhere_leaves_a_newest_step_that_loads(
     remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A new step with retention, and then the only step that is there, saved again."""
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
     save(root, 1, version=1)
     upload(uploads_of(remote, root, keep=1), 1)
     for step, new in ((2, 12), (2, 22)):
@@ -290,14 +292,14 @@ def test_an_upload_interrupted_anywhere_leaves_a_newest_step_that_loads(
         assert interrupted >= POINTS
         assert versions(remote) == {step: new}
         assert remote.read_tracker() == step
-        attempt = read_manifest(role_dir(root, step), layout.MANIFEST_FILE).attempt
+        attempt = read_manifest(role_dir(root, step)).attempt
         assert {name.split("/")[2] for name in files(remote) if "/" in name} == {attempt}
 
 
 def test_a_failed_upload_warns_and_is_made_good_behind_the_next_commit(
     remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 2)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 2)
     uploads = uploads_of(remote, root)
     save(root, 1, version=1)
     with failing(remote, before=from_operation(8)), caplog.at_level(logging.WARNING):
@@ -314,8 +316,8 @@ def test_a_failed_upload_warns_and_is_made_good_behind_the_next_commit(
 
 
 def test_what_has_arrived_does_not_go_again(remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
-    monkeypatch.setattr(knobs, "UPLOAD_FILES", 1)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
+    monkeypatch.setattr(tuning, "UPLOAD_FILES", 1)
     save(root, 1, version=1)
     uploads, opened = uploads_of(remote, root), list[str]()
 
@@ -335,7 +337,7 @@ def test_what_has_arrived_does_not_go_again(remote: Remote, root: Path, monkeypa
 
 def test_a_damaged_local_file_is_not_uploaded(remote: Remote, root: Path) -> None:
     save(root, 1, version=1)
-    path = role_dir(root, 1) / layout.model_file(0, 0)
+    path = role_dir(root, 1) / file_names.model_file(0, 0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -408,14 +410,14 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, r
             delete_old_steps(root, Policy(1), step)
             later = uploads.committed(step)
         commit.sweep(root, ROLE, alone=True)  # as another manager's first save does
-        assert set(layout.step_dirs(root)) == {1, 3}
+        assert set(file_names.step_dirs(root)) == {1, 3}
         may_end.set()
         assert uploads.wait(LONG_S)
     assert first.done
     assert later.done
     assert versions(remote) == {1: 1, 3: 3}
     delete_old_steps(root, Policy(1), 3)
-    assert set(layout.step_dirs(root)) == {3}
+    assert set(file_names.step_dirs(root)) == {3}
 
 
 def test_a_step_that_is_gone_before_its_turn_is_given_up(remote: Remote, root: Path) -> None:
@@ -455,7 +457,7 @@ def test_close_ends_an_upload_that_takes_too_long(remote: Remote, root: Path, ca
 def folder_of(remote: Remote, root: Path, step: int = 1) -> RemoteFolder:
     save(root, step, version=step)
     assert upload(uploads_of(remote, root), step).done
-    return RemoteFolder(remote, layout.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
+    return RemoteFolder(remote, file_names.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
 
 
 def first_file(folder: RemoteFolder, kind: str = "optimizer") -> FileRecord:
@@ -501,11 +503,11 @@ def test_a_file_that_is_cut_or_missing_is_found(remote: Remote, root: Path, kind
 
 def test_a_damaged_manifest_makes_no_step(remote: Remote, root: Path) -> None:
     folder = folder_of(remote, root)
-    spoil(folder, layout.MANIFEST_FILE, cut)
+    spoil(folder, file_names.MANIFEST_FILE, cut)
     fresh = Remote(remote.url)
     (found,) = fresh.steps()
     assert not found.is_complete
-    assert layout.MANIFEST_FILE in found.reason
+    assert file_names.MANIFEST_FILE in found.reason
     save(root, 1, version=11)
     assert upload(uploads_of(fresh, root), 1).done
     assert versions(fresh) == {1: 11}
@@ -513,7 +515,7 @@ def test_a_damaged_manifest_makes_no_step(remote: Remote, root: Path) -> None:
 
 def test_a_store_that_does_not_answer_is_told(remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(remote, root)
-    monkeypatch.setattr(knobs, "REMOTE_TRIES", 3)
+    monkeypatch.setattr(retries, "REMOTE_TRIES", 3)
     with failing(remote, before=from_operation(1)) as store:
         with pytest.raises(RemoteError, match="has failed 3 times, at last with Outage"):
             checkpoints.read_folder(folder)
@@ -552,7 +554,7 @@ def test_a_url_in_messages_has_no_credentials(url: str, public: str) -> None:
 def test_an_error_of_the_store_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = Remote("memory://user:pa55word@x/y")
     with failing(remote, before=lambda *_: (_ for _ in ()).throw(Outage("no route for user:pa55word"))):
-        monkeypatch.setattr(knobs, "REMOTE_TRIES", 1)
+        monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
         with pytest.raises(RemoteError, match="no route for") as caught:
             remote.steps()
     assert "pa55word" not in str(caught.value)

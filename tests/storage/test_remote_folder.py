@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_ckpt import _native, knobs
+from mcore_ckpt.checkpoint.dtypes import dtype_name
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.formats.native import remote_folder
+from mcore_ckpt.formats.native.ranges import read_stored
+from mcore_ckpt.formats.native.remote_folder import RemoteFolder, plan_fetches
+from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.store import Remote
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.storage import remote_folder
-from mcore_ckpt.storage.dtypes import dtype_name
-from mcore_ckpt.storage.manifest import FileRecord
-from mcore_ckpt.storage.reader import read_stored
-from mcore_ckpt.storage.remote import Remote
-from mcore_ckpt.storage.remote_folder import RemoteFolder, plan_fetches
 
 BLOCK = 64
 FILE = "optim/tensors.bin"
@@ -25,8 +25,8 @@ FILE = "optim/tensors.bin"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_folder, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(knobs, "REMOTE_READ_BYTES", 5 * BLOCK)
-    monkeypatch.setattr(knobs, "REMOTE_GAP_BYTES", BLOCK)
+    monkeypatch.setattr(tuning, "REMOTE_READ_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(tuning, "REMOTE_GAP_BYTES", BLOCK)
 
 
 @st.composite
@@ -108,7 +108,7 @@ def test_requests_are_of_whole_blocks_that_are_wanted_and_bounded(
     reads = written(tmp_path_factory.mktemp("remote") / FILE, wanted)
     fetches = list(plan_fetches(list(zip(reads, targets_of(reads), strict=True))))
     for fetch in fetches:
-        assert fetch.stop - fetch.start <= knobs.REMOTE_READ_BYTES
+        assert fetch.stop - fetch.start <= tuning.REMOTE_READ_BYTES
     for read in reads:
         item = getattr(torch, read.stored.dtype).itemsize
         touched = {

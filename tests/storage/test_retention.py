@@ -15,17 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from privileges import without_privileges
 
-from mcore_ckpt import layout, pin, unpin
+from mcore_ckpt import pin, unpin
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import reading as reader
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.storage import commit, reader, retention
-from mcore_ckpt.storage.read_lock import reading
-from mcore_ckpt.storage.retention import Policy, delete_old_steps, judge, prune
-from mcore_ckpt.storage.steps import StepStatus, complete_steps, list_steps
+from mcore_ckpt.steps import commit, retention
+from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps.retention import Policy, delete_old_steps, judge
+from mcore_ckpt.tools.prune import prune
 
 
 def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     assert delete_old_steps(tmp_path, Policy(2)) == [1, 2]
     assert checkpoints(tmp_path) == {3: 3, 10: 10}
     assert delete_old_steps(tmp_path, Policy(2)) == []
@@ -39,7 +42,7 @@ def test_retention_keeps_what_is_not_of_ours(tmp_path: Path) -> None:
     (tmp_path / "global_steps_8").mkdir()
     (tmp_path / "iter_0000001").mkdir()
     for step in (9, 10, 11):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     assert delete_old_steps(tmp_path, Policy(1)) == [9, 10]
     assert (foreign / "model_world_size_8_rank_0.pt").read_bytes() == b"of verl"
     assert sorted(os.listdir(tmp_path)) == ["global_step_7", "global_steps_11", "global_steps_8", "iter_0000001"]
@@ -47,36 +50,36 @@ def test_retention_keeps_what_is_not_of_ours(tmp_path: Path) -> None:
 
 def test_retention_does_not_count_incomplete_steps(tmp_path: Path) -> None:
     """Else the last one to come back to might go."""
-    make(layout.step_dir(tmp_path, 1) / ROLE, 1)
-    make(layout.step_dir(tmp_path, 2) / ROLE, 2, ("actor", "critic"))
-    make(layout.step_dir(tmp_path, 3) / ROLE, 3)
-    make(layout.step_dir(tmp_path, 4) / ROLE, 4, ("actor", "critic"))
-    (layout.step_dir(tmp_path, 5) / ROLE).mkdir(parents=True)
+    make(file_names.step_dir(tmp_path, 1) / ROLE, 1)
+    make(file_names.step_dir(tmp_path, 2) / ROLE, 2, ("actor", "critic"))
+    make(file_names.step_dir(tmp_path, 3) / ROLE, 3)
+    make(file_names.step_dir(tmp_path, 4) / ROLE, 4, ("actor", "critic"))
+    (file_names.step_dir(tmp_path, 5) / ROLE).mkdir(parents=True)
     assert delete_old_steps(tmp_path, Policy(2)) == []
     assert delete_old_steps(tmp_path, Policy(1)) == [1, 2]
     assert checkpoints(tmp_path) == {3: 3}
-    assert layout.step_dir(tmp_path, 4).is_dir()
+    assert file_names.step_dir(tmp_path, 4).is_dir()
 
 
 def test_retention_keeps_a_step_that_a_role_is_saving(tmp_path: Path) -> None:
     """A role that is behind: its folder must not go from under its hands."""
-    staging, attempt = stage(layout.step_dir(tmp_path, 1) / "critic", 4)
+    staging, attempt = stage(file_names.step_dir(tmp_path, 1) / "critic", 4)
     for step in (2, 3):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     assert delete_old_steps(tmp_path, Policy(1)) == [2]
-    commit.publish(staging, layout.step_dir(tmp_path, 1) / "critic", attempt)
-    assert read_version(layout.step_dir(tmp_path, 1) / "critic") == 4
+    commit.publish(staging, file_names.step_dir(tmp_path, 1) / "critic", attempt)
+    assert read_version(file_names.step_dir(tmp_path, 1) / "critic") == 4
 
 
 def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", crash)
         with pytest.raises(Crash):
             delete_old_steps(tmp_path, Policy(1))
     assert checkpoints(tmp_path) == {2: 2}
-    (deleted,) = [path for path in tmp_path.iterdir() if layout.is_deleted_dir(path.name)]
+    (deleted,) = [path for path in tmp_path.iterdir() if file_names.is_deleted_dir(path.name)]
     commit.sweep(tmp_path, ROLE, alone=False)
     assert deleted.exists(), "its owner lives, and may still put it back"
     own(deleted, dead_owner(dead_pid))
@@ -86,7 +89,7 @@ def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypa
 
 def test_the_step_just_saved_stays_after_a_rollback(tmp_path: Path) -> None:
     for step in (60, 100):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     assert delete_old_steps(tmp_path, Policy(1), committed=60) == []
     assert checkpoints(tmp_path) == {60: 60, 100: 100}
 
@@ -94,8 +97,8 @@ def test_the_step_just_saved_stays_after_a_rollback(tmp_path: Path) -> None:
 def test_a_role_s_retention_leaves_another_role_its_newest(tmp_path: Path) -> None:
     for step in (8, 9):
         for role in (ROLE, "critic"):
-            make(layout.step_dir(tmp_path, step) / role, step, roles=(role,))
-    make(layout.step_dir(tmp_path, 10) / ROLE, 10, roles=(ROLE,))
+            make(file_names.step_dir(tmp_path, step) / role, step, roles=(role,))
+    make(file_names.step_dir(tmp_path, 10) / ROLE, 10, roles=(ROLE,))
     assert delete_old_steps(tmp_path, Policy(1), committed=10) == [8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_steps_10", "global_steps_9"]
 
@@ -166,15 +169,15 @@ def test_keeping_more_deletes_less(found: list[StepStatus], keep: int, every: in
 def test_while_nothing_is_complete_nothing_goes(tmp_path: Path) -> None:
     """The critic is late for step 1; the actor has saved steps 1 and 2."""
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / "actor", step, ("actor", "critic"))
+        make(file_names.step_dir(tmp_path, step) / "actor", step, ("actor", "critic"))
     assert delete_old_steps(tmp_path, Policy(1), committed=2) == []
-    make(layout.step_dir(tmp_path, 1) / "critic", 1, ("actor", "critic"))
+    make(file_names.step_dir(tmp_path, 1) / "critic", 1, ("actor", "critic"))
     assert [status.step for status in complete_steps(tmp_path)] == [1]
 
 
 def test_every_n_th(tmp_path: Path) -> None:
     for step in (0, 50, 100, 150, 200, 250):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     assert delete_old_steps(tmp_path, Policy(1, keep_every=100)) == [50, 150]
     assert checkpoints(tmp_path) == {0: 0, 100: 100, 200: 200, 250: 250}
 
@@ -182,14 +185,14 @@ def test_every_n_th(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["newer", "damaged", "copied"])
 def test_what_is_not_understood_stays(tmp_path: Path, how: str) -> None:
     for step in (1, 2, 3):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    manifest = layout.step_dir(tmp_path, 1) / ROLE / layout.MANIFEST_FILE
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    manifest = file_names.step_dir(tmp_path, 1) / ROLE / file_names.MANIFEST_FILE
     if how == "newer":
         manifest.write_bytes(manifest.read_bytes().replace(b'"format_version":1', b'"format_version":2'))
     elif how == "damaged":
         manifest.write_bytes(manifest.read_bytes()[:-20])
     else:
-        shutil.copy(layout.step_dir(tmp_path, 2) / ROLE / layout.MANIFEST_FILE, manifest)
+        shutil.copy(file_names.step_dir(tmp_path, 2) / ROLE / file_names.MANIFEST_FILE, manifest)
     assert delete_old_steps(tmp_path, Policy(1)) == [2]
     assert manifest.exists()
 
@@ -197,10 +200,10 @@ def test_what_is_not_understood_stays(tmp_path: Path, how: str) -> None:
 def test_a_step_that_is_a_link_stays(tmp_path: Path) -> None:
     """Only the link could be taken away, and what it names is on another disk, maybe of another run."""
     for step in (1, 2):
-        make(layout.step_dir(tmp_path / "elsewhere", step) / ROLE, step)
+        make(file_names.step_dir(tmp_path / "elsewhere", step) / ROLE, step)
     for step in (3, 4):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    layout.step_dir(tmp_path, 1).symlink_to(layout.step_dir(tmp_path / "elsewhere", 1))
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    file_names.step_dir(tmp_path, 1).symlink_to(file_names.step_dir(tmp_path / "elsewhere", 1))
     assert delete_old_steps(tmp_path, Policy(1)) == [3]
     assert checkpoints(tmp_path) == {1: 1, 4: 4}
 
@@ -209,8 +212,8 @@ def test_a_step_that_is_a_link_stays(tmp_path: Path) -> None:
 def test_a_step_that_is_protected_stays_whole(tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture) -> None:
     """Renamed it could be, but its files not be removed: it would be lost, and still take its space."""
     for step in (1, 2, 3, 4):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    folder = layout.step_dir(tmp_path, 2) if which == "step" else layout.step_dir(tmp_path, 2) / ROLE
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    folder = file_names.step_dir(tmp_path, 2) if which == "step" else file_names.step_dir(tmp_path, 2) / ROLE
     folder.chmod(0o555)
     with without_privileges():
         told = {found.step: found for found in prune(tmp_path, Policy(1), dry_run=True)}
@@ -230,8 +233,8 @@ def test_a_step_that_cannot_go_does_not_keep_others(
 ) -> None:
     """A mount point, or in a sticky folder: retention would delete nothing any more, until the disk is full."""
     for step in (1, 2, 3):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    rename, stuck = os.rename, layout.step_dir(tmp_path, 1)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    rename, stuck = os.rename, file_names.step_dir(tmp_path, 1)
 
     def refuse(old: Path, new: Path) -> None:
         if old == stuck:
@@ -247,8 +250,8 @@ def test_a_step_that_cannot_go_does_not_keep_others(
 
 
 def test_remains_that_cannot_be_removed_are_not_said_to_be(tmp_path: Path, dead_pid: int) -> None:
-    make(layout.step_dir(tmp_path, 1) / ROLE, 1)
-    staging, _ = stage(layout.step_dir(tmp_path, 1) / ROLE, 1)
+    make(file_names.step_dir(tmp_path, 1) / ROLE, 1)
+    staging, _ = stage(file_names.step_dir(tmp_path, 1) / ROLE, 1)
     own(staging, dead_owner(dead_pid))
     staging.chmod(0o555)
     with without_privileges():
@@ -264,8 +267,8 @@ def test_remains_that_cannot_be_removed_are_not_said_to_be(tmp_path: Path, dead_
 
 def test_by_hand_the_step_saved_last_stays_after_a_rollback(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    (tmp_path / layout.TRACKER_FILE).write_text("1")
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    (tmp_path / file_names.TRACKER_FILE).write_text("1")
     assert [found.step for found in prune(tmp_path, Policy(1)) if not found.stays] == [2]
 
 
@@ -274,13 +277,13 @@ def test_by_hand_the_step_saved_last_stays_after_a_rollback(tmp_path: Path) -> N
 
 def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     pin(tmp_path, 2)
     pin(str(tmp_path), 2)
     assert [status.pinned for status in list_steps(tmp_path)] == [False, True, False, False]
     assert delete_old_steps(tmp_path, Policy(1)) == [1, 3]
     # A pin is of the step, whoever saves it again.
-    make(layout.step_dir(tmp_path, 2) / ROLE, 22)
+    make(file_names.step_dir(tmp_path, 2) / ROLE, 22)
     assert delete_old_steps(tmp_path, Policy(1)) == []
     assert checkpoints(tmp_path) == {2: 22, 4: 4}
     unpin(tmp_path, 2)
@@ -289,7 +292,7 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_pinned(tmp_path: Path) -> None:
-    make(layout.step_dir(tmp_path, 1) / "actor", 1, ("actor", "critic"))
+    make(file_names.step_dir(tmp_path, 1) / "actor", 1, ("actor", "critic"))
     with pytest.raises(CheckpointNotFoundError, match=r"step 1 cannot be pinned: .*not committed by critic"):
         pin(tmp_path, 1)
     with pytest.raises(CheckpointNotFoundError, match="there is no step 2"):
@@ -319,8 +322,8 @@ def test_a_step_comes_back_if_something_has_come_into_it(
 ) -> None:
     """Between the last look at it and the rename."""
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    first = layout.step_dir(tmp_path, 1)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    first = file_names.step_dir(tmp_path, 1)
     looks: list[Path] = []
 
     def late(status: StepStatus, path: Path) -> str | None:
@@ -335,13 +338,13 @@ def test_a_step_comes_back_if_something_has_come_into_it(
     assert delete_old_steps(tmp_path, Policy(1)) == []
     assert len(looks) == 2
     assert read_version(first / ROLE) == 1
-    assert not (first / layout.OWNER_FILE).exists()
+    assert not (first / file_names.OWNER_FILE).exists()
     assert sorted(os.listdir(tmp_path)) == ["global_steps_1", "global_steps_2"]
 
 
 def test_two_that_delete_at_once(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     old = list_steps(tmp_path)[0]
     assert delete_old_steps(tmp_path, Policy(2)) == [1]
     assert retention.delete_step(old) == "another process is deleting it"
@@ -350,7 +353,7 @@ def test_two_that_delete_at_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_does_not_keep_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
 
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -364,12 +367,12 @@ def test_a_full_disk_does_not_keep_a_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_step_that_another_process_reads_stays_until_it_has_read(tmp_path: Path) -> None:
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     (begun, begins), (may_end, end) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(end)
-        with reading([layout.step_dir(tmp_path, 1) / ROLE]):
+        with reading([file_names.step_dir(tmp_path, 1) / ROLE]):
             os.write(begins, b"x")
             os.read(may_end, 1)
         os._exit(0)
@@ -384,9 +387,9 @@ def test_a_step_that_another_process_reads_stays_until_it_has_read(tmp_path: Pat
 def test_a_reader_that_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
     """A data loader's worker lives as long as the training, with all descriptors of its parent."""
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
     ours, theirs = os.pipe()
-    with reading([layout.step_dir(tmp_path, 1) / ROLE]):
+    with reading([file_names.step_dir(tmp_path, 1) / ROLE]):
         pid = os.fork()
         if pid == 0:
             os.close(theirs)
@@ -406,9 +409,9 @@ def test_reading_what_is_not_there_is_the_reader_s_to_say(tmp_path: Path) -> Non
 @pytest.mark.parametrize("what", ["pipe", "link"])
 def test_a_manifest_that_is_no_file_of_its_folder_is_not_opened(tmp_path: Path, what: str) -> None:
     """A pipe would be waited for without an end."""
-    role_dir = layout.step_dir(tmp_path, 1) / ROLE
+    role_dir = file_names.step_dir(tmp_path, 1) / ROLE
     make(role_dir, 1)
-    manifest = role_dir / layout.MANIFEST_FILE
+    manifest = role_dir / file_names.MANIFEST_FILE
     if what == "pipe":
         manifest.unlink()
         os.mkfifo(manifest)
@@ -419,7 +422,7 @@ def test_a_manifest_that_is_no_file_of_its_folder_is_not_opened(tmp_path: Path, 
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
     with reading([role_dir]):
         pass
-    assert not [path for path in opened if path.endswith(("outside.json", layout.MANIFEST_FILE))]
+    assert not [path for path in opened if path.endswith(("outside.json", file_names.MANIFEST_FILE))]
 
 
 @pytest.mark.parametrize("opened", range(6))
@@ -433,8 +436,8 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_read_whole_or_not_at
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    role_dir = layout.step_dir(tmp_path, 1) / ROLE
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    role_dir = file_names.step_dir(tmp_path, 1) / ROLE
     left, open_file = [opened], os.open
 
     def counting(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -452,8 +455,8 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_read_whole_or_not_at
 
 def test_a_file_that_is_open_stays_readable(tmp_path: Path) -> None:
     for step in (1, 2):
-        make(layout.step_dir(tmp_path, step) / ROLE, step)
-    path = layout.step_dir(tmp_path, 1) / ROLE / layout.model_file(0, 0)
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    path = file_names.step_dir(tmp_path, 1) / ROLE / file_names.model_file(0, 0)
     data = path.read_bytes()
     with path.open("rb") as file:
         assert delete_old_steps(tmp_path, Policy(1)) == [1]

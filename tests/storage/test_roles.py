@@ -9,9 +9,10 @@ import pytest
 from checkpoints import make, read_version, remains, stage
 from role_program import run_together, save_role
 
-from mcore_ckpt import layout
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
 
 BOTH = ("actor", "critic")
 
@@ -33,9 +34,9 @@ def test_roles_of_one_step_saved_by_several_programs_at_once(tmp_path: Path) -> 
     numbers = range(1, 13)
     run_together([partial(save_role, tmp_path, role, numbers, BOTH, 2) for role in BOTH])
     assert versions(tmp_path) == both(11, 12)
-    assert steps.read_tracker(tmp_path) == 12
+    assert tracker.read_tracker(tmp_path) == 12
     assert remains(tmp_path) == []
-    assert sorted(os.listdir(tmp_path)) == ["global_steps_11", "global_steps_12", layout.TRACKER_FILE]
+    assert sorted(os.listdir(tmp_path)) == ["global_steps_11", "global_steps_12", file_names.TRACKER_FILE]
 
 
 def test_roles_that_are_units_of_their_own(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_roles_that_are_units_of_their_own(tmp_path: Path) -> None:
     found = versions(tmp_path)
     assert found[24]["actor"] == 24
     assert found[21]["critic"] == 21
-    assert steps.read_tracker(tmp_path) == 24
+    assert tracker.read_tracker(tmp_path) == 24
     assert remains(tmp_path) == []
 
 
@@ -59,31 +60,31 @@ def test_the_same_step_committed_by_all_at_once(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         run_together([partial(save_role, tmp_path, role, [number], roles, 1) for role in roles])
         assert versions(tmp_path) == {number: dict.fromkeys(roles, number)}
-        assert steps.read_tracker(tmp_path) == number
+        assert tracker.read_tracker(tmp_path) == number
 
 
 def test_a_role_that_never_comes(tmp_path: Path) -> None:
     save_role(tmp_path, "critic", [1], BOTH, 1)
     save_role(tmp_path, "actor", [1, 2, 3], BOTH, 1)
     assert versions(tmp_path) == both(1)
-    assert steps.read_tracker(tmp_path) == 1
+    assert tracker.read_tracker(tmp_path) == 1
     assert [status.reason for status in steps.list_steps(tmp_path) if not status.is_complete] == [
-        f"{layout.step_dir(tmp_path, step)}: not committed by critic" for step in (2, 3)
+        f"{file_names.step_dir(tmp_path, step)}: not committed by critic" for step in (2, 3)
     ]
     # It does not come for step 2, but for 3: what nobody can come back to goes.
     save_role(tmp_path, "critic", [3], BOTH, 1)
     assert versions(tmp_path) == both(3)
-    assert steps.read_tracker(tmp_path) == 3
-    assert not layout.step_dir(tmp_path, 2).exists()
+    assert tracker.read_tracker(tmp_path) == 3
+    assert not file_names.step_dir(tmp_path, 2).exists()
 
 
 def test_a_role_that_dies_between_its_seal_and_its_rename(tmp_path: Path) -> None:
     save_role(tmp_path, "actor", [1, 2], BOTH, None)
     save_role(tmp_path, "critic", [1], BOTH, None)
-    staging, attempt = stage(layout.step_dir(tmp_path, 2) / "critic", 2, BOTH)
+    staging, attempt = stage(file_names.step_dir(tmp_path, 2) / "critic", 2, BOTH)
     assert versions(tmp_path) == both(1)
-    assert steps.update_tracker(tmp_path) == 1
-    commit.publish(staging, layout.step_dir(tmp_path, 2) / "critic", attempt)
+    assert tracker.update_tracker(tmp_path) == 1
+    commit.publish(staging, file_names.step_dir(tmp_path, 2) / "critic", attempt)
     assert versions(tmp_path) == both(1, 2)
 
 
@@ -91,7 +92,7 @@ def test_a_step_saved_again_by_one_role_stays_complete(tmp_path: Path) -> None:
     """After a rollback one role is there again before the other: the step is of both all the time."""
     save_role(tmp_path, "actor", [1, 2], BOTH, None)
     save_role(tmp_path, "critic", [1, 2], BOTH, None)
-    make(layout.step_dir(tmp_path, 2) / "actor", 22, BOTH)
+    make(file_names.step_dir(tmp_path, 2) / "actor", 22, BOTH)
     assert versions(tmp_path) == both(1) | {2: {"actor": 22, "critic": 2}}
 
 
@@ -100,10 +101,10 @@ def test_retention_of_one_role_waits_for_the_other_s_step(tmp_path: Path, caplog
     caplog.set_level(logging.INFO)
     for step in (1, 2, 3):
         for role in BOTH:
-            make(layout.step_dir(tmp_path, step) / role, step, BOTH)
-    staging, attempt = stage(layout.step_dir(tmp_path, 1) / "critic", 12, BOTH)
+            make(file_names.step_dir(tmp_path, step) / role, step, BOTH)
+    staging, attempt = stage(file_names.step_dir(tmp_path, 1) / "critic", 12, BOTH)
     assert delete_old_steps(tmp_path, Policy(1)) == [2]
     assert "step 1 is too old, but stays for now: a save is under way in it" in caplog.text
-    commit.publish(staging, layout.step_dir(tmp_path, 1) / "critic", attempt)
+    commit.publish(staging, file_names.step_dir(tmp_path, 1) / "critic", attempt)
     assert versions(tmp_path) == both(3) | {1: {"actor": 1, "critic": 12}}
     assert delete_old_steps(tmp_path, Policy(1)) == [1]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from test_agreement import LONG_S, SHORT_S, messages, together
 
 from mcore_ckpt.errors import AgreementError
-from mcore_ckpt.storage.agreement import Agreement, Record, decide
-from mcore_ckpt.storage.seats import seat_at
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.ranks.seats import seat_at
 
 WORLD = 3
 NAME = "mcore_ckpt/actor"

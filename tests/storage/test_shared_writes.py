@@ -15,17 +15,18 @@ from checkpoints import write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES
+from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
+from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies, capture_in_place
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.staging.arena import Arena
-from mcore_ckpt.staging.capture import FileTensors, arena_bytes, capture_copies, capture_in_place
-from mcore_ckpt.storage.agreement import Agreement, Record, decide
-from mcore_ckpt.storage.commit import check_parts
-from mcore_ckpt.storage.file_plan import ImageCache, plan_file
-from mcore_ckpt.storage.index import BLOCK_BYTES
-from mcore_ckpt.storage.requests import TensorWrite, WriteRequest, WrittenFile
-from mcore_ckpt.storage.writer import ImageWriter
+from mcore_ckpt.steps.commit import check_parts
 
 PATH = "model/mp_rank_00_000/model_states.pt"
 TOPIC = "saving step 7"
@@ -94,7 +95,7 @@ def writing(
         planned = [(plan_file(request, agreement.rank, images), request) for request in requests]
         planned = [(plan, request) for plan, request in planned if plan.nbytes]
         plans, own = [plan for plan, _ in planned], [request for _, request in planned]
-        arena = Arena()
+        arena = HostMemory()
         if copied and plans:
             capture = capture_copies(plans, tensors_of(own), arena.take(arena_bytes(plans)), None)
         else:

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.formats.native.catalog import Catalog
 from mcore_ckpt.sharding.plan import ShardKey
-from mcore_ckpt.sources import Sources, Wanted
-from mcore_ckpt.storage.catalog import Catalog
-from mcore_ckpt.storage.reader import read_manifest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -27,7 +26,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_part_of_another_layout_is_there_once(tmp_path: Path, simulated: Any) -> None:
     model, wanted = simulated.Model(3, 16, 96), simulated.Layout(4, 1, 2)
     simulated.write_checkpoint(tmp_path, model, simulated.Layout(2, 3, 3))
-    manifest = read_manifest(tmp_path, layout.MANIFEST_FILE)
+    manifest = read_manifest(tmp_path)
     assert len(manifest.files) == 2 * 3 * 3 + 2 * 3
     assert len(manifest.tensors) == 3 * 6 + 3
     catalog = Catalog(tmp_path, manifest)

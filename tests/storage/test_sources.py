@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from sparse import rows, shard, write
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.formats.locate import Source, Sources, Wanted
+from mcore_ckpt.formats.native import catalog
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.sources import Source, Sources, Wanted
-from mcore_ckpt.storage import catalog
-from mcore_ckpt.storage.index import Alias
-from mcore_ckpt.topology import RankCoordinates, Topology
 
 NORM = "decoder.layers.0.input_layernorm.weight"
 WEIGHT = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -31,7 +31,7 @@ class Saved:
         files = {}
         for rank, held in enumerate(of_rank):
             at = RankCoordinates(tp=rank % tp, dp=rank // tp, etp=rank % tp, edp=rank // tp)
-            path = layout.model_file(rank, 0) if kind == "model" else layout.optimizer_file(*at.place)
+            path = file_names.model_file(rank, 0) if kind == "model" else file_names.optimizer_file(*at.place)
             files[path] = (kind, at, held)
         topology = Topology(world_size=len(of_rank), tp=tp, dp=len(of_rank) // tp, etp=tp)
         self.role_dir, self.manifest = role_dir, write(role_dir, topology, files)
@@ -80,23 +80,23 @@ def test_every_part_of_a_replicated_tensor_is_of_one_rank(tmp_path: Path) -> Non
     *others, last = there.manifest.files
     there.manifest = replace(there.manifest, files=(last, *others))
     source = there.sources().find(wanted(NORM, norm, "exp_avg"))
-    assert files_of(source) == [layout.optimizer_file(0, 0, 0, 0), layout.optimizer_file(0, 0, 0, 1)]
+    assert files_of(source) == [file_names.optimizer_file(0, 0, 0, 0), file_names.optimizer_file(0, 0, 0, 1)]
     (own,) = set(files_of(there.sources(2, 1).find(wanted(NORM, halves[1], "exp_avg"))))
-    assert own == layout.optimizer_file(0, 1, 0, 1)
+    assert own == file_names.optimizer_file(0, 1, 0, 1)
 
 
 def test_an_alias_is_read_from_the_models_tensor(tmp_path: Path) -> None:
     whole = Region.whole(SHAPE)
     alias = Alias(ShardKey(WEIGHT, "param"), "model", whole, "float32")
     at = RankCoordinates()
-    optimizer = layout.optimizer_file(0, 0, 0, 0)
+    optimizer = file_names.optimizer_file(0, 0, 0, 0)
     files: dict[str, tuple[str, RankCoordinates, Held]] = {
-        layout.model_file(0, 0): ("model", at, [shard(WEIGHT, "model", whole)]),
+        file_names.model_file(0, 0): ("model", at, [shard(WEIGHT, "model", whole)]),
         optimizer: ("optimizer", at, [alias, shard(WEIGHT, "exp_avg", whole), shard(NORM, "exp_avg", whole)]),
     }
     manifest = write(tmp_path, Topology(), files)
     sources = Sources(catalog.Catalog(tmp_path, manifest), Topology(), at, None)
-    assert files_of(sources.find(wanted(WEIGHT, whole.with_flat(7, 30), "param"))) == [layout.model_file(0, 0)]
+    assert files_of(sources.find(wanted(WEIGHT, whole.with_flat(7, 30), "param"))) == [file_names.model_file(0, 0)]
     assert sources.find(wanted(NORM, whole, "param")) is None
     assert sources.moments(WEIGHT, False) == sources.moments(NORM, False) == ("exp_avg",)
     assert sources.moments("another", False) == ()

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from checkpoints import ROLE
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import LockedError
-from mcore_ckpt.storage import commit, trainer_lock
-from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.owner import Owner
-from mcore_ckpt.storage.trainer_lock import TrainerLock
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.steps import commit, trainer_lock
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 HERE = Owner.this_process()
 ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)
@@ -29,8 +29,8 @@ ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knobs, "TRAINER_BEAT_S", 0.05)
-    monkeypatch.setattr(knobs, "TRAINER_LEASE_S", 1.0)
+    monkeypatch.setattr(trainer_lock, "TRAINER_BEAT_S", 0.05)
+    monkeypatch.setattr(trainer_lock, "TRAINER_LEASE_S", 1.0)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def lock(tmp_path: Path) -> Iterator[TrainerLock]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return layout.trainer_file(tmp_path, ROLE)
+    return file_names.trainer_file(tmp_path, ROLE)
 
 
 def claim(path: Path, owner: Owner) -> bytes:
@@ -181,7 +181,7 @@ def test_one_on_another_host_is_not_waited_for_longer_than_asked(lock: TrainerLo
     started = time.monotonic()
     with pytest.raises(LockedError):
         lock.take(0)
-    assert time.monotonic() - started < knobs.TRAINER_LEASE_S
+    assert time.monotonic() - started < trainer_lock.TRAINER_LEASE_S
 
 
 def test_one_on_another_host_without_a_sign_of_life_is_followed(lock: TrainerLock, path: Path) -> None:
@@ -189,7 +189,7 @@ def test_one_on_another_host_without_a_sign_of_life_is_followed(lock: TrainerLoc
     claim(path, ELSEWHERE)
     started = time.monotonic()
     lock.take(60)
-    assert time.monotonic() - started >= knobs.TRAINER_LEASE_S
+    assert time.monotonic() - started >= trainer_lock.TRAINER_LEASE_S
     assert named(path) == HERE
 
 
@@ -200,7 +200,7 @@ def test_who_has_looked_long_before_need_not_wait(
     claim(path, ELSEWHERE)
     lock.look()
     now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() + knobs.TRAINER_LEASE_S)
+    monkeypatch.setattr(time, "monotonic", lambda: now() + trainer_lock.TRAINER_LEASE_S)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     lock.take(60)
     assert named(path) == HERE
@@ -308,7 +308,7 @@ def test_the_sweep_takes_a_lock_that_was_being_written_and_no_other(
     lock: TrainerLock, tmp_path: Path, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock.take(0)
-    names = [f".{path.name}.0123", f".{layout.trainer_file(tmp_path, 'critic').name}.0123"]
+    names = [f".{path.name}.0123", f".{file_names.trainer_file(tmp_path, 'critic').name}.0123"]
     for name in names:
         (tmp_path / name).touch()
     with caplog.at_level(logging.WARNING):

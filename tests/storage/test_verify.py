@@ -17,20 +17,21 @@ import pytest
 import torch
 from checkpoints import ROLE, SHAPES, make, stage
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import damage as damaging
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.damage import Damage
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex
+from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
+from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError
-from mcore_ckpt.storage import checksums, steps
-from mcore_ckpt.storage import damage as damaging
-from mcore_ckpt.storage.damage import Damage
-from mcore_ckpt.storage.index import BLOCK_BYTES, FileIndex
-from mcore_ckpt.storage.manifest import Manifest, encode_manifest
-from mcore_ckpt.storage.reader import read_index, read_manifest
-from mcore_ckpt.storage.retention import Policy, delete_old_steps
-from mcore_ckpt.storage.verify import verify, verify_role
+from mcore_ckpt.io import checksums
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.tools.verify import verify, verify_role
 
-MODEL_FILE = layout.model_file(0, 0)
-OPTIMIZER_FILE = layout.optimizer_file(0, 0, 0, 0)
+MODEL_FILE = file_names.model_file(0, 0)
+OPTIMIZER_FILE = file_names.optimizer_file(0, 0, 0, 0)
 FLIPS = int(os.environ.get("MCORE_CKPT_FLIPS", "1000"))
 
 
@@ -39,8 +40,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two steps, which nobody changes."""
     root = tmp_path_factory.mktemp("saved")
     for step in (3, 5):
-        make(layout.step_dir(root, step) / ROLE, version=step)
-    steps.update_tracker(root)
+        make(file_names.step_dir(root, step) / ROLE, version=step)
+    tracker.update_tracker(root)
     return root
 
 
@@ -48,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def role_dir(saved: Path, tmp_path: Path) -> Path:
     """A copy of one checkpoint, to damage."""
     shutil.copytree(saved, tmp_path / "root")
-    return layout.step_dir(tmp_path / "root", 5) / ROLE
+    return file_names.step_dir(tmp_path / "root", 5) / ROLE
 
 
 def flip(path: Path, bit: int) -> None:
@@ -60,7 +61,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def index_of(role_dir: Path, path: str) -> FileIndex:
-    (record,) = [file for file in read_manifest(role_dir, layout.MANIFEST_FILE).files if file.path == path]
+    (record,) = [file for file in read_manifest(role_dir).files if file.path == path]
     return read_index(role_dir, record)
 
 
@@ -69,7 +70,7 @@ def test_what_nobody_has_touched_is_sound(saved: Path, deep: bool) -> None:
     seen: list[tuple[int, int]] = []
     report = verify(saved, deep=deep, progress=lambda *of: seen.append(of))
     assert report.is_sound
-    assert [verdict.path for verdict in report.roles] == [layout.step_dir(saved, step) / ROLE for step in (3, 5)]
+    assert [verdict.path for verdict in report.roles] == [file_names.step_dir(saved, step) / ROLE for step in (3, 5)]
     nbytes = sum(verdict.nbytes for verdict in report.roles)
     assert seen[-1] == (nbytes, nbytes)
     assert nbytes == sum(path.stat().st_size for path in saved.rglob("*") if path.suffix == ".pt")
@@ -91,7 +92,7 @@ def test_every_flipped_bit_is_found_and_named(role_dir: Path) -> None:
         assert name in damages[0].problem
         hit = [shard for shard in shards.get(name, ()) if shard.offset <= byte < shard.offset + shard.nbytes]
         assert damages[0].tensor == (str(hit[0].key) if hit else None), (name, bit)
-        assert damages[0].rank == (None if name == layout.MANIFEST_FILE else 0)
+        assert damages[0].rank == (None if name == file_names.MANIFEST_FILE else 0)
         if hit:
             assert damages[0].span is not None
             start, stop = damages[0].span
@@ -120,7 +121,7 @@ def test_each_run_of_bad_blocks_is_one_damage(role_dir: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut or replaced"),
     ],
 )
-@pytest.mark.parametrize("name", [MODEL_FILE, layout.rng_file(0, 0, 0, 0)])
+@pytest.mark.parametrize("name", [MODEL_FILE, file_names.rng_file(0, 0, 0, 0)])
 def test_files_that_are_gone_or_cut(role_dir: Path, name: str, change: Any, words: str) -> None:
     change(role_dir / name)
     (damage,) = verify_role(role_dir).damages
@@ -147,18 +148,18 @@ def test_a_file_that_ends_while_it_is_read(role_dir: Path, monkeypatch: pytest.M
 
 def rewrite(role_dir: Path, **changes: Any) -> Manifest:
     """Another manifest, as a writer that forgets something would make it."""
-    manifest = replace(read_manifest(role_dir, layout.MANIFEST_FILE), **changes)
-    (role_dir / layout.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    manifest = replace(read_manifest(role_dir), **changes)
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest
 
 
 def test_a_rank_that_nobody_has_listed(role_dir: Path) -> None:
-    manifest = read_manifest(role_dir, layout.MANIFEST_FILE)
+    manifest = read_manifest(role_dir)
     rewrite(role_dir, files=tuple(file for file in manifest.files if file.kind != "rng"))
     (damage,) = verify_role(role_dir).damages
     assert damage == Damage(
-        f"{role_dir / layout.MANIFEST_FILE}: does not list {layout.rng_file(0, 0, 0, 0)}, of rank 0",
-        layout.rng_file(0, 0, 0, 0),
+        f"{role_dir / file_names.MANIFEST_FILE}: does not list {file_names.rng_file(0, 0, 0, 0)}, of rank 0",
+        file_names.rng_file(0, 0, 0, 0),
         0,
     )
 
@@ -169,7 +170,7 @@ def test_a_tensor_that_is_not_all_there(role_dir: Path, monkeypatch: pytest.Monk
         cut = tuple(replace(s, region=s.region.with_flat(0, s.region.numel // 2)) for s in index.shards)
         return FileIndex(cut, index.aliases)
 
-    monkeypatch.setattr("mcore_ckpt.storage.folder.read_index", half)
+    monkeypatch.setattr("mcore_ckpt.formats.native.folder.read_index", half)
     damages = verify_role(role_dir).damages
     wanted = {
         str(s.key): -(-s.region.numel // 2) for p in (MODEL_FILE, OPTIMIZER_FILE) for s in index_of(role_dir, p).shards
@@ -179,7 +180,7 @@ def test_a_tensor_that_is_not_all_there(role_dir: Path, monkeypatch: pytest.Monk
 
 def test_what_torch_sees_is_compared(role_dir: Path) -> None:
     """Of a file whose CRCs are all right: one that a broken writer has made."""
-    record = next(file for file in read_manifest(role_dir, layout.MANIFEST_FILE).files if file.path == MODEL_FILE)
+    record = next(file for file in read_manifest(role_dir).files if file.path == MODEL_FILE)
     path = role_dir / MODEL_FILE
     data = path.read_bytes()
     name = b"decoder.norm.weight"
@@ -191,7 +192,7 @@ def test_what_torch_sees_is_compared(role_dir: Path) -> None:
     old, new = (zlib.crc32(part).to_bytes(4, "little") for part in (pickled, renamed))
     path.write_bytes(data.replace(pickled, renamed).replace(old, new))
     (crc,) = checksums.file_crcs([(path, record.size)])
-    files = read_manifest(role_dir, layout.MANIFEST_FILE).files
+    files = read_manifest(role_dir).files
     rewrite(role_dir, files=tuple(replace(f, crc32=crc) if f.path == MODEL_FILE else f for f in files))
     assert not verify_role(role_dir).damages
     problems = [damage.problem for damage in verify_role(role_dir, deep=True).damages]
@@ -218,7 +219,7 @@ def test_what_torch_sees_may_be_anything(role_dir: Path, state: Any, monkeypatch
 
 def test_a_save_that_is_under_way_is_no_problem(role_dir: Path) -> None:
     root = role_dir.parent.parent
-    stage(layout.step_dir(root, 6) / ROLE, 6)
+    stage(file_names.step_dir(root, 6) / ROLE, 6)
     assert verify(root).is_sound
 
 
@@ -246,8 +247,8 @@ def test_a_name_that_is_no_text(role_dir: Path) -> None:
 
 def test_what_is_verified_is_not_deleted_and_what_comes_later_may_be(role_dir: Path) -> None:
     root = role_dir.parent.parent
-    make(layout.step_dir(root, 6) / ROLE, 6)
-    steps.update_tracker(root)
+    make(file_names.step_dir(root, 6) / ROLE, 6)
+    tracker.update_tracker(root)
     deleted: list[list[int]] = []
     report = verify(root, progress=lambda done, total: deleted.append(delete_old_steps(root, Policy(1))))
     assert report.is_sound
@@ -263,25 +264,25 @@ def test_what_is_verified_is_not_deleted_and_what_comes_later_may_be(role_dir: P
 def test_the_tracker(saved: Path, tmp_path: Path, text: str, words: str) -> None:
     root = tmp_path / "root"
     shutil.copytree(saved, root)
-    (root / layout.TRACKER_FILE).write_text(text)
+    (root / file_names.TRACKER_FILE).write_text(text)
     (problem,) = verify(root).problems
     assert words in problem
     assert verify(root, step=5).is_sound, "one step is asked for"
-    (root / layout.TRACKER_FILE).unlink()
+    (root / file_names.TRACKER_FILE).unlink()
     assert "missing" in verify(root).problems[0]
 
 
 def test_steps_that_do_not_count(saved: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(saved, root)
-    make(layout.step_dir(root, 9) / ROLE, version=9, roles=(ROLE, "critic"))
+    make(file_names.step_dir(root, 9) / ROLE, version=9, roles=(ROLE, "critic"))
     report = verify(root)
     assert not report.is_sound
-    assert report.problems == (f"{layout.step_dir(root, 9)}: not committed by critic",)
+    assert report.problems == (f"{file_names.step_dir(root, 9)}: not committed by critic",)
     assert len(report.roles) == 3
-    (layout.step_dir(root, 9) / ROLE / layout.MANIFEST_FILE).write_text("{")
+    (file_names.step_dir(root, 9) / ROLE / file_names.MANIFEST_FILE).write_text("{")
     (damage,) = verify(root).roles[-1].damages
-    assert damage.file == layout.MANIFEST_FILE
+    assert damage.file == file_names.MANIFEST_FILE
 
 
 def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

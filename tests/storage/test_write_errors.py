@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 from checkpoints import ROLE, checkpoints, remains, save_together
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
 
 WORLD = 2
 TIMEOUT_S = 30.0
@@ -87,7 +88,7 @@ def test_a_full_disk(small_disk: Path, save: Save) -> None:
     assert save(small_disk, 1) == [None] * WORLD
     assert_refused(save(small_disk, 2), errno.ENOSPC)
     assert checkpoints(small_disk) == {1: 1}
-    assert steps.read_tracker(small_disk) == 1
+    assert tracker.read_tracker(small_disk) == 1
     assert [name for name in remains(small_disk) if name != "global_steps_2"] == []
 
 
@@ -117,7 +118,7 @@ def test_a_disk_without_room_for_the_manifest(tmp_path: Path, save: Save, monkey
     opened = os.open
 
     def fail(path: str | Path, flags: int, *args: int, **kwargs: int) -> int:
-        if Path(path).name == layout.MANIFEST_FILE and flags & os.O_CREAT:
+        if Path(path).name == file_names.MANIFEST_FILE and flags & os.O_CREAT:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return opened(path, flags, *args, **kwargs)
 
@@ -149,7 +150,7 @@ def test_an_error_of_one_small_write(
 ) -> None:
     """While the native threads have the large files. The system's errors of a descriptor do not name the file."""
     assert save(tmp_path, 1) == [None] * WORLD
-    victim = layout.rng_file(0, 0, 0, 1)
+    victim = file_names.rng_file(0, 0, 0, 1)
     failed = fail_once(monkeypatch, call, victim, number)
     errors = save(tmp_path, 2)
     assert len(failed) == 1
@@ -167,7 +168,9 @@ def folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("victim", [layout.optimizer_file(0, 0, 0, 1), layout.model_file(0, 0)], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    "victim", [file_names.optimizer_file(0, 0, 0, 1), file_names.model_file(0, 0)], ids=["own", "shared"]
+)
 @pytest.mark.parametrize(("harm", "number"), [(lost_mount, errno.ENOENT), (folder, errno.EISDIR)])
 def test_an_error_of_one_native_write(
     tmp_path: Path,
@@ -206,7 +209,7 @@ def test_a_file_in_the_place_of_the_root(tmp_path: Path, save: Save) -> None:
 
 def test_a_file_in_the_place_of_a_step(tmp_path: Path, save: Save) -> None:
     assert save(tmp_path, 1) == [None] * WORLD
-    layout.step_dir(tmp_path, 2).write_bytes(b"x")
+    file_names.step_dir(tmp_path, 2).write_bytes(b"x")
     assert_refused(save(tmp_path, 2), errno.EEXIST)
     assert checkpoints(tmp_path) == {1: 1}
     assert remains(tmp_path) == []
@@ -290,7 +293,7 @@ def test_a_disk_that_fills_up_anywhere(small_disk: Path, save: Save) -> None:
         ends.add(errors == [None] * WORLD)
         if errors == [None] * WORLD:
             assert checkpoints(small_disk) == {1: 1, 2: 2}
-            shutil.rmtree(layout.step_dir(small_disk, 2))
+            shutil.rmtree(file_names.step_dir(small_disk, 2))
         else:
             assert_refused(errors, errno.ENOSPC)
             assert checkpoints(small_disk) == {1: 1}
@@ -306,4 +309,4 @@ def test_a_mount_that_is_read_only(small_disk: Path, save: Save) -> None:
     assert_refused(save(small_disk, 2), errno.EROFS)
     assert_refused(save(small_disk, 1), errno.EROFS)
     assert checkpoints(small_disk) == {1: 1}
-    assert steps.complete_steps(small_disk)[-1].path / ROLE == layout.step_dir(small_disk, 1) / ROLE
+    assert steps.complete_steps(small_disk)[-1].path / ROLE == file_names.step_dir(small_disk, 1) / ROLE

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
-from mcore_ckpt.hf import HfModel, load_hf, read_config, read_model, to_mcore_config
-from mcore_ckpt.hf.convert_torch_dist import convert_to_torch_dist
-from mcore_ckpt.storage.seats import take_seat
+from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.models import HfModel, read_config, read_model, to_mcore_config
+from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 
 CONFIG = CheckpointConfig(save_contents=("hf_model",), load_contents=("model",), timeout_s=40.0)
 

@@ -26,8 +26,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.ssm import gated_delta_net  # noqa: E402
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu  # noqa: E402
-from mcore_ckpt.hf import HfModel, check_model, read_model, to_mcore_config  # noqa: E402
-from mcore_ckpt.hf.mapping import hf_tensors  # noqa: E402
+from mcore_ckpt.models import HfModel, check_model, read_model, to_mcore_config  # noqa: E402
+from mcore_ckpt.models.mapping import hf_tensors  # noqa: E402
 from mcore_ckpt.sharding.plan import MODEL  # noqa: E402
 from mcore_ckpt.sharding.synonyms import found_as  # noqa: E402
 from mcore_ckpt.state.model import read_model as read_shards  # noqa: E402

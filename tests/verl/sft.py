@@ -16,7 +16,7 @@ from run import Run
 from torch.utils.data import Dataset
 from verl.trainer.sft_trainer import SFTTrainer
 
-from mcore_ckpt.storage import commit
+from mcore_ckpt.steps import commit
 
 VOCABULARY = 132
 """What tensor parallelism can halve: mbridge pads nothing."""

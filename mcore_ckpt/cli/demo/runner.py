@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli import UsageError
 from mcore_ckpt.errors import CheckpointError
 
@@ -167,7 +167,7 @@ def perform(plan: Plan, report: Report) -> Outcome:
     if resumed.resumed_from is None:
         raise DemoError(f"the resumed training found no checkpoint in {plan.checkpoints}; its log is in {plan.logs}")
     report.exporting()
-    folder = newest_checkpoint(plan) / "actor" / layout.HUGGINGFACE_DIR
+    folder = newest_checkpoint(plan) / "actor" / file_names.HUGGINGFACE_DIR
     try:
         generated = load_and_generate(folder)
     except (OSError, ValueError) as error:
@@ -177,10 +177,10 @@ def perform(plan: Plan, report: Report) -> Outcome:
 
 def newest_checkpoint(plan: Plan) -> Path:
     """The step that the tracker names."""
-    step = layout.parse_tracker((plan.checkpoints / layout.TRACKER_FILE).read_text())
+    step = file_names.parse_tracker((plan.checkpoints / file_names.TRACKER_FILE).read_text())
     if step is None:
-        raise DemoError(f"{plan.checkpoints / layout.TRACKER_FILE} does not name a step")
-    return layout.step_dir(plan.checkpoints, step)
+        raise DemoError(f"{plan.checkpoints / file_names.TRACKER_FILE} does not name a step")
+    return file_names.step_dir(plan.checkpoints, step)
 
 
 def train(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from areal.utils import evaluator as areal
 
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
+from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.schedule import Schedule
-from mcore_ckpt.storage.seats import take_seat
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec

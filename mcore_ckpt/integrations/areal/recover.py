@@ -20,11 +20,11 @@ from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, Progress
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.integrations.areal.units import RecoverUnits, Unit, lost
+from mcore_ckpt.ranks.rounds import agree, decide
 from mcore_ckpt.recover import retried
 from mcore_ckpt.schedule import Schedule
-from mcore_ckpt.storage.agreement import agree, decide
-from mcore_ckpt.storage.read_lock import reading
-from mcore_ckpt.storage.steps import complete_steps
+from mcore_ckpt.steps.listing import complete_steps
+from mcore_ckpt.steps.read_lock import reading
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec

@@ -6,25 +6,25 @@ The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them; only
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.checkpoint.reading import open_file, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.integrations.parts import manifest_of
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import read_exact, write_file
+from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.state.plain import to_plain
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage import json_fields as fields
-from mcore_ckpt.storage.agreement import Agreement, Record
-from mcore_ckpt.storage.files import read_exact, write_file
-from mcore_ckpt.storage.manifest import FileRecord, Manifest
-from mcore_ckpt.storage.reader import open_file, read_manifest, read_plain
-from mcore_ckpt.storage.requests import WrittenFile
-from mcore_ckpt.storage.transaction import Attempt, check_seen, commit_together
-from mcore_ckpt.storage.writer import pickle_plain, write_plain
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
 
 INFO_ROLE = "recover_info"
 STEP_FILE = "step_info.json"
@@ -106,7 +106,7 @@ def write(
         if agreement.is_coordinator:
             for path, data in encode(progress, rank).items():
                 write_file(staging / path, [data])
-                written.append(WrittenFile(path, INFO_ROLE, len(data), zlib.crc32(data)))
+                written.append(WrittenFile(path, INFO_ROLE, len(data), crc32(data)))
         return {"files": [asdict(file) for file in written]}
 
     def describe(records: Sequence[Record]) -> Manifest:
@@ -128,7 +128,7 @@ def read(folder: Path, rank: int) -> Progress:
         CheckpointNotFoundError: there is none.
         CheckpointCorruptError: a file is missing, damaged, or not what its name says.
     """
-    manifest = read_manifest(folder, layout.MANIFEST_FILE)
+    manifest = read_manifest(folder)
     by_path = {file.path: file for file in manifest.files}
     values = {field: _read_json(folder, by_path, name) for field, name in JSON_FILES.items()}
     world = manifest.topology.world_size
@@ -153,11 +153,11 @@ def check_step(value: Mapping[str, Any], path: Path) -> None:
 
 def _read_json(folder: Path, by_path: Mapping[str, FileRecord], name: str) -> dict[str, Any]:
     record, path = _listed(folder, by_path, name), folder / name
-    if record.size > knobs.HF_JSON_BYTES:
-        raise CheckpointCorruptError(f"{path}: has {record.size} bytes, more than {knobs.HF_JSON_BYTES}")
+    if record.size > limits.HF_JSON_BYTES:
+        raise CheckpointCorruptError(f"{path}: has {record.size} bytes, more than {limits.HF_JSON_BYTES}")
     with open_file(folder, record) as descriptor:
         data = read_exact(descriptor, record.size, 0, path)
-    if zlib.crc32(data) != record.crc32:
+    if crc32(data) != record.crc32:
         raise CheckpointCorruptError(f"{path}: has a wrong CRC: damaged, or edited")
     return parse_json(data, path)
 
@@ -172,5 +172,5 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 def _listed(folder: Path, by_path: Mapping[str, FileRecord], name: str) -> FileRecord:
     if name not in by_path:
-        raise CheckpointCorruptError(f"{folder / layout.MANIFEST_FILE}: does not list {name}")
+        raise CheckpointCorruptError(f"{folder / file_names.MANIFEST_FILE}: does not list {name}")
     return by_path[name]

@@ -13,8 +13,8 @@ from areal.utils import saver as areal
 from mcore_ckpt.integrations.areal.engine import HF_ASYNC, CheckpointedEngine, is_checkpointed
 from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
+from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.schedule import RoleSchedules
-from mcore_ckpt.storage.seats import take_seat
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mcore_ckpt.ranks.rounds import Agreement, agree
 from mcore_ckpt.schedule import Agree, Frequency
-from mcore_ckpt.storage.agreement import Agreement, agree
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec

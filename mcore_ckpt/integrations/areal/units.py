@@ -22,20 +22,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mcore_ckpt import knobs, layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from mcore_ckpt.integrations.areal import stock_files
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, STEP_FILE, Progress, write
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import read_small, replace_file, sync_dir
+from mcore_ckpt.ranks.rounds import Agreement, Record, agree
+from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.storage import commit
-from mcore_ckpt.storage.agreement import Agreement, Record, agree
-from mcore_ckpt.storage.files import read_small, replace_file, sync_dir
-from mcore_ckpt.storage.reader import read_manifest
-from mcore_ckpt.storage.retention import Policy, delete_old_steps, delete_step
-from mcore_ckpt.storage.seats import take_seat
-from mcore_ckpt.storage.steps import StepStatus, complete_steps, list_steps
-from mcore_ckpt.storage.trainer_lock import TrainerLock
-from mcore_ckpt.storage.transaction import open_together
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
+from mcore_ckpt.steps.retention import Policy, delete_old_steps, delete_step
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps.transaction import open_together
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class RecoverUnits:
 
     def roles_of(self, unit: Unit) -> list[str]:
         """The engines that a unit is made of."""
-        roles = read_manifest(unit.part(INFO_ROLE), layout.MANIFEST_FILE).roles
+        roles = read_manifest(unit.part(INFO_ROLE)).roles
         return [role for role in roles if role != INFO_ROLE]
 
     @property
@@ -119,7 +120,7 @@ class RecoverUnits:
                 mix with them. Nothing has been changed.
             CommitError, UnsupportedError: as any save; what was there counts as before.
         """
-        topic, folder = f"saving recover_info of step {step}", layout.step_dir(self._root, step)
+        topic, folder = f"saving recover_info of step {step}", file_names.step_dir(self._root, step)
         attempt = open_together(self._seat, topic, folder / INFO_ROLE, prepare=partial(self._make_room, step))
         write(self._seat, topic, attempt, read_progress, step, roles)
         return Unit(step, folder)
@@ -149,14 +150,14 @@ class RecoverUnits:
         if not self._has_saved:
             commit.sweep(self._root, INFO_ROLE, alone=True)
         self._has_saved = True
-        for path in layout.step_dirs(self._root).get(step, []):
-            if (path / layout.PINNED_FILE).exists():
+        for path in file_names.step_dirs(self._root).get(step, []):
+            if (path / file_names.PINNED_FILE).exists():
                 raise CheckpointError(
                     f"{path}: is pinned, and training is about to save this step again: unpin it, or move it away"
                 )
             logger.warning("%s: removing what an earlier run has left of step %d", path, step)
             # Out of sight in one step: half deleted it must not look like one.
-            doomed = layout.deleted_dir(path, commit.new_attempt())
+            doomed = file_names.deleted_dir(path, commit.new_attempt())
             os.rename(path, doomed)
             sync_dir(self._root)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -176,9 +177,9 @@ class RecoverUnits:
         """For people, beside the tracker."""
         if set(stock_files.found(self._root)) - {STEP_FILE}:
             stock_files.move_aside(self._root)
-        source = layout.step_dir(self._root, step) / INFO_ROLE / STEP_FILE
-        shown, data = self._root / STEP_FILE, read_small(source, knobs.SMALL_BYTES)
-        if not shown.exists() or read_small(shown, knobs.SMALL_BYTES) != data:
+        source = file_names.step_dir(self._root, step) / INFO_ROLE / STEP_FILE
+        shown, data = self._root / STEP_FILE, read_small(source, limits.SMALL_BYTES)
+        if not shown.exists() or read_small(shown, limits.SMALL_BYTES) != data:
             replace_file(shown, data)
 
 
@@ -188,7 +189,7 @@ def _resumable(root: Path, roles: Sequence[str]) -> list[StepStatus]:
     except CheckpointNotFoundError:
         statuses = list_steps(root)
         # The tracker comes with the first step that is complete.
-        if os.path.lexists(root / layout.TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
+        if os.path.lexists(root / file_names.TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
             raise
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
         logger.warning("%s: no save was ever completed, so training starts from the beginning%s", root, reasons)

@@ -1,6 +1,11 @@
 """Megatron-LM's `save_checkpoint` and `load_checkpoint`, for a loop that imports them from here.
 
-    from mcore_ckpt.integrations.megatron import configure, load_checkpoint, maybe_finalize_async_save, save_checkpoint
+    from mcore_ckpt.integrations.megatron import (
+        configure,
+        load_checkpoint,
+        maybe_finalize_async_save,
+        save_checkpoint,
+    )
 
 Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16, and what has been added to
 it until 2026-08). What these functions take from Megatron's global arguments (`args.save`, `args.load`, ...) they take
@@ -18,10 +23,10 @@ from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.loading import LoadResult
+from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.ranks.topology import read_topology
 from mcore_ckpt.state.rng import read_rng, write_rng
-from mcore_ckpt.topology import read_topology
 
 try:
     from megatron.core import num_microbatches_calculator as microbatches

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,19 +17,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_ckpt import layout
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.integrations.parts import manifest_of
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import make_folders, sync_dir, write_file
+from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.storage import commit, steps
-from mcore_ckpt.storage.agreement import Agreement, Record
-from mcore_ckpt.storage.files import make_folders, sync_dir, write_file
-from mcore_ckpt.storage.folder import LocalFolder
-from mcore_ckpt.storage.manifest import Manifest
-from mcore_ckpt.storage.requests import WrittenFile
-from mcore_ckpt.storage.steps import StepStatus, step_status
-from mcore_ckpt.storage.transaction import commit_together, open_together
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.listing import StepStatus, step_status
+from mcore_ckpt.steps.transaction import commit_together, open_together
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         files = [(0, WrittenFile(**record)) for record in records[0]["files"]]
         return manifest_of(PIPELINE_ROLE, step, _seen(step_path) if roles is None else roles, attempt.number, files, 1)
 
-    commit_together(agreement, topic, attempt, write, describe, lambda: steps.move_tracker(root, step))
+    commit_together(agreement, topic, attempt, write, describe, lambda: tracker.move_tracker(root, step))
 
 
 def _copy(source: Path, staging: Path) -> list[WrittenFile]:
@@ -75,7 +75,7 @@ def _copy(source: Path, staging: Path) -> list[WrittenFile]:
         name, data = path.relative_to(source).as_posix(), path.read_bytes()
         make_folders(staging, name)
         write_file(staging / name, [data])
-        records.append(WrittenFile(name, "extra", len(data), zlib.crc32(data)))
+        records.append(WrittenFile(name, "extra", len(data), crc32(data)))
     for folder in {(staging / record.path).parent for record in records}:
         sync_dir(folder)
     return records
@@ -83,7 +83,7 @@ def _copy(source: Path, staging: Path) -> list[WrittenFile]:
 
 def _seen(step_path: Path) -> list[str]:
     """The roles that have committed to a step, or have begun to."""
-    under_way = [layout.parse_work_dir(entry.name) for entry in step_path.iterdir()]
+    under_way = [file_names.parse_work_dir(entry.name) for entry in step_path.iterdir()]
     staged = {work.role for work in under_way if work is not None and work.purpose == "staging"}
     return sorted((step_status(step_path).committed | staged) - {PIPELINE_ROLE})
 
@@ -98,7 +98,7 @@ def give_up(step_path: Path, role: str) -> None:
     """
     for folder in (step_path / PIPELINE_ROLE, step_path / role):
         with suppress(FileNotFoundError):
-            (folder / layout.MANIFEST_FILE).unlink()
+            (folder / file_names.MANIFEST_FILE).unlink()
             sync_dir(folder)
     with suppress(FileNotFoundError):
         shutil.rmtree(step_path / PIPELINE_ROLE)
@@ -135,7 +135,7 @@ def _first_was_interrupted(root: Path) -> bool:
     statuses = steps.list_steps(root)
     began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
     driver = any(PIPELINE_ROLE in status.committed for status in statuses)
-    return began and not driver and not (root / layout.TRACKER_FILE).exists()
+    return began and not driver and not (root / file_names.TRACKER_FILE).exists()
 
 
 def _problem(status: StepStatus, verify: bool) -> str | None:
@@ -160,7 +160,7 @@ def part_of(load_dir: Path, role: str) -> Path | None:
     Raises CheckpointNotFoundError if it is ours, and not complete.
     """
     step_path = load_dir.parent if load_dir.name == role else load_dir
-    if layout.parse_step(step_path.name) is None or not step_path.is_dir():
+    if file_names.parse_step(step_path.name) is None or not step_path.is_dir():
         return None
     status = step_status(step_path)
     if not status.committed | status.declared and not status.problems:

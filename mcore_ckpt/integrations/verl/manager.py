@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.hf.loading import load_hf
 from mcore_ckpt.integrations.verl import resume
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
 from mcore_ckpt.integrations.verl.stock import huggingface_weights
+from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.storage import retention, steps
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import retention
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,13 @@ import re
 import zipfile
 from pathlib import Path
 
-from mcore_ckpt import layout
-from mcore_ckpt.foreign import kinds
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.formats import kinds
 from mcore_ckpt.integrations.verl.place import Place
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.files import replace_file, sync_dir
-from mcore_ckpt.storage.steps import holds_something
+from mcore_ckpt.io.files import replace_file, sync_dir
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.listing import holds_something
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _DATA_FILE = re.compile(r"data(_\d+)?\.pt")
 
 def is_checkpoint(folder: Path) -> bool:
     """Ours, or of another program that we can read; sound or not."""
-    return (folder / layout.MANIFEST_FILE).exists() or kinds.kind_of(folder) is not None
+    return (folder / file_names.MANIFEST_FILE).exists() or kinds.kind_of(folder) is not None
 
 
 def why_not_whole(place: Place) -> str | None:
@@ -36,7 +37,7 @@ def why_not_whole(place: Place) -> str | None:
     A role's part alone can be loaded; but the trainer would fail at the next role, or begin its data anew without an
     error. Only of the step that the tracker names: one that was asked for by its path is taken as it is.
     """
-    if place.step_path is None or steps.read_tracker(place.root) != place.step:
+    if place.step_path is None or tracker.read_tracker(place.root) != place.step:
         return None
     back = step_to_go_back_to(place)
     if back is None:
@@ -56,7 +57,7 @@ def why_not_whole(place: Place) -> str | None:
 
 def step_to_go_back_to(place: Place) -> int | None:
     """The newest other step that is complete, with the state of the data loader if any has one."""
-    found = [step for step in sorted(layout.step_dirs(place.root), reverse=True) if _is_whole(place, step)]
+    found = [step for step in sorted(file_names.step_dirs(place.root), reverse=True) if _is_whole(place, step)]
     with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
     return next(iter(with_data or found), None)
 
@@ -70,25 +71,25 @@ def send_back(place: Place, has_copies: bool) -> str:
 
     Raises OSError.
     """
-    step, tracker = step_to_go_back_to(place), place.root / layout.TRACKER_FILE
+    step, tracker_path = step_to_go_back_to(place), place.root / file_names.TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
     if step is None and has_copies:
         return f"{newest}; to resume from a copy in the remote store name its step's folder (trainer.resume_from_path)"
-    if place.step is None or steps.read_tracker(place.root) != place.step:
+    if place.step is None or tracker.read_tracker(place.root) != place.step:
         return newest
     there = [status.path.name for status in steps.list_steps(place.root) if holds_something(status)]
     if step is None and there:
         # Damaged, of another role or another program: whoever starts anew beside it must say so.
         return (
             f"{newest} that {place.folder.name} can be loaded from, but there are {', '.join(there)}: load one by its "
-            f"path, or delete or move them and {tracker} to begin from the beginning"
+            f"path, or delete or move them and {tracker_path} to begin from the beginning"
         )
     if step is None:
-        tracker.unlink()
+        tracker_path.unlink()
         sync_dir(place.root)
-        return f"{newest}. {tracker} named this one and is removed: the next start begins from the beginning"
-    replace_file(tracker, str(step).encode())
-    return f"{newest}, which {tracker} names from now on: start again to go on from there"
+        return f"{newest}. {tracker_path} named this one and is removed: the next start begins from the beginning"
+    replace_file(tracker_path, str(step).encode())
+    return f"{newest}, which {tracker_path} names from now on: start again to go on from there"
 
 
 def _is_whole(place: Place, step: int) -> bool:

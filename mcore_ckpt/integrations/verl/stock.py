@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_ckpt.foreign import kinds
-from mcore_ckpt.foreign.torch_dist_files import TorchDistFiles
+from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 
 # `get_hf_model_checkpoint_path` of verl 0.9, and of 0.5 to 0.7.
 _WEIGHTS = ("model/huggingface", "huggingface")

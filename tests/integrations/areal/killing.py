@@ -23,10 +23,10 @@ from simulated import STEPS_PER_EPOCH
 from snapshot import assert_same
 from training import Layout
 
-from mcore_ckpt import _native, knobs
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.reader import read_manifest
-from mcore_ckpt.storage.verify import verify
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.io import _native
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.tools.verify import verify
 
 # What changes the disk, by names of `os`; native threads write between the calls of theirs.
 CHANGES = ("mkdir", "open", "rename", "replace", "rmdir", "unlink", "write")
@@ -154,7 +154,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a killed process has written is there, whether it is on the disk or not.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     # Killed with half a lock file written, nobody knows whose it is: it is watched so long.
-    monkeypatch.setattr(knobs, "TRAINER_LEASE_S", 1.0)
+    monkeypatch.setattr(trainer_lock, "TRAINER_LEASE_S", 1.0)
 
 
 def first_units(base: Path) -> None:

@@ -15,7 +15,7 @@ from recovering import error_of, trainer_of, units_of
 from simulated import STEPS_PER_EPOCH
 from snapshot import assert_same
 
-from mcore_ckpt.storage import steps
+from mcore_ckpt.steps import listing as steps
 
 
 def write_stock_info(folder: Path) -> None:

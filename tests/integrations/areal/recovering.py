@@ -15,12 +15,13 @@ from simulated import STEPS_PER_EPOCH, Engine, Trainer
 from snapshot import assert_same
 from training import Layout
 
-from mcore_ckpt import CheckpointConfig, knobs
+from mcore_ckpt import CheckpointConfig
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.areal import Checkpointer, Evaluator, RecoverHandler, recover, recover_info, units
-from mcore_ckpt.storage import steps
-from mcore_ckpt.storage.reader import read_manifest
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
 
 LAYOUT = Layout(1, num_layers=2, precision="bf16")
 
@@ -109,7 +110,7 @@ def test_what_is_on_disk_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     # Where AReaL's documents say to look for the step that was saved last.
     wanted = {"epoch": 0, "epoch_step": 3, "global_step": 3, "steps_per_epoch": STEPS_PER_EPOCH}
     assert json.loads((root / "step_info.json").read_bytes()) == wanted
-    assert steps.read_tracker(root) == 3
+    assert tracker.read_tracker(root) == 3
     assert main(["verify", str(root), "--deep"]) == 0
     assert main(["prune", str(root), "--max-to-keep", "1"]) == 0
     assert complete(tmp_path) == [3]
@@ -258,7 +259,7 @@ def test_auto_is_on(tmp_path: Path) -> None:
 def test_without_the_optimizer(tmp_path: Path) -> None:
     in_child(trained, tmp_path / "run", 2, roles=("default",), no_save_optim=True)
     unit = units_of(tmp_path / "run") / "global_steps_1" / "default"
-    assert read_manifest(unit, "manifest.json").contents == ("model", "extra")
+    assert read_manifest(unit).contents == ("model", "extra")
 
     def weights(**config: Any) -> dict[str, Any]:
         trainer = trainer_of(tmp_path / "run", seed=7, roles=("default",), no_save_optim=True, **config)
@@ -446,7 +447,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
         return read(folder, rank)
 
     monkeypatch.setattr(recover_info, "read", flaky)
-    monkeypatch.setattr(knobs, "RETRY_FIRST_S", 0.001)
+    monkeypatch.setattr(recover, "RETRY_FIRST_S", 0.001)
     assert in_child(lambda: trainer_of(base, roles=("default",), retries=3).start_step) == 2
     assert "Input/output error" in str(error_of(base, roles=("default",), retries=1))
 

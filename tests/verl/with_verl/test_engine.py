@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from mcore_ckpt.storage import commit, steps
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import listing as steps
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_copies_in_another_store(in_rank: Callable[..., None], tmp_path: Path) -
         place = "global_step_1/actor"
         trainer.engine.save_checkpoint(str(root / place), str(store / place), 1)
         trainer.engine.checkpoint_mananager.wait()
-        assert steps.read_tracker(store) == 1
+        assert tracker.read_tracker(store) == 1
         trainer.engine.load_checkpoint(str(tmp_path / "elsewhere" / place), str(store / place))
 
     in_rank(work)

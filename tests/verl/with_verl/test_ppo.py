@@ -7,7 +7,8 @@ from ppo import OURS, PPORun, both
 from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from mcore_ckpt.storage import steps
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
 
 ASYNC = both("checkpoint.async_save=True")
 KEEP = ("trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2")
@@ -43,7 +44,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
     # What the run before has saved counts, too; what the trainer had beside it is gone with it.
     assert {path.name for path in root.glob("global*")} == {"global_step_2", "global_step_4"}
     assert complete(root) == {2: ("actor", "critic"), 4: ("actor", "critic")}
-    assert steps.read_tracker(root) == 4
+    assert tracker.read_tracker(root) == 4
 
 
 def test_the_tracker_waits_for_both_models(model: Path, tmp_path: Path) -> None:

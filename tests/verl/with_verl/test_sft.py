@@ -10,7 +10,8 @@ from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from mcore_ckpt.integrations.verl.sft_trainer import SFTTrainer
-from mcore_ckpt.storage import steps
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
 
 ASYNC = "++checkpoint.async_save=True"
 KEEP = "trainer.max_ckpt_to_keep=2"
@@ -59,7 +60,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callab
     check_went_on(resumed, uninterrupted(world), since=4)
     # What the run before has saved counts, too.
     assert names_below(root) == {"global_step_4", "global_step_6", "latest_checkpointed_iteration.txt"}
-    assert steps.read_tracker(root) == 6
+    assert tracker.read_tracker(root) == 6
 
 
 def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterrupted: Callable[[int], SFTRun]) -> None:
@@ -67,7 +68,7 @@ def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterr
     killed = SFTRun(2, model, tmp_path / "killed", root, (*LAYOUTS[2], OURS, ASYNC), killed_at=5, held_at=4)
     assert -9 in killed.start(), killed.log
     # By the trainer, which does not know that its engine saves beside the training.
-    assert steps.read_tracker(root) == 4
+    assert tracker.read_tracker(root) == 4
     first = replace(killed, folder=tmp_path / "first", killed_at=None, held_at=None)
     assert 1 in first.start(), first.log
     assert "CheckpointNotFoundError" in first.log

@@ -1,0 +1,1 @@
+"""One checkpoint on disk: file names, manifest, index, `.pt` files, and finding damage in them."""

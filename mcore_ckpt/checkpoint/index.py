@@ -1,0 +1,220 @@
+"""The index inside each `.pt` file of tensors: what every byte range is. See docs/format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.sharding.plan import ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Piece, Region
+
+BLOCK_BYTES = 1 << 20
+
+_FORMAT = "mcore_ckpt.index"
+_VERSION = 1
+
+_MAX_CRC = 2**32 - 1
+# As many as torch has.
+_MOST_AXES = 64
+_MOST_ELEMENTS = 2**62
+# Each is compared with each. The most seen are the 6 of Qwen3-Next's fused projection.
+_MOST_PIECES = 64
+
+_REGION_FIELDS = ("global_shape", "local_shape", "pieces", "flat")
+# By what the file says: true and 1.0 are no 1.
+_Regions = dict[str, Region]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """`key`'s bytes are stored once, under `(key.name, same_as)`."""
+
+    key: ShardKey
+    same_as: str
+    region: Region
+    dtype: str
+
+
+@dataclass(frozen=True)
+class FileIndex:
+    """The shards in one file, and those whose bytes are in another place."""
+
+    shards: tuple[StoredShard, ...]
+    aliases: tuple[Alias, ...]
+
+
+def block_count(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def encode_index(index: FileIndex) -> bytes:
+    return fields.encode(
+        {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "block_bytes": BLOCK_BYTES,
+            "tensors": [_shard_record(shard) for shard in index.shards],
+            "aliases": [
+                {**_region_record(alias.region), "name": alias.key.name, "kind": alias.key.kind}
+                | {"same_as": alias.same_as, "dtype": alias.dtype}
+                for alias in index.aliases
+            ],
+        }
+    )
+
+
+class IndexTemplate:
+    """An index but for its CRCs, which are all that changes from save to save.
+
+    Args:
+        index: the shards in the order of the file, their CRCs empty.
+    """
+
+    def __init__(self, index: FileIndex) -> None:
+        # A quote inside a name is escaped, so no name can look like this.
+        self._parts = encode_index(index).decode().split('"crc32":[]')
+        self._counts = [block_count(shard.nbytes) for shard in index.shards]
+
+    def encode(self, block_crcs: Sequence[int]) -> bytes:
+        """What `encode_index` makes of the shards with the CRCs of their blocks, one shard after the other."""
+        texts = list(map(str, block_crcs))
+        pieces = [self._parts[0]]
+        start = 0
+        for count, part in zip(self._counts, self._parts[1:], strict=True):
+            pieces += ('"crc32":[', ",".join(texts[start : start + count]), "]", part)
+            start += count
+        if start != len(texts):
+            raise ValueError(f"{len(texts)} CRCs for {start} blocks")
+        return "".join(pieces).encode()
+
+
+def _shard_record(shard: StoredShard) -> dict[str, Any]:
+    assert shard.crc32 is not None, "every file that has an index has CRCs"
+    return {
+        **_region_record(shard.region),
+        "name": shard.key.name,
+        "kind": shard.key.kind,
+        "dtype": shard.dtype,
+        "offset": shard.offset,
+        "nbytes": shard.nbytes,
+        "crc32": list(shard.crc32),
+    }
+
+
+def _region_record(region: Region) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "global_shape": list(region.global_shape),
+        "local_shape": list(region.local_shape),
+        "pieces": [[list(p.local_offset), list(p.shape), list(p.global_offset)] for p in region.pieces],
+    }
+    if not region.is_full_local:
+        record["flat"] = list(region.flat)
+    return record
+
+
+def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
+    """Reads an index and checks that every shard lies inside `[0, payload_end)` of its file and is as long as its
+    region.
+
+    Raises:
+        FieldError: it is not an index, or its numbers contradict each other.
+    """
+    record = fields.decode(data)
+    if record.get("format") != _FORMAT or record.get("version") != _VERSION or record.get("block_bytes") != BLOCK_BYTES:
+        raise fields.FieldError(f"not an index of version {_VERSION}")
+    regions: _Regions = {}
+    shards = tuple(
+        _read_shard(fields.as_dict(item, "tensors"), file, regions) for item in fields.get_list(record, "tensors")
+    )
+    aliases = tuple(
+        _read_alias(fields.as_dict(item, "aliases"), regions) for item in fields.get_list(record, "aliases")
+    )
+    _check_names(shards, aliases)
+    _check_places(shards, payload_end)
+    return FileIndex(shards, aliases)
+
+
+def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> StoredShard:
+    key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
+    region, dtype = _region_of(record, key, regions), fields.get_name(record, "dtype")
+    nbytes, crcs = fields.get_int(record, "nbytes"), fields.get_ints(record, "crc32")
+    try:
+        expected = region.numel * item_bytes(dtype)
+    except ValueError as error:
+        raise fields.FieldError(f"tensor {key}: {error}") from None
+    if nbytes != expected or len(crcs) != block_count(nbytes):
+        raise fields.FieldError(f"tensor {key}: {nbytes} bytes in {len(crcs)} blocks, {expected} bytes by its region")
+    if crcs and max(crcs) > _MAX_CRC:
+        raise fields.FieldError(f"tensor {key}: {max(crcs)} is no CRC of 32 bits")
+    return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
+
+
+def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
+    key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
+    return Alias(
+        key, fields.get_name(record, "same_as"), _region_of(record, key, regions), fields.get_name(record, "dtype")
+    )
+
+
+def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> Region:
+    """Layers are alike, and so are a parameter and its moments: most regions of a file have been read already."""
+    try:
+        text = repr([record.get(name, ...) for name in _REGION_FIELDS])
+    except RecursionError:
+        raise fields.FieldError(f"tensor {key}: its region is nested deep") from None
+    region = regions.get(text)
+    if region is None:
+        region = regions[text] = _read_region(record, key)
+    return region
+
+
+def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
+    local_shape, global_shape = (_shape(record, name, key) for name in ("local_shape", "global_shape"))
+    pieces = []
+    items = fields.get_list(record, "pieces")
+    if len(items) > _MOST_PIECES:
+        raise fields.FieldError(f"tensor {key}: is in {len(items)} pieces, more than {_MOST_PIECES}")
+    for item in items:
+        parts = [fields.as_ints(part, "pieces") for part in fields.as_list(item, "pieces")]
+        if len(parts) != 3:
+            raise fields.FieldError(f"tensor {key}: a piece has {len(parts)} parts, not 3")
+        pieces.append(Piece(*parts))
+    whole = Region(global_shape, local_shape, tuple(pieces), Region.whole(local_shape).flat)
+    flat = fields.get_ints(record, "flat") if "flat" in record else whole.flat
+    if len(flat) != 2:
+        raise fields.FieldError(f"tensor {key}: 'flat' is {flat}, not [start, stop]")
+    region = whole.with_flat(flat[0], flat[1])
+    try:
+        region.check()
+    except ValueError as error:
+        raise fields.FieldError(f"tensor {key}: {error}") from None
+    return region
+
+
+def _shape(record: Mapping[str, Any], name: str, key: ShardKey) -> tuple[int, ...]:
+    shape = fields.get_ints(record, name)
+    # Without empty axes: torch multiplies all of them.
+    if len(shape) > _MOST_AXES or prod(max(length, 1) for length in shape) > _MOST_ELEMENTS:
+        raise fields.FieldError(f"tensor {key}: no tensor has a {name} of {fields.shown(shape)}")
+    return shape
+
+
+def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
+    keys = {shard.key for shard in shards} | {alias.key for alias in aliases}
+    if len(keys) < len(shards) + len(aliases):
+        raise fields.FieldError("it lists a tensor twice")
+
+
+def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:
+    position = 0
+    for shard in sorted(shards, key=lambda s: (s.offset, s.nbytes)):
+        if shard.offset < position or shard.offset + shard.nbytes > payload_end:
+            raise fields.FieldError(
+                f"tensor {shard.key}: bytes [{shard.offset}, {shard.offset + shard.nbytes}) overlap another tensor "
+                f"or leave the payload of {payload_end} bytes"
+            )
+        position = shard.offset + shard.nbytes

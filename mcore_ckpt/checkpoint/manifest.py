@@ -1,0 +1,246 @@
+"""`manifest.json`: what makes a folder a checkpoint. Pure: bytes in, dataclasses out. See docs/format.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+
+FORMAT = "mcore_ckpt"
+FORMAT_VERSION = 1
+
+
+# Of a path, in bytes: what Linux takes between two slashes.
+_MOST_PART_BYTES = 255
+
+
+class NewerFormatError(ValueError):
+    """The manifest is of a format version this package does not know."""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """Global layer numbers of one virtual pipeline stage."""
+
+    pp: int
+    vp: int
+    decoder: tuple[int, ...]
+    mtp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IndexPlace:
+    """Where a file's index is, in bytes of the file."""
+
+    offset: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: `path` below the role's folder, the world `rank` that wrote it, and which tensors it holds.
+
+    `holds` are inclusive runs of positions in the manifest's `tensors`.
+    """
+
+    path: str
+    kind: str
+    rank: int
+    size: int
+    crc32: int
+    index: IndexPlace | None = None
+    holds: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What was written, for the manifest. `holds` is the digest of the list of global tensors the file holds."""
+
+    path: str
+    kind: str
+    size: int
+    crc32: int
+    index: IndexPlace | None = None
+    holds: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See docs/format.md for every field."""
+
+    step: int
+    role: str
+    roles: tuple[str, ...]
+    attempt: str
+    created: str
+    versions: Mapping[str, str]
+    contents: tuple[str, ...]
+    topology: Topology
+    ranks: tuple[RankCoordinates, ...]
+    stages: tuple[StageRecord, ...]
+    tensors: tuple[str, ...]
+    files: tuple[FileRecord, ...]
+
+    def files_of(self, kind: str) -> list[FileRecord]:
+        return [file for file in self.files if file.kind == kind]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """One line of JSON, checksummed."""
+    record = asdict(manifest)
+    for file in record["files"]:
+        if file["index"] is None:
+            del file["index"], file["holds"]
+    record |= {"format": FORMAT, "format_version": FORMAT_VERSION}
+    return fields.encode(record | {"crc32": crc32(fields.encode(record))}) + b"\n"
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Reads a manifest and checks its checksum and every field.
+
+    Raises:
+        NewerFormatError: it is of a newer format version.
+        FieldError: it is cut, damaged, foreign, or names a path outside its folder.
+    """
+    record = fields.decode(data)
+    if record.get("format") != FORMAT:
+        raise fields.FieldError("not a manifest of mcore_ckpt")
+    version = fields.get_int(record, "format_version")
+    if version < 1:
+        raise fields.FieldError(f"format version {version} does not exist")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest this version of mcore_ckpt "
+            "reads: upgrade it"
+        )
+    stored = fields.get_int(record, "crc32")
+    if crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
+        raise fields.FieldError("its checksum is wrong: it was damaged or edited")
+    manifest = _read_manifest(record)
+    _check_manifest(manifest)
+    return manifest
+
+
+def _read_manifest(record: Mapping[str, Any]) -> Manifest:
+    versions = fields.get_dict(record, "versions")
+    return Manifest(
+        step=fields.get_int(record, "step"),
+        role=fields.get_name(record, "role"),
+        roles=fields.get_names(record, "roles"),
+        attempt=fields.get_name(record, "attempt"),
+        created=fields.get_name(record, "created"),
+        versions={fields.as_name(key, "versions"): fields.get_name(versions, key) for key in versions},
+        contents=fields.get_names(record, "contents"),
+        topology=Topology(**_ints_of(Topology, fields.get_dict(record, "topology"))),
+        ranks=tuple(RankCoordinates(**_ints_of(RankCoordinates, item)) for item in fields.get_list(record, "ranks")),
+        stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
+        tensors=fields.get_names(record, "tensors"),
+        files=tuple(_read_file(item) for item in fields.get_list(record, "files")),
+    )
+
+
+def _ints_of(cls: type, item: Any) -> dict[str, int]:
+    record = fields.as_dict(item, cls.__name__)
+    return {name: fields.get_int(record, name) for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def _read_stage(item: Any) -> StageRecord:
+    record = fields.as_dict(item, "stages")
+    return StageRecord(
+        fields.get_int(record, "pp"),
+        fields.get_int(record, "vp"),
+        fields.get_ints(record, "decoder"),
+        fields.get_ints(record, "mtp"),
+    )
+
+
+def _read_file(item: Any) -> FileRecord:
+    record = fields.as_dict(item, "files")
+    index, holds = None, tuple[tuple[int, int], ...]()
+    if "index" in record:
+        index = IndexPlace(**_ints_of(IndexPlace, record["index"]))
+        holds = tuple(_read_run(run) for run in fields.get_list(record, "holds"))
+    return FileRecord(
+        path=fields.get_name(record, "path"),
+        kind=fields.get_name(record, "kind"),
+        rank=fields.get_int(record, "rank"),
+        size=fields.get_int(record, "size"),
+        crc32=fields.get_int(record, "crc32"),
+        index=index,
+        holds=holds,
+    )
+
+
+def _read_run(item: Any) -> tuple[int, int]:
+    run = fields.as_ints(item, "holds")
+    if len(run) != 2:
+        raise fields.FieldError(f"'holds' has {run}, not [first, last]")
+    return run[0], run[1]
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    for role in (manifest.role, *manifest.roles):
+        if not file_names.is_role(role):
+            raise fields.FieldError(f"role {role!r} is not a folder name")
+    _check_topology(manifest)
+    if len(set(manifest.tensors)) != len(manifest.tensors):
+        raise fields.FieldError("it lists a tensor twice")
+    seen: set[str] = set()
+    held = 0
+    for file in manifest.files:
+        _check_path(file.path, seen)
+        if file.rank >= len(manifest.ranks):
+            raise fields.FieldError(f"{file.path} was written by rank {file.rank} of {len(manifest.ranks)}")
+        if file.index is not None and file.index.offset + file.index.size > file.size:
+            raise fields.FieldError(f"the index of {file.path} leaves the file")
+        held += _count_held(file, len(manifest.tensors))
+    if held > limits.MANIFEST_HELD:
+        raise fields.FieldError(f"its files hold {held} tensors together, more than {limits.MANIFEST_HELD}")
+
+
+def _check_topology(manifest: Manifest) -> None:
+    sizes, ranks = asdict(manifest.topology), manifest.ranks
+    world = sizes.pop("world_size")
+    if len(ranks) != world:
+        raise fields.FieldError(f"it lists {len(ranks)} ranks of {world}")
+    virtual = sizes.pop("vpp")
+    if virtual < 1 or any(not 1 <= size <= world for size in sizes.values()):
+        raise fields.FieldError(f"no {world} ranks are cut into {manifest.topology}")
+    for number, rank in enumerate(ranks):
+        if any(at >= sizes[name] for name, at in vars(rank).items()):
+            raise fields.FieldError(f"rank {number} is {rank} of {manifest.topology}")
+
+
+def _count_held(file: FileRecord, count: int) -> int:
+    """How many tensors a file holds. Raises FieldError unless the runs ascend, so that each is there once."""
+    held, least = 0, 0
+    for first, last in file.holds:
+        if not least <= first <= last < count:
+            raise fields.FieldError(f"{file.path} holds tensors {first} to {last} of {count}")
+        held += last + 1 - first
+        least = last + 1
+    return held
+
+
+def _check_path(path: str, seen: set[str]) -> None:
+    """A path names one file below the role's folder, in one way only, on any file system."""
+    parts = path.split("/")
+    if "\\" in path or any(part in ("", ".", "..") for part in parts):
+        raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
+    if any(len(part.encode()) > _MOST_PART_BYTES for part in parts):
+        raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
+    # Some file systems take names that differ in case only for one.
+    if path.casefold() in seen:
+        raise fields.FieldError(f"path {path!r} is listed twice")
+    seen.add(path.casefold())

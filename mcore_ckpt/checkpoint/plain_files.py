@@ -1,0 +1,38 @@
+"""Writes small `.pt` files: plain values that `torch.load(weights_only=True)` opens."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.pt_values import decode_pt
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import make_folders, write_file
+
+
+def pickle_plain(value: Mapping[str, Any]) -> bytes:
+    """A small `.pt` file's bytes. Raises ValueError if `read_plain` or torch (`weights_only`) would not open it."""
+    stream = io.BytesIO()
+    torch.save(dict(value), stream)
+    data = stream.getvalue()
+    if len(data) > limits.PLAIN_BYTES:
+        raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} of a small file")
+    try:
+        torch.load(io.BytesIO(data), weights_only=True)
+        decode_pt(data)
+    except Exception as error:
+        raise ValueError(f"would not open again: {error}") from error
+    return data
+
+
+def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFile:
+    """Writes a small `.pt` file, made by `pickle_plain`, durably. Raises OSError."""
+    make_folders(role_dir, path)
+    write_file(role_dir / path, [data])
+    return WrittenFile(path, kind, len(data), crc32(data))

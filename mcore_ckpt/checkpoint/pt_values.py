@@ -1,0 +1,111 @@
+"""What a file of `torch.save` holds, as values: containers, numbers, strings and tensors, and nothing else.
+
+`torch.load` opens these files, too. It is not used on what others may have written: see `unpickling`, and it
+decompresses what is compressed, however much it becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.pt_archive import PtArchive, ReadAt
+from mcore_ckpt.checkpoint.pt_tensors import PARAMETERS, StoredBytes, TensorFinder, TensorPlace
+from mcore_ckpt.checkpoint.unpickling import (
+    Build,
+    Find,
+    PickleError,
+    Unpickler,
+    check_extent,
+    find_plain,
+    refuse_state,
+)
+
+Storage = Callable[[StoredBytes], torch.Tensor]
+"""The bytes of a storage: uint8, 1-D."""
+
+
+def decode_pt(data: bytes) -> Any:
+    """The value in the bytes of a small file; its tensors have memory of their own.
+
+    Raises:
+        ValueError: it is damaged, or has anything else in it (ArchiveError, PickleError).
+
+    Example:
+        >>> decode_pt(pickle_plain({"step": 12}))  # doctest: +SKIP
+        {'step': 12}
+    """
+    return load_pt(reader_of(data), len(data), copied_from(data))
+
+
+def reader_of(data: bytes) -> ReadAt:
+    def read_at(offset: int, nbytes: int) -> bytes:
+        if offset + nbytes > len(data):
+            raise PickleError(f"cut: {nbytes} bytes from byte {offset} on of {len(data)}")
+        return data[offset : offset + nbytes]
+
+    return read_at
+
+
+def copied_from(data: bytes) -> Storage:
+    def storage(stored: StoredBytes) -> torch.Tensor:
+        memory = bytearray(memoryview(data)[stored.offset : stored.offset + stored.nbytes])
+        return torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
+
+    return storage
+
+
+def load_pt(
+    read_at: ReadAt,
+    size: int,
+    storage: Storage,
+    find: Find = find_plain,
+    build: Build = refuse_state,
+) -> Any:
+    """The value in an archive.
+
+    Args:
+        read_at, size: the archive.
+        storage: makes the memory of its tensors.
+        find, build: as `Unpickler` takes them, for what is no tensor.
+
+    Raises:
+        ValueError: it is damaged, or has anything in it that these do not know.
+    """
+    archive = PtArchive(read_at, size)
+    memory: dict[str, torch.Tensor] = {}
+
+    def tensor(place: TensorPlace) -> torch.Tensor:
+        key = place.stored.key
+        if key not in memory:
+            memory[key] = storage(place.stored)
+        return _view(memory[key], place)
+
+    finder = TensorFinder(archive, tensor)
+
+    def find_all(module: str, name: str) -> Any:
+        if (found := finder.find(module, name) or PARAMETERS.get((module, name))) is not None:
+            return found
+        return find(module, name)
+
+    data = archive.read("data.pkl")
+    value = Unpickler(data, find_all, finder.stored, build).load()
+    check_extent(value, len(data))
+    return value
+
+
+def _view(memory: torch.Tensor, place: TensorPlace) -> torch.Tensor:
+    # Strides of 0 make any number of elements out of one: who copies the tensor has to hold them.
+    if prod(place.shape) * place.dtype.itemsize > place.stored.nbytes:
+        raise PickleError(f"a tensor of shape {place.shape} with strides {place.stride}")
+    if not memory.numel():
+        return torch.empty(place.shape, dtype=place.dtype)
+    whole = memory[: memory.numel() // place.dtype.itemsize * place.dtype.itemsize].view(place.dtype)
+    # Counted from the beginning of all that is mapped.
+    tensor = whole.as_strided(place.shape, place.stride, whole.storage_offset() + place.start)
+    for flag in place.flags:
+        tensor = torch._conj(tensor) if flag == "conj" else torch._neg_view(tensor)
+    return tensor

@@ -1,0 +1,135 @@
+"""Read requests -> bytes, each block checked before it is handed on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.index import FileIndex, decode_index
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, NewerFormatError, decode_manifest
+from mcore_ckpt.checkpoint.pt_values import decode_pt
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
+from mcore_ckpt.io.json_fields import FieldError
+from mcore_ckpt.io.store import Store
+
+
+def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE) -> Manifest:
+    """A role's manifest.
+
+    Raises:
+        CheckpointNotFoundError: it is missing, so the folder is not a checkpoint.
+        CheckpointCorruptError: it is damaged, or of a newer format.
+    """
+    path = inside(role_dir, manifest_file)
+    try:
+        data = read_small(path, limits.MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{path}: missing, so this folder is not a checkpoint (a save that did not finish?)"
+        ) from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
+    return parse_manifest(data, path)
+
+
+def parse_manifest(data: bytes, path: Path | str) -> Manifest:
+    """The manifest that a file holds. Raises CheckpointCorruptError: it is damaged, or of a newer format."""
+    try:
+        return decode_manifest(data)
+    except (FieldError, NewerFormatError) as error:
+        raise CheckpointCorruptError(f"{path}: {error}") from None
+
+
+def read_remote_manifest(store: Store, key: str) -> Manifest:
+    """The manifest in a folder of a remote store. Raises FileNotFoundError, CheckpointCorruptError, RemoteError."""
+    path = f"{key}/{file_names.MANIFEST_FILE}"
+    return parse_manifest(store.read_all(path, limits.MANIFEST_BYTES), store.url_of(path))
+
+
+@contextmanager
+def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
+    """A descriptor of a file whose size is the manifest's.
+
+    Raises CheckpointCorruptError if it is missing, of another size, no file, or a link out of the folder.
+    """
+    path = inside(role_dir, record.path)
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(
+            f"{path}: missing; the manifest says it has {record.size} bytes, written by rank {record.rank}"
+        ) from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path}: cannot be opened: {error}") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != record.size:
+            raise CheckpointCorruptError(
+                f"{path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
+    """A file's index, its checksum and numbers checked. Raises CheckpointCorruptError."""
+    path = role_dir / record.path
+    assert record.index is not None
+    check_size(path, "an index", record.index.size, limits.INDEX_BYTES)
+    with open_file(role_dir, record) as descriptor:
+        data = read_exact(descriptor, record.index.size, record.index.offset, path)
+    return parse_index(data, record, path)
+
+
+def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
+    """An index out of its bytes, checked as `read_index` does."""
+    assert record.index is not None
+    if crc32(data) != record.index.crc32:
+        raise CheckpointCorruptError(
+            f"{path}: its index (byte {record.index.offset}) has a wrong CRC: damaged, or another file of that name"
+        )
+    try:
+        return decode_index(data, record.path, record.index.offset)
+    except FieldError as error:
+        raise CheckpointCorruptError(f"{path}: index: {error}") from None
+
+
+def check_size(path: Path | str, what: str, size: int, most: int) -> None:
+    """Raises CheckpointCorruptError for what is too large to be read into memory."""
+    if size > most:
+        raise CheckpointCorruptError(
+            f"{path}: the manifest speaks of {what} of {size} bytes: more than {most} are not read into memory"
+        )
+
+
+def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
+    """A small `.pt` file, whole, its checksum checked, without running anything in it.
+
+    Raises CheckpointCorruptError.
+    """
+    path = role_dir / record.path
+    check_size(path, "a small file", record.size, limits.PLAIN_BYTES)
+    with open_file(role_dir, record) as descriptor:
+        data = read_exact(descriptor, record.size, 0, path)
+    return parse_plain(data, record, path)
+
+
+def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, Any]:
+    """What a small `.pt` file holds, checked as `read_plain` does."""
+    if crc32(data) != record.crc32:
+        raise CheckpointCorruptError(f"{path}: has a wrong CRC: damaged, or another file of that name")
+    try:
+        value = decode_pt(data)
+    except Exception as error:  # torch may raise any type for bytes that are no tensor
+        raise CheckpointCorruptError(f"{path}: does not hold plain values alone: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointCorruptError(f"{path}: holds a {type(value).__name__}, not a dict")
+    return value

@@ -1,1 +1,0 @@
-"""Checkpoints that other programs wrote, read into the live training state: the way in, never the way out."""

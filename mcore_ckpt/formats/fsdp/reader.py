@@ -1,0 +1,264 @@
+"""FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
+from mcore_ckpt.formats.contract import TensorInfo, TensorSource
+from mcore_ckpt.formats.fsdp.dtensors import Placement, placement_of
+from mcore_ckpt.formats.pt_files import PtDTensor, PtTensor, read_pt
+from mcore_ckpt.formats.shard_reader import ShardSource, same_bytes, stored_shard
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import read_small
+from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
+from mcore_ckpt.models.architectures.common import facts_of
+from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.mapping import HfTensor, Slab, check_names, hf_tensors_in
+from mcore_ckpt.models.registry import known_architectures, read_model, refuse_quantized
+from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, Table
+from mcore_ckpt.sharding.plan import StoredShard
+from mcore_ckpt.sharding.regions import Region, Shape
+
+_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_CONFIG_FILE = "fsdp_config.json"
+# Modules that wrap others and are no part of the model: FSDP1, torch.compile, activation checkpointing.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+_PEFT_PREFIX = "base_model.model."
+_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
+_BASE_LAYER = ".base_layer."
+
+_MOST_RANKS = 1_000_000
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A tensor as one rank's file has it. Without a placement it is not cut."""
+
+    dtype: torch.dtype
+    shape: Shape
+    placement: Placement | None
+    local: PtTensor
+
+    def same_tensor(self, other: _Found) -> bool:
+        return (self.dtype, self.shape, self.placement) == (other.dtype, other.shape, other.placement)
+
+
+def is_fsdp(folder: Path) -> bool:
+    """Whether there are FSDP shards in a folder."""
+    return bool(_files(folder))
+
+
+def open_fsdp(folder: Path) -> ShardSource:
+    """The tensors of `model_world_size_{W}_rank_{r}.pt`, under their HuggingFace names, in the order of rank 0's file.
+
+    Raises:
+        CheckpointNotFoundError: there are no such files.
+        CheckpointCorruptError: a rank's file is missing or damaged, or the ranks disagree.
+        UnsupportedError: adapters that have not been merged, placements that cannot be read.
+    """
+    paths = _rank_files(folder)
+    first = _read(paths[0], 0)
+    shards: dict[str, dict[Region, StoredShard]] = {name: {} for name in first}
+    for rank, path in enumerate(paths):
+        found = first if rank == 0 else _read(path, rank)
+        _check_same(paths[0], first, path, found)
+        for name, tensor in found.items():
+            region = _region(path, name, tensor, rank)
+            # Of replicas the first: the same bytes need not be looked for twice.
+            if region.numel:
+                shards[name].setdefault(region, stored_shard(name, tensor.local, region))
+    held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
+    infos = {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in first.items()}
+    return ShardSource(folder, infos, held.__getitem__)
+
+
+def read_copied_model(config: HfConfig) -> HfModel:
+    """As `read_model`, of an architecture without a table too: what is not converted need not be known.
+
+    Its embedding is tied, and it is a value model, as the config says; all else about it is empty.
+
+    Raises:
+        UnsupportedError: the config of an architecture that there is a table for cannot be read, or speaks of quantized
+            weights, which transformers would take the shards' for.
+    """
+    refuse_quantized(config)
+    known = known_architectures().get(str(config.get("model_type")))
+    try:
+        return read_model(config)
+    except UnsupportedError:
+        if known is not None and known.table.layer:
+            raise
+        classes = tuple(str(name) for name in config.get("architectures") or ())
+        vocabulary = config.get("vocab_size")
+        sizes = {"vocab": vocabulary} if isinstance(vocabulary, int) else {}
+        facts = ModelFacts(sizes, frozenset(facts_of(config)), ())
+        architecture = Architecture(str(config.get("model_type")), classes, Table((), ()), lambda _: facts)
+        return HfModel(architecture, config, facts, architecture.table.ignored)
+
+
+def fsdp_tensors(source: TensorSource, model: HfModel) -> list[HfTensor]:
+    """The tensors to export: all as they are, in their order, without a head that is the embedding.
+
+    Args:
+        source: from `open_fsdp`.
+        model: what `config.json` describes, from `read_copied_model`. If there is a table of its architecture, names
+            and shapes must be those of the table.
+
+    Raises:
+        CheckpointMismatchError: tensors are missing, unknown or of another shape; the head should be tied and is not.
+    """
+    infos = dict(source.tensors())
+    if model.is_tied and HF_HEAD in infos and HF_EMBEDDING in infos:
+        _check_tied(source)
+        del infos[HF_HEAD]
+    table = model.architecture.table
+    if table.model or table.layer:
+        _check_table(model, infos)
+    ignored = [re.compile(pattern) for pattern in model.ignored]
+    return [
+        HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),))
+        for name, info in infos.items()
+        if not any(pattern.fullmatch(name) for pattern in ignored)
+    ]
+
+
+def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
+    wanted = hf_tensors_in(model, infos)
+    check_names(model, wanted, infos, "the checkpoint")
+    for tensor in wanted:
+        if infos[tensor.name].shape != tensor.shape:
+            raise CheckpointMismatchError(
+                f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, and config.json asks for "
+                f"{list(tensor.shape)}: is it config.json of this model?"
+            )
+
+
+def _check_tied(source: TensorSource) -> None:
+    # A tied model's state dict has the embedding under both names: what is left out must be the same.
+    if not same_bytes(source, HF_HEAD, HF_EMBEDDING):
+        raise CheckpointMismatchError(
+            f"config.json says that the embeddings are tied (tie_word_embeddings), but {HF_HEAD} is another tensor "
+            f"than {HF_EMBEDDING}: set tie_word_embeddings to false in config.json"
+        )
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def _files(folder: Path) -> dict[int, dict[int, Path]]:
+    """By world size and rank."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
+        if match := _FILE.fullmatch(path.name):
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    return found
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    found = _files(folder)
+    if not found:
+        raise CheckpointNotFoundError(f"{folder}: has no model_world_size_*_rank_*.pt: not a checkpoint of FSDP")
+    said = _said_world_size(folder / _CONFIG_FILE)
+    if said is None and len(found) > 1:
+        raise CheckpointCorruptError(
+            f"{folder}: has files of world sizes {sorted(found)} and no {_CONFIG_FILE} that says which counts: move "
+            "those of the older checkpoint elsewhere"
+        )
+    world = said if said is not None else next(iter(found))
+    ranks = found.get(world, {})
+    missing = [rank for rank in range(world) if rank not in ranks]
+    if missing or not ranks or max(ranks) >= world:
+        raise CheckpointCorruptError(
+            f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, missing are ranks "
+            f"{missing[:8]} of {world}; there are {_describe(found)}. Were they saved to another node's disk?"
+        )
+    return [ranks[rank] for rank in range(world)]
+
+
+def _describe(found: Mapping[int, Mapping[int, Path]]) -> str:
+    return ", ".join(f"{len(ranks)} files of world size {world}" for world, ranks in sorted(found.items()))
+
+
+def _said_world_size(path: Path) -> int | None:
+    try:
+        said: Any = fields.parse(read_small(path, limits.HF_JSON_BYTES))["world_size"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointCorruptError(f"{path}: cannot be read: {error!r}") from None
+    if type(said) is not int or not 1 <= said <= _MOST_RANKS:
+        raise CheckpointCorruptError(f"{path}: world_size is {fields.shown(said)}, not a positive number")
+    return said
+
+
+def _read(path: Path, rank: int) -> dict[str, _Found]:
+    state = read_pt(path)
+    if not isinstance(state, Mapping):
+        raise CheckpointCorruptError(f"{path}: wanted a state dict, found a {type(state).__name__}")
+    found = {}
+    for key, value in state.items():
+        name = _bare(path, str(key))
+        if name in found:
+            raise CheckpointCorruptError(f"{path}: tensor {name}: is there twice, once as {key}")
+        if isinstance(value, PtDTensor):
+            placement = placement_of(value, name)
+            if rank not in placement.ranks:
+                raise CheckpointCorruptError(f"{path}: tensor {name}: its mesh is of {placement.ranks}, without {rank}")
+            found[name] = _Found(value.local.dtype, value.shape, placement, value.local)
+        elif isinstance(value, PtTensor):
+            found[name] = _Found(value.dtype, value.shape, None, value)
+        else:
+            raise CheckpointCorruptError(f"{path}: {name}: wanted a tensor, found a {type(value).__name__}")
+    return found
+
+
+def _bare(path: Path, key: str) -> str:
+    name = _WRAPPERS.sub("", key)
+    if _ADAPTERS.fullmatch(name):
+        raise UnsupportedError(
+            f"{path}: tensor {name}: the model has adapters that are not merged into it: merge them first (peft's "
+            "merge_and_unload()), and save the merged model"
+        )
+    return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
+
+
+def _check_same(first_path: Path, first: Mapping[str, _Found], path: Path, found: Mapping[str, _Found]) -> None:
+    for name in (*first, *found):
+        here, there = found.get(name), first.get(name)
+        if here is None or there is None or not here.same_tensor(there):
+            raise CheckpointCorruptError(
+                f"{path}: tensor {name}: is {_describe_tensor(here)}, in {first_path.name} {_describe_tensor(there)}: "
+                "files of different checkpoints?"
+            )
+
+
+def _describe_tensor(tensor: _Found | None) -> str:
+    if tensor is None:
+        return "not there"
+    cut = "not cut" if tensor.placement is None else f"on a mesh {tensor.placement.mesh} by {tensor.placement.axes}"
+    return f"{list(tensor.shape)} {tensor.dtype} {cut}"
+
+
+def _region(path: Path, name: str, tensor: _Found, rank: int) -> Region:
+    if tensor.placement is None:
+        return Region.whole(tensor.shape)
+    region = tensor.placement.region(tensor.shape, rank)
+    if region.local_shape != tensor.local.shape:
+        raise CheckpointCorruptError(
+            f"{path}: tensor {name}: rank {rank} has {list(tensor.local.shape)}, by its placement it should have "
+            f"{list(region.local_shape)} of {list(tensor.shape)}"
+        )
+    return region

@@ -1,0 +1,1 @@
+"""Folders of HuggingFace models: safetensors weights, configuration and tokenizer files."""

@@ -1,0 +1,130 @@
+"""Elements of HuggingFace tensors, read from where mcore's are: to where they are wanted, or changed on the way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.contract import PartRead, TensorSource
+from mcore_ckpt.formats.huggingface.export_plan import FileTensor
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.io.streams import memory_at
+from mcore_ckpt.models.mapping import Slab
+
+_AT_ONCE = 1 << 20
+
+
+class Elements(NamedTuple):
+    """Elements of a tensor from number `first` on, as many as `memory` has; it is flat, and of the tensor's dtype."""
+
+    tensor: FileTensor
+    first: int
+    memory: torch.Tensor
+
+
+class Scratch:
+    """Memory for what is not read to where it is written from; it serves again for the next batch."""
+
+    def __init__(self) -> None:
+        self._arena = HostMemory()
+
+    def reserve(self, changes: Iterable[_Change]) -> list[torch.Tensor]:
+        sizes = [change.nbytes for change in changes]
+        # Each on a multiple of what any dtype's elements take.
+        *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
+        if not end:
+            return []
+        address = self._arena.take(end)
+        return [memory_at(address + at, size, torch.uint8) for at, size in zip(offsets, sizes, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """Elements that are read to other memory first: `[start, stop)` of a slab, which go to `memory`.
+
+    `stored`: their dtype there. Where the values change, the slab is read whole.
+    """
+
+    slab: Slab
+    start: int
+    stop: int
+    stored: torch.dtype
+    memory: torch.Tensor
+
+    @property
+    def read(self) -> tuple[int, int]:
+        return (self.start, self.stop) if self.slab.change is None else (0, self.slab.numel)
+
+    @property
+    def nbytes(self) -> int:
+        start, stop = self.read
+        return (stop - start) * self.stored.itemsize
+
+    def apply(self, values: torch.Tensor) -> None:
+        if self.slab.change is not None:
+            changed = self.slab.change.to_hf(values.view(self.slab.region.local_shape))
+            values = changed.reshape(-1)[self.start : self.stop]
+        self.memory.copy_(values)
+        if self.memory.dtype != values.dtype:
+            self._refuse_overflow(values)
+
+    def _refuse_overflow(self, values: torch.Tensor) -> None:
+        """float16 ends at 65,504: a weight that became infinite would show in the logits only, as NaN."""
+        dtype = self.memory.dtype
+        if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
+            return
+        # In pieces, for these masks are memory, too.
+        for found, wanted in zip(self.memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
+            lost = found.isinf() & wanted.isfinite()
+            if lost.any():
+                raise CheckpointMismatchError(
+                    f"tensor {self.slab.mcore}: has {float(wanted[lost][0])}, which is more than {dtype} can hold: "
+                    "ask for a wider dtype"
+                )
+
+
+def fill(source: TensorSource, wanted: Iterable[Elements], scratch: Scratch) -> None:
+    """Fills all memories.
+
+    Raises:
+        CheckpointCorruptError: the source is damaged.
+        CheckpointMismatchError: a value is more than the dtype asked for can hold.
+    """
+    reads: list[PartRead] = []
+    changes: list[_Change] = []
+    dtypes = source.tensors()
+    for tensor, first, memory in wanted:
+        for slab, start, stop, its_memory in _slabs(tensor, first, memory):
+            if not slab.mcore:
+                its_memory.zero_()
+                continue
+            stored = dtypes[slab.mcore].dtype
+            if slab.change is None and stored == tensor.dtype:
+                reads.append(_part(slab, start, stop, its_memory))
+            else:
+                changes.append(_Change(slab, start, stop, stored, its_memory))
+    read_first = [memory.view(change.stored) for change, memory in zip(changes, scratch.reserve(changes), strict=False)]
+    for change, memory in zip(changes, read_first, strict=True):
+        reads.append(_part(change.slab, *change.read, memory))
+    source.read(reads)
+    for change, memory in zip(changes, read_first, strict=True):
+        change.apply(memory)
+
+
+def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tuple[Slab, int, int, torch.Tensor]]:
+    """What slabs have of the elements from `first` on: which of theirs, and the memory."""
+    stop = first + memory.numel()
+    for slab in tensor.tensor.slabs:
+        low, high = max(slab.start, first), min(slab.start + slab.numel, stop)
+        if low < high:
+            yield slab, low - slab.start, high - slab.start, memory[low - first : high - first]
+
+
+def _part(slab: Slab, start: int, stop: int, memory: torch.Tensor) -> PartRead:
+    first = slab.region.flat[0]
+    return PartRead(slab.mcore, slab.region.with_flat(first + start, first + stop), memory)

@@ -1,0 +1,98 @@
+"""Which program wrote a folder. Names, a small JSON file, a zip directory; never a pickle."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive
+from mcore_ckpt.checkpoint.pt_image import INDEX_RECORD
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import open_regular, read_exact, read_small
+
+ForeignKind = Literal["verl_ranks", "torch_dist"]
+
+TORCH_DIST_CONFIG = "metadata.json"
+
+# verl's trees: one folder, and since its layout 2 one for each of these.
+_VERL_TREES = ("model", "optimizer", "extra")
+_MODEL_FILES = ("model.pt", "model_states.pt")
+_RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
+
+
+def kind_of(path: Path) -> ForeignKind | None:
+    """The kind of a folder, or None for ours and for whatever else.
+
+    Example:
+        >>> kind_of(Path("/nowhere")) is None
+        True
+    """
+    if (path / file_names.MANIFEST_FILE).exists():
+        return None
+    if torch_dist_folders(path):
+        return "torch_dist"
+    found = [model_file(path / "model" / name) for name in rank_dirs(path)]
+    return "verl_ranks" if found and not any(file and _has_our_index(file) for file in found[:1]) else None
+
+
+def torch_dist_folders(path: Path) -> list[Path]:
+    """The folders that `dist_checkpointing.save` wrote: this one, or those verl puts below it."""
+    candidates = (path, path / "dist_ckpt")
+    for candidate in candidates:
+        if _has_config(candidate):
+            return [candidate]
+    return [tree for tree in (path / name / "dist_ckpt" for name in _VERL_TREES) if _has_config(tree)]
+
+
+def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
+    """The numbers in the names of the folders `model/mp_rank_*` that hold a model file."""
+    found = {}
+    for folder in sorted((path / "model").glob("mp_rank_*")):
+        match = _RANK_DIR.fullmatch(folder.name)
+        if match and model_file(folder) is not None:
+            found[folder.name] = tuple(int(number) for number in match.groups() if number is not None)
+    return found
+
+
+def model_file(folder: Path) -> Path | None:
+    """The model file of one rank's folder, by either of its names."""
+    return next((folder / name for name in _MODEL_FILES if (folder / name).is_file()), None)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of the nearest folder that has one (`global_step_12/actor`, `iter_0000012`), else 0."""
+    for folder in (path, *path.parents):
+        match = _STEP_DIR.fullmatch(folder.name)
+        if match:
+            return int(match.group(1))
+    return 0
+
+
+def _has_our_index(file: Path) -> bool:
+    """A folder of ours whose manifest is gone is no checkpoint, and nobody else's either."""
+    try:
+        descriptor = open_regular(file)
+    except OSError:
+        return False
+    try:
+        size = os.fstat(descriptor).st_size
+        archive = PtArchive(lambda at, nbytes: read_exact(descriptor, nbytes, at, file), size)
+        return INDEX_RECORD in archive.names
+    except (CheckpointCorruptError, ArchiveError):
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _has_config(folder: Path) -> bool:
+    try:
+        config = fields.parse(read_small(folder / TORCH_DIST_CONFIG, limits.HF_JSON_BYTES))
+    except (OSError, CheckpointCorruptError, fields.FieldError):
+        return False
+    return "sharded_backend" in config

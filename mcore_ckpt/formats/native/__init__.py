@@ -1,0 +1,1 @@
+"""Our own format: readers of local and remote checkpoints, and the writer."""

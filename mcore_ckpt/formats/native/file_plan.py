@@ -1,0 +1,214 @@
+"""What of one indexed file stays the same from save to save: its image, its index, and who writes which part of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import dtype_name
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex, IndexTemplate
+from mcore_ckpt.checkpoint.pt_image import PtImage, build_image
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.formats.native.replica_shares import Share, share_out
+from mcore_ckpt.formats.native.write_requests import WriteRequest
+from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.sharding.plan import StoredShard
+
+
+class TensorParts(NamedTuple):
+    """In columns: bytes `[skip, skip + nbytes)` of tensor number `tensor` go to byte `at` of the file."""
+
+    tensor: tuple[int, ...]
+    skip: tuple[int, ...]
+    at: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FilePlan:
+    """One file to write.
+
+    Attributes:
+        request: its tensors, which are stand-ins on `meta`: a plan keeps no training state alive.
+        pt: its structure.
+        image: the same for the native writer.
+        index: its index without CRCs.
+        share: who writes what.
+        start, stop: this rank's bytes.
+    """
+
+    request: WriteRequest
+    pt: PtImage
+    image: _native.FileImage
+    index: IndexTemplate
+    share: Share
+    start: int
+    stop: int
+
+    @property
+    def path(self) -> str:
+        return self.request.path
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def parts(self) -> TensorParts:
+        """What of each tensor lies in this rank's range, ascending; in pieces that can be waited for one by one."""
+        rows = []
+        for number, slot in enumerate(self.pt.slots):
+            low, high = max(slot.offset, self.start), min(slot.offset + slot.nbytes, self.stop)
+            for at in range(low, high, tuning.COPY_GROUP_BYTES):
+                rows.append((number, at - slot.offset, at, min(tuning.COPY_GROUP_BYTES, high - at)))
+        return TensorParts(*zip(*rows, strict=True)) if rows else TensorParts((), (), (), ())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The global tensors the file holds, aliases among them."""
+        keys = [*(write.key for write in self.request.tensors), *(alias.key for alias in self.request.aliases)]
+        return tuple(dict.fromkeys(key.name for key in keys))
+
+    @cached_property
+    def holds(self) -> str:
+        """A digest of `names`, which are too many to be told at every save."""
+        return _digest(self.names)
+
+    @cached_property
+    def structure(self) -> str:
+        """A digest of all that the writers of one file must agree on: who wrote where would else not fit together."""
+        tensors = [[*write.path, list(write.shape), dtype_name(write.tensor.dtype)] for write in self.request.tensors]
+        return _digest([tensors, self.pt.records_end, self.share.writers, self.share.cuts])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(fields.encode({"value": value})).hexdigest()[:32]
+
+
+@dataclass(frozen=True, eq=False)
+class FileImage:
+    """What of a file does not depend on who writes it: see FilePlan."""
+
+    pt: PtImage
+    native: _native.FileImage
+    index: IndexTemplate
+
+
+class ImageCache:
+    """File images by structure: making one takes torch a while, and most saves are of the same tensors.
+
+    Of other tensors of the same structure too: a trainer that offloads its optimizer has new ones at each save.
+    """
+
+    def __init__(self) -> None:
+        self._images: dict[str, tuple[object, FileImage]] = {}
+
+    def get(self, request: WriteRequest) -> FileImage:
+        structure = ([(t.path, t.shape, t.tensor.dtype, t.key, t.region) for t in request.tensors], request.aliases)
+        cached = self._images.get(request.path)
+        if cached is None or cached[0] != structure:
+            _refuse_names(request)
+            pt = _new_image(request)
+            cached = (structure, FileImage(pt, _native_image(pt), _index_template(request, pt)))
+            self._images[request.path] = cached
+        return cached[1]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageWrite:
+    """This rank's part of a file, and where its bytes are now.
+
+    Attributes:
+        plan: the file, and the range of it that is this rank's.
+        sources: the address of each tensor's bytes; None if they have been copied to `buffer`.
+        buffer: the address of the range's first byte in host memory (page-aligned); 0 with `sources`.
+        ready: `(file offset, CUDA event)`: what lies before the offset is in `buffer` when the event has happened.
+            Empty: all of it is there.
+    """
+
+    plan: FilePlan
+    sources: list[int] | None
+    buffer: int
+    ready: list[tuple[int, int]]
+
+
+def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
+    """The plan of a file of which world rank `rank` is one writer.
+
+    Raises:
+        ValueError: the tensors are not listed in the order of the tree they are in.
+        UnsupportedError: a tensor's name is none that can be read back.
+    """
+    image = images.get(request)
+    share = share_out(request.writers or (rank,), image.pt.records_end, tuning.SHARE_BYTES)
+    start, stop = share.range_of(rank)
+    stand_ins = (replace(write, tensor=torch.empty_like(write.tensor, device="meta")) for write in request.tensors)
+    request = replace(request, tensors=tuple(stand_ins))
+    return FilePlan(request, image.pt, image.native, image.index, share, start, stop)
+
+
+def _refuse_names(request: WriteRequest) -> None:
+    """What a reader would refuse must not be written."""
+    for write in request.tensors:
+        try:
+            fields.as_name(write.key.name, "name")
+        except fields.FieldError as error:
+            raise UnsupportedError(
+                f"a tensor for {request.path} cannot be saved: {error}: names are of printable characters, and at most "
+                f"{fields.MAX_NAME} of them"
+            ) from None
+
+
+def _native_image(pt: PtImage) -> _native.FileImage:
+    return _native.FileImage(
+        [slot.offset for slot in pt.slots],
+        [slot.nbytes for slot in pt.slots],
+        [-1 if slot.descriptor_crc_at is None else slot.descriptor_crc_at for slot in pt.slots],
+        list(pt.gaps),
+        pt.records_end,
+        BLOCK_BYTES,
+    )
+
+
+def _index_template(request: WriteRequest, pt: PtImage) -> IndexTemplate:
+    shards = (
+        StoredShard(w.key, w.region, dtype_name(w.tensor.dtype), request.path, slot.offset, slot.nbytes, ())
+        for w, slot in zip(request.tensors, pt.slots, strict=True)
+    )
+    return IndexTemplate(FileIndex(tuple(shards), request.aliases))
+
+
+def _new_image(request: WriteRequest) -> PtImage:
+    # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store
+    # that.
+    copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
+    tree: dict[str, Any] = {}
+    for name in request.tree:
+        tree[name] = {}
+    for write, copy in zip(request.tensors, copies, strict=True):
+        branch = tree
+        # A pickle refers back to a string by its identity: else equal states that were loaded and not would make files
+        # that differ.
+        *parents, leaf = map(sys.intern, write.path)
+        for part in parents:
+            branch = branch.setdefault(part, {})
+        branch[leaf] = copy
+    if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
+        # torch numbers its records in the order of the tree: slots would go to other tensors.
+        raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
+    return build_image(tree, copies)
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield value

@@ -1,0 +1,72 @@
+"""Where the files of one role at one step are read from: a folder of a file system, or of a remote store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from mcore_ckpt.checkpoint.damage import Damage, verify_files
+from mcore_ckpt.checkpoint.index import FileIndex
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, read_plain
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.sharding.plan import ReadRange
+
+
+class Folder(Protocol):
+    """What a load asks. Its string is what messages call it; errors are those of `storage.reader`."""
+
+    @property
+    def place(self) -> Path | str:
+        """Its path, or the URL of a remote one."""
+
+    def manifest(self) -> Manifest: ...
+
+    def check(self, record: FileRecord) -> None:
+        """Raises CheckpointCorruptError if a file is missing or of another size than its record says."""
+
+    def index(self, record: FileRecord) -> FileIndex: ...
+
+    def plain(self, record: FileRecord) -> dict[str, Any]: ...
+
+    def fill(
+        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
+    ) -> int: ...
+
+    def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
+        """Reads files whole, and says where they are not what their records say."""
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder that the native reader opens the files of."""
+
+    place: Path
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.place)
+
+    def check(self, record: FileRecord) -> None:
+        with open_file(self.place, record):
+            pass
+
+    def index(self, record: FileRecord) -> FileIndex:
+        return read_index(self.place, record)
+
+    def plain(self, record: FileRecord) -> dict[str, Any]:
+        return read_plain(self.place, record)
+
+    def fill(
+        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
+    ) -> int:
+        return read_ranges(self.place, files, reads, check)
+
+    def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
+        return verify_files(self.place, files)

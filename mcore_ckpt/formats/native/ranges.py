@@ -1,0 +1,83 @@
+"""Reads ranges of stored tensors into memory on native threads; each block is checked before it is used."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.reading import open_file
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.sharding.plan import ReadRange
+
+
+def read_ranges(
+    role_dir: Path,
+    files: Mapping[str, FileRecord],
+    reads: Sequence[tuple[ReadRange, torch.Tensor]],
+    check: bool = True,
+) -> int:
+    """Fills tensors with ranges of stored shards, on several threads. Returns how many bytes were read.
+
+    Args:
+        role_dir: the folder of the files.
+        files: the manifest's records, by path.
+        reads: each range, and the contiguous tensor of the stored dtype that is the wanted shard's memory, on the CPU
+            or a GPU.
+        check: compare the CRCs of blocks.
+
+    Raises:
+        CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. Nothing of a bad block has been
+            applied, other blocks may have.
+    """
+    for path in {read.stored.file for read, _ in reads}:
+        with open_file(role_dir, files[path]):
+            pass
+    return read_stored(role_dir, reads, check)
+
+
+def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True) -> int:
+    """As `read_ranges`, of files whose sizes nobody has written down, or that have been looked at."""
+    paths = sorted({read.stored.file for read, _ in reads})
+    numbers = {path: number for number, path in enumerate(paths)}
+    job = _native.ReadJob(
+        [str(role_dir / path) for path in paths],
+        threads=tuning.IO_THREADS,
+        piece_bytes=tuning.READ_BYTES,
+        block_bytes=BLOCK_BYTES,
+        pinned=any(memory.is_cuda for _, memory in reads),
+    )
+    for read, memory in reads:
+        stored, rows, item = read.stored, read.rows, item_bytes(read.stored.dtype)
+        job.add(
+            numbers[stored.file],
+            stored.offset,
+            stored.nbytes,
+            list(stored.crc32) if check and stored.crc32 is not None else None,
+            rows.start * item,
+            rows.row * item,
+            rows.rows,
+            rows.source_stride * item,
+            memory.data_ptr() + rows.destination * item,
+            rows.destination_stride * item,
+            memory.is_cuda,
+        )
+    try:
+        job.run()
+    except _native.DamagedBlock as damage:
+        number, offset, nbytes = damage.args
+        stored = reads[number][0].stored
+        raise CheckpointCorruptError(
+            f"{role_dir / stored.file}: tensor {stored.key}: bytes [{offset}, {offset + nbytes}) have a wrong CRC: "
+            "damaged"
+        ) from None
+    except OSError as error:
+        cut = ": the file was cut" if error.errno == errno.ENODATA else ""
+        raise CheckpointCorruptError(f"{error.filename}: cannot be read: {error.strerror}{cut}") from error
+    return job.progress()

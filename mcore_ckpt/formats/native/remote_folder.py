@@ -1,0 +1,271 @@
+"""Reading a checkpoint where it is in a remote store: of its tensors just the blocks that hold what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.damage import Damage
+from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import check_size, parse_index, parse_plain, read_remote_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.io import _native, limits, tuning
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.store import Store
+from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import ReadRange, StoredShard
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteFolder:
+    """One attempt's folder below a remote root; a `storage.folder.Folder`."""
+
+    store: Store
+    key: str
+
+    def __str__(self) -> str:
+        return self.place
+
+    @property
+    def place(self) -> str:
+        return self.store.url_of(self.key)
+
+    def manifest(self) -> Manifest:
+        try:
+            return read_remote_manifest(self.store, self.key)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(
+                f"{self}/{file_names.MANIFEST_FILE}: missing: an upload did not finish"
+            ) from None
+
+    def check(self, record: FileRecord) -> None:
+        size = self._sizes.get(record.path)
+        if size is None:
+            raise CheckpointCorruptError(
+                f"{self}/{record.path}: missing; the manifest says it has {record.size} bytes, written by rank "
+                f"{record.rank}"
+            )
+        if size != record.size:
+            raise CheckpointCorruptError(
+                f"{self}/{record.path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced"
+            )
+
+    def index(self, record: FileRecord) -> FileIndex:
+        assert record.index is not None
+        check_size(self._url(record.path), "an index", record.index.size, limits.INDEX_BYTES)
+        self.check(record)
+        start = record.index.offset
+        return parse_index(self._read(record.path, start, start + record.index.size), record, self._url(record.path))
+
+    def plain(self, record: FileRecord) -> dict[str, Any]:
+        check_size(self._url(record.path), "a small file", record.size, limits.PLAIN_BYTES)
+        self.check(record)
+        return parse_plain(self._read(record.path, 0, record.size), record, self._url(record.path))
+
+    def fill(
+        self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
+    ) -> int:
+        """As `storage.reader.read_ranges`. Returns how many bytes were fetched."""
+        for path in {read.stored.file for read, _ in reads}:
+            self.check(files[path])
+        fetches = list(plan_fetches(reads))
+        for_each(fetches, partial(self._fetch, check=check), min(tuning.REMOTE_THREADS, len(fetches)))
+        return sum(fetch.stop - fetch.start for fetch in fetches)
+
+    def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
+        return [damage for file in files if (damage := self._damage(file)) is not None]
+
+    def _damage(self, file: FileRecord) -> Damage | None:
+        crc = 0
+        try:
+            self.check(file)
+            for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
+                crc = crc32(self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size)), crc)
+        except CheckpointCorruptError as error:
+            return Damage(str(error), file.path, file.rank)
+        if crc == file.crc32:
+            return None
+        return Damage(f"{self._url(file.path)}: has a wrong CRC: damaged, or another file", file.path, file.rank)
+
+    def _fetch(self, fetch: Fetch, check: bool) -> None:
+        data = self._read(fetch.file, fetch.start, fetch.stop)
+        # A copy, since torch wants memory that may be written to.
+        memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for part in fetch.parts:
+            stored = part.read.stored
+            first = stored.offset + part.start - fetch.start
+            piece = memory[first : first + part.stop - part.start]
+            if check:
+                self._check_blocks(stored, part, piece)
+            with torch.no_grad():
+                apply_piece(part, piece)
+
+    def _check_blocks(self, stored: StoredShard, part: Part, piece: torch.Tensor) -> None:
+        if stored.crc32 is None:
+            return
+        block = part.start // BLOCK_BYTES
+        found = _native.crc32_blocks(piece.data_ptr(), piece.nbytes, BLOCK_BYTES)
+        for number, crc in enumerate(found, block):
+            if crc != stored.crc32[number]:
+                start = stored.offset + number * BLOCK_BYTES
+                stop = min(start + BLOCK_BYTES, stored.offset + stored.nbytes)
+                raise CheckpointCorruptError(
+                    f"{self._url(stored.file)}: tensor {stored.key}: bytes [{start}, {stop}) have a wrong CRC: damaged"
+                )
+
+    def _read(self, path: str, start: int, stop: int) -> bytes:
+        try:
+            return self.store.read(f"{self.key}/{path}", start, stop)
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"{self._url(path)}: missing: deleted meanwhile?") from None
+
+    def _url(self, path: str) -> str:
+        return f"{self}/{path}"
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        # One listing: a request for each of a thousand ranks' files would take each of a thousand ranks long.
+        return self.store.sizes(self.key)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Whole blocks of a stored tensor, bytes `[start, stop)` of it, and what wants them."""
+
+    read: ReadRange
+    memory: torch.Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """Bytes `[start, stop)` of a file, for one request."""
+
+    file: str
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+
+def plan_fetches(reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[Fetch]:
+    """What to ask a store for: all blocks that are wanted, near ones in one request.
+
+    A block that two reads want is asked for twice only where two requests meet.
+    """
+    parts = [part for read, memory in reads for part in _parts(read, memory)]
+    parts.sort(key=lambda part: (part.read.stored.file, part.read.stored.offset + part.start))
+    group: list[Part] = []
+    for part in parts:
+        if group and not _is_near(group, part):
+            yield _fetch_of(group)
+            group = []
+        group.append(part)
+    if group:
+        yield _fetch_of(group)
+
+
+def _is_near(group: Sequence[Part], part: Part) -> bool:
+    first, stop = group[0].read.stored, max(other.read.stored.offset + other.stop for other in group)
+    start = part.read.stored.offset + part.start
+    whole = max(stop, part.read.stored.offset + part.stop) - (first.offset + group[0].start)
+    return (
+        part.read.stored.file == first.file
+        and start - stop <= tuning.REMOTE_GAP_BYTES
+        and whole <= tuning.REMOTE_READ_BYTES
+    )
+
+
+def _fetch_of(group: Sequence[Part]) -> Fetch:
+    stored = group[0].read.stored
+    stop = max(part.read.stored.offset + part.stop for part in group)
+    return Fetch(stored.file, stored.offset + group[0].start, stop, tuple(group))
+
+
+def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[Part]:
+    """Runs of blocks that hold a byte of a row, none longer than a request should be."""
+    most = max(1, tuning.REMOTE_READ_BYTES // BLOCK_BYTES)
+    for first, last in _block_runs(read):
+        for block in range(first, last + 1, most):
+            stop = min((min(block + most - 1, last) + 1) * BLOCK_BYTES, read.stored.nbytes)
+            yield Part(read, memory, block * BLOCK_BYTES, stop)
+
+
+def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
+    """Inclusive runs of the blocks that hold a byte of a row."""
+    rows = _in_bytes(read)
+    runs: list[tuple[int, int]] = []
+    number = 0
+    while rows.row and number < rows.rows:
+        start = rows.start + number * rows.source_stride
+        first, last = start // BLOCK_BYTES, (start + rows.row - 1) // BLOCK_BYTES
+        if runs and first <= runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+        # Rows that end in these blocks need no look: there may be millions.
+        ends_by = (runs[-1][1] + 1) * BLOCK_BYTES - rows.start - rows.row
+        number = max(number, ends_by // rows.source_stride if rows.source_stride else 0) + 1
+    return runs
+
+
+def apply_piece(part: Part, piece: torch.Tensor) -> None:
+    """Copies the rows' elements that lie in a piece of the stored tensor to where they belong.
+
+    Args:
+        part: the piece's place, and what is wanted.
+        piece: its bytes, uint8, in host memory.
+    """
+    # Bytes: elements in the piece need not lie where a tensor of them could begin.
+    target = part.memory.view(-1).view(torch.uint8)
+    for rows in _cut(_in_bytes(part.read), part.start, part.stop):
+        _copy_rows(target, piece, rows, part.start)
+
+
+def _in_bytes(read: ReadRange) -> Rows:
+    rows, item = read.rows, item_bytes(read.stored.dtype)
+    return Rows(
+        rows.start * item,
+        rows.destination * item,
+        rows.row * item,
+        rows.rows,
+        rows.source_stride * item,
+        rows.destination_stride * item,
+    )
+
+
+def _cut(rows: Rows, first: int, last: int) -> Iterator[Rows]:
+    """The parts of rows that lie in `[first, last)` of the stored tensor: whole rows together, cut ones alone."""
+    stride = rows.source_stride or rows.row
+    # Rows that begin in the piece and end in it.
+    low = min(max(0, -(-(first - rows.start) // stride)), rows.rows)
+    high = min(max(low, (last - rows.start - rows.row) // stride + 1), rows.rows)
+    if high > low:
+        yield rows._replace(
+            start=rows.start + low * rows.source_stride,
+            destination=rows.destination + low * rows.destination_stride,
+            rows=high - low,
+        )
+    for number in {low - 1, high}:
+        if 0 <= number < rows.rows:
+            start = rows.start + number * rows.source_stride
+            begin, end = max(start, first), min(start + rows.row, last)
+            if begin < end:
+                there = rows.destination + number * rows.destination_stride + begin - start
+                yield Rows(begin, there, end - begin)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, rows: Rows, first: int) -> None:
+    shape = (rows.rows, rows.row)
+    offset = target.storage_offset()
+    there = target.as_strided(shape, (rows.destination_stride or rows.row, 1), offset + rows.destination)
+    here = source.as_strided(shape, (rows.source_stride or rows.row, 1), source.storage_offset() + rows.start - first)
+    there.copy_(here)

@@ -1,0 +1,130 @@
+"""Write requests -> files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite
+from mcore_ckpt.io import _native, tuning
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import make_folders
+from mcore_ckpt.ranks.rounds import Record
+
+
+class Exchange(Protocol):
+    """How the writers of one file reach its owner; see Agreement."""
+
+    rank: int
+
+    def give(self, key: str, record: Record) -> None: ...
+    def take(self, key: str, rank: int) -> Record: ...
+
+
+class ImageWriter:
+    """Writes one rank's parts of indexed files durably, on native threads.
+
+    Args:
+        role_dir: the folder the files' paths are below.
+        writes: the parts; what they point to must stay as it is until `finish` has returned.
+        exchange: reaches the other writers of shared files.
+
+    Example:
+        >>> with ImageWriter(role_dir, writes, agreement) as writer:  # doctest: +SKIP
+        ...     writer.start()
+        ...     written = writer.finish()
+    """
+
+    def __init__(self, role_dir: Path, writes: Sequence[ImageWrite], exchange: Exchange) -> None:
+        self._role_dir = role_dir
+        self._writes = writes
+        self._exchange = exchange
+        self._job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
+
+    def __enter__(self) -> ImageWriter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Stops what is still being written; when this returns nothing is."""
+        self._job.close()
+
+    def start(self) -> None:
+        """Begins writing. Raises OSError if a folder cannot be made."""
+        for write in self._writes:
+            plan = write.plan
+            make_folders(self._role_dir, plan.path)
+            path = str(self._role_dir / plan.path)
+            self._job.add_file(path, plan.image, plan.start, plan.stop, write.sources, write.buffer, write.ready)
+        self._job.start()
+
+    def finish(self) -> list[WrittenFile]:
+        """Waits for the bytes to be on the disk; the files this rank owns.
+
+        Raises:
+            OSError: the disk is full, a folder is gone, ...; the message says where.
+            CommitError: another writer of a shared file failed, or the writing was cancelled.
+        """
+        written, shared = [], []
+        for number, write in enumerate(self._writes):
+            crcs = self._wait(number)
+            share = write.plan.share
+            if share.owner != self._exchange.rank:
+                self._job.finish(number, None)
+                part = {"structure": write.plan.structure, "crc32": crcs}
+                self._exchange.give(write.plan.path, part)
+            elif len(share.writers) > 1:
+                shared.append((number, write.plan, crcs))
+            else:
+                written.append(self._complete(number, write.plan, [crcs]))
+        # Only when all that others may wait for has been given: two owners of each other's files would wait for ever.
+        for number, plan, crcs in shared:
+            written.append(self._complete(number, plan, [*self._parts_of_others(plan), crcs]))
+        return written
+
+    def progress(self) -> int:
+        """Bytes of tensors written so far."""
+        return self._job.progress()
+
+    def times(self) -> tuple[float, float]:
+        """Seconds from the start to the last copy out of the training state, and to the last write."""
+        return self._job.times()
+
+    def _wait(self, number: int) -> list[int]:
+        try:
+            crcs = self._job.wait(number)
+        except RuntimeError as error:
+            raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
+        assert crcs is not None, "without a timeout there is an end"
+        return crcs
+
+    def _parts_of_others(self, plan: FilePlan) -> list[list[int]]:
+        parts = []
+        for rank in plan.share.writers[:-1]:
+            record = self._exchange.take(plan.path, rank)
+            if record["structure"] != plan.structure:
+                raise CommitError(
+                    f"{self._role_dir / plan.path}: rank {rank} has other tensors than rank "
+                    f"{self._exchange.rank}, though they should be replicas: use shared_writes=False"
+                )
+            parts.append(record["crc32"])
+        return parts
+
+    def _complete(self, number: int, plan: FilePlan, crcs: list[list[int]]) -> WrittenFile:
+        blocks = plan.image.join(list(plan.share.cuts), crcs)
+        slots = plan.image.slot_crcs(blocks)
+        index = plan.index.encode(blocks)
+        index_crc = crc32(index)
+        tail = plan.pt.tail(slots, index, index_crc)
+        patches = [(offset, slots[slot]) for offset, slot in plan.image.foreign_descriptors(list(plan.share.cuts))]
+        self._job.finish(number, tail, patches)
+        return WrittenFile(
+            plan.path,
+            plan.request.kind,
+            size=plan.pt.records_end + len(tail),
+            crc32=crc32(tail, plan.image.file_crc(slots)),
+            index=IndexPlace(plan.pt.index_offset, len(index), index_crc),
+            holds=plan.holds,
+        )

@@ -1,0 +1,1 @@
+"""Megatron's `dist_checkpointing` format (torch_dist)."""

@@ -1,0 +1,304 @@
+"""The files of a torch_dist checkpoint: which tensors and objects are in it, and parts of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
+from mcore_ckpt.formats.pickles import load_metadata, load_safely
+from mcore_ckpt.formats.pt_files import PtTensor, read_bytes, read_pt
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
+from mcore_ckpt.sharding.regions import Box
+
+_METADATA_FILE = ".metadata"
+_MOST_AXES = 64
+_MOST_ELEMENTS = 2**62
+_COMMON_FILE = "common.pt"
+
+
+@dataclass(frozen=True, eq=False)
+class _Folder:
+    path: Path
+    metadata: Metadata
+
+
+@dataclass(frozen=True, eq=False)
+class WantedPart:
+    """A box of a stored tensor.
+
+    Attributes:
+        key: the stored tensor's.
+        global_shape, offset: of the whole tensor, and where the box begins in it.
+        memory: what to fill, on the CPU, with as many axes.
+        may_differ: the stored tensor may have other sizes (a vocabulary padded otherwise): what it does not have stays.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    memory: torch.Tensor
+    may_differ: bool = False
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What is in one folder that `dist_checkpointing.save` wrote, and where.
+
+    Raises:
+        CheckpointCorruptError: it is missing, damaged, or holds anything but data.
+        UnsupportedError: written by another backend than torch_dist.
+    """
+    _check_backend(folder / TORCH_DIST_CONFIG)
+    metadata = load_metadata(folder / _METADATA_FILE)
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is not what megatron writes")
+    try:
+        _check_metadata(metadata)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is damaged: {error}") from None
+    return metadata
+
+
+def _check_metadata(metadata: Metadata) -> None:
+    """Raises TypeError, ValueError or AttributeError unless every part is of its type, and in the tensor it is of."""
+    for key, stored in metadata.state_dict_metadata.items():
+        fields.as_name(key, "a key")
+        if isinstance(stored, TensorStorageMetadata):
+            _check_tensor(key, stored)
+        elif not isinstance(stored, BytesStorageMetadata):
+            raise TypeError(f"{key} is a {type(stored).__name__}")
+    assert metadata.storage_data is not None
+    for index, place in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+            raise TypeError(f"{fields.shown(index)} is at {fields.shown(place)}")
+        fields.as_name(place.relative_path, "relative_path")
+        fields.as_ints([place.offset, place.length], "a place in a file")
+
+
+def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
+    size = fields.as_ints(list(stored.size), key)
+    if not isinstance(stored.properties.dtype, torch.dtype) or len(size) > _MOST_AXES or prod(size) > _MOST_ELEMENTS:
+        raise ValueError(f"{key} has a shape of {fields.shown(size)}")
+    for chunk in stored.chunks:
+        offsets, sizes = fields.as_ints(list(chunk.offsets), key), fields.as_ints(list(chunk.sizes), key)
+        if not Box(offsets, sizes).within(size):
+            raise ValueError(f"{key} of shape {size} has a part of {sizes} at {offsets}")
+
+
+def stored_file(folder: Path, key: str, stored: Any) -> Path:
+    """The file of an entry of the metadata's `storage_data`. Raises CheckpointCorruptError for one elsewhere."""
+    name = getattr(stored, "relative_path", None)
+    if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
+        raise CheckpointCorruptError(
+            f"{folder}: {key}: {_METADATA_FILE} names {name!r}, which is not a file of this folder"
+        )
+    return inside(folder, name)
+
+
+class TorchDistFiles:
+    """One folder, or several that hold one checkpoint together (verl keeps model, optimizer and extra apart).
+
+    Args:
+        path: the checkpoint, for messages.
+        folders: where `dist_checkpointing.save` wrote.
+
+    Raises:
+        CheckpointCorruptError: a folder's metadata is missing, damaged, or holds anything but data.
+        UnsupportedError: written by another backend than torch_dist.
+    """
+
+    def __init__(self, path: Path, folders: Sequence[Path]) -> None:
+        self.path = path
+        self.common: dict[str, Any] = {}
+        self.nbytes = 0
+        self._tensors: dict[str, tuple[_Folder, TensorStorageMetadata]] = {}
+        self._objects: dict[str, _Folder] = {}
+        self._read: set[str] = set()
+        for folder in folders:
+            self._open(folder)
+        self.names = tuple(sorted(self._tensors))
+
+    def _open(self, path: Path) -> None:
+        metadata = read_metadata(path)
+        common = load_safely(path / _COMMON_FILE, str(path / _COMMON_FILE))
+        if not isinstance(common, dict):
+            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: is not what megatron writes")
+        self.common |= common
+        folder = _Folder(path, metadata)
+        for key, stored in metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                self._tensors[key] = (folder, stored)
+            elif isinstance(stored, BytesStorageMetadata):
+                self._objects[key] = folder
+
+    def has_tensor(self, key: str) -> bool:
+        return key in self._tensors
+
+    def object_keys(self, prefix: str) -> list[str]:
+        return sorted(key for key in self._objects if key.startswith(prefix))
+
+    def digest(self) -> str:
+        """Of all names: ranks that see the same checkpoint have the same."""
+        return hashlib.sha256("\n".join(self.names).encode()).hexdigest()
+
+    def positions_read(self) -> str:
+        """Which of `names` have been read, as bits of a hexadecimal number: short, for rank 0 hears it of all ranks."""
+        return f"{sum(1 << number for number, name in enumerate(self.names) if name in self._read):x}"
+
+    def names_not_in(self, positions: Sequence[str]) -> list[str]:
+        """The names that no rank has read."""
+        read = 0
+        for position in positions:
+            read |= int(position, 16)
+        return [name for number, name in enumerate(self.names) if not read >> number & 1]
+
+    def read_object(self, key: str) -> Any:
+        """A sharded object: what one rank handed over.
+
+        Raises:
+            CheckpointMismatchError: there is none of that key.
+            CheckpointCorruptError: it cannot be read, or holds anything but data.
+        """
+        folder = self._objects.get(key)
+        if folder is None:
+            raise CheckpointMismatchError(f"{self.path}: wanted the object {key}, found no such object")
+        data = _read_object(folder, key)
+        objects = load_safely(data, f"{folder.path}: object {key}")
+        if not isinstance(objects, list) or len(objects) != 1:
+            raise CheckpointCorruptError(f"{folder.path}: object {key}: wanted a list of one, found {type(objects)}")
+        return objects[0]
+
+    def read(self, wanted: WantedPart) -> None:
+        """Fills `wanted.memory`.
+
+        Raises:
+            CheckpointMismatchError: the stored tensor is missing, of another shape or dtype.
+            CheckpointCorruptError: it cannot be read, or not all of it is there.
+        """
+        folder, stored = self._stored(wanted)
+        chunk = ChunkStorageMetadata(torch.Size(wanted.offset), wanted.memory.shape)
+        items = create_read_items_for_chunk_list(wanted.key, stored, [chunk])
+        found, needed = sum(prod(item.lengths) for item in items), _overlap(wanted, tuple(stored.size))
+        if found != needed:
+            raise CheckpointCorruptError(
+                f"{folder.path}: tensor {wanted.key}: {_METADATA_FILE} says where {found} of {needed} elements are"
+            )
+        for item in items:
+            _read_item(folder, wanted.key, item, wanted.memory)
+        self._read.add(wanted.key)
+        self.nbytes += found * wanted.memory.element_size()
+
+    def _stored(self, wanted: WantedPart) -> tuple[_Folder, TensorStorageMetadata]:
+        found = self._tensors.get(wanted.key)
+        wants = f"{list(wanted.global_shape)} {wanted.memory.dtype}"
+        if found is None:
+            raise CheckpointMismatchError(f"{self.path}: tensor {wanted.key}: wanted {wants}, found no such tensor")
+        stored = found[1]
+        shape_fits = tuple(stored.size) == wanted.global_shape or (
+            wanted.may_differ and tuple(stored.size[1:]) == wanted.global_shape[1:]
+        )
+        if not shape_fits or stored.properties.dtype != wanted.memory.dtype:
+            raise CheckpointMismatchError(
+                f"{self.path}: tensor {wanted.key}: wanted {wants}, found {list(stored.size)} {stored.properties.dtype}"
+            )
+        return found
+
+
+def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:
+    """Fills the part of the memory that one stored chunk has.
+
+    Not by torch's `FileSystemReader.read_data` (2.13): it opens what a file holds with `torch.load`.
+    """
+    stored = folder.metadata.storage_data[item.storage_index]
+    path = stored_file(folder.path, key, stored)
+    _check_plain_bytes(path, key, stored)
+    try:
+        tensor = read_pt(path, stored.offset, stored.length)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"tensor {key}: cannot be read: {error}") from error
+    if not isinstance(tensor, PtTensor) or not tensor.is_dense or tensor.dtype != memory.dtype:
+        raise CheckpointCorruptError(
+            f"{path}: tensor {key}: wanted a tensor of {memory.dtype} at byte {stored.offset}, found {tensor}"
+        )
+    whole = folder.metadata.state_dict_metadata[key]
+    if not isinstance(whole, TensorStorageMetadata) or prod(tensor.shape) > prod(whole.size):
+        raise CheckpointCorruptError(
+            f"{path}: tensor {key}: a part of it has {list(tensor.shape)}, more than all of it"
+        )
+    data = bytearray(read_bytes(tensor))
+    source = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
+    source, part = source.view(tensor.shape), memory
+    try:
+        for axis, length in enumerate(item.lengths):
+            source = source.narrow(axis, item.storage_offsets[axis], length)
+            part = part.narrow(axis, item.dest_offsets[axis], length)
+        part.copy_(source)
+    except (IndexError, RuntimeError) as error:
+        raise CheckpointCorruptError(
+            f"{path}: tensor {key}: has {list(tensor.shape)} at byte {stored.offset}, not what {_METADATA_FILE} "
+            f"says: {error}"
+        ) from None
+
+
+def _read_object(folder: _Folder, key: str) -> bytes:
+    stored = folder.metadata.storage_data.get(MetadataIndex(key))
+    path = stored_file(folder.path, key, stored)
+    _check_plain_bytes(path, key, stored)
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise CheckpointCorruptError(f"{path}: cannot be opened: {error}") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if stored.length > limits.PLAIN_BYTES or stored.offset + stored.length > size:
+            raise CheckpointCorruptError(
+                f"{path}: object {key}: {stored.length} bytes from byte {stored.offset} on, of {size}: cut or too large"
+            )
+        return read_exact(descriptor, stored.length, stored.offset, path)
+    finally:
+        os.close(descriptor)
+
+
+def _check_plain_bytes(path: Path, key: str, stored: Any) -> None:
+    if getattr(stored, "transform_descriptors", None):
+        raise UnsupportedError(f"{path}: {key}: is stored {stored.transform_descriptors}")
+
+
+def _overlap(wanted: WantedPart, stored: tuple[int, ...]) -> int:
+    """How many elements of the box the stored tensor has."""
+    ends = (
+        min(offset + size, limit) - offset
+        for offset, size, limit in zip(wanted.offset, wanted.memory.shape, stored, strict=True)
+    )
+    return prod(max(0, length) for length in ends)
+
+
+def _check_backend(file: Path) -> None:
+    try:
+        backend = fields.parse(read_small(file, limits.HF_JSON_BYTES)).get("sharded_backend")
+    except (OSError, fields.FieldError) as error:
+        raise CheckpointCorruptError(f"{file}: cannot be read: {error}") from None
+    if backend != "torch_dist":
+        raise UnsupportedError(
+            f"{file}: the checkpoint was written by the backend {fields.shown(backend)}; torch_dist can be read"
+        )

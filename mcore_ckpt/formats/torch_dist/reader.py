@@ -1,0 +1,262 @@
+"""The model in a checkpoint of megatron's `dist_checkpointing` (torch_dist): its tensors by name, without a model.
+
+Keys are those that `sharded_state_dict` gives (megatron-core 0.16.1): layers that are alike share one, with an axis of
+layers in front (`TransformerBlock`), and so do experts (`SequentialMLP`, `TEGroupedLinear`); or each has its own
+(`non_homogeneous_layers`, `singleton_local_shards`), gate and up apart (`apply_swiglu_sharded_factory`). What a mixer
+computes in one go is always apart (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt.checkpoint.dtypes import dtype_name
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
+from mcore_ckpt.formats.contract import TensorInfo
+from mcore_ckpt.formats.kinds import torch_dist_folders
+from mcore_ckpt.formats.pt_files import PtTensor, read_pt
+from mcore_ckpt.formats.shard_reader import ShardSource, same_bytes
+from mcore_ckpt.formats.torch_dist.files import read_metadata, stored_file
+from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Piece, Region, Shape
+from mcore_ckpt.sharding.synonyms import synonyms
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_ALIKE_LAYERS = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
+# One behind the other, in this order: gate and up; those of a GatedDeltaNet (its convolution has the first three); of a
+# MambaMixer, z and the last four (its convolution has neither z nor dt).
+_SECTIONS = ("w", "v", "query", "key", "value", "z", "beta", "alpha", "x", "B", "C", "dt")
+_SECTION = re.compile(
+    r"(.*\.linear_fc1\.(?:weight|bias))_([wv])"
+    rf"|(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_SECTIONS[2:])})"
+)
+# Layers, experts, or layers times experts.
+_MOST_ALIKE = 1_000_000
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a key stands for.
+
+    Attributes:
+        name: the tensors' global name, with `{layer}` and `{expert}` where the key has an axis of them.
+        section: which of `_SECTIONS` it is of the tensor; None: all of it.
+    """
+
+    name: str
+    section: str | None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in ("layer", "expert") if f"{{{axis}}}" in self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """A stored part of a key's tensor.
+
+    `shape` is that of the whole tensor, in which the key's begins at row `first`. `stored`: where it is, by torch's
+    metadata.
+    """
+
+    folder: Path
+    key: str
+    of: _Key
+    shape: Shape
+    first: int
+    box: ChunkStorageMetadata
+    stored: Any
+
+
+def open_torch_dist(path: Path) -> ShardSource:
+    """The global tensors of a checkpoint, under the names of megatron's local layer specs or transformer-engine's.
+
+    Args:
+        path: the folder that `dist_checkpointing.save` wrote, or a role's of verl with `dist_ckpt` in it.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointCorruptError: its metadata is missing, damaged, or holds anything but data.
+        CheckpointMismatchError: it has a tensor under the names of two layer specs, and they differ.
+        UnsupportedError: written by another backend than torch_dist.
+    """
+    infos: dict[str, TensorInfo] = {}
+    chunks: dict[str, list[tuple[Shape, _Chunk]]] = {}
+    folders = torch_dist_folders(path)
+    if not folders:
+        raise CheckpointNotFoundError(f"{path}: is not a checkpoint of dist_checkpointing: there is no metadata.json")
+    for folder in folders:
+        metadata = read_metadata(folder)
+        tensors = dict(_model_tensors(folder, metadata))
+        rows = _rows_of_sections(tensors.values())
+        for key, (of, stored) in tensors.items():
+            shape, first = _whole(of, tuple(stored.size), rows)
+            infos |= _infos(of, stored, shape)
+            for box in stored.chunks:
+                place = metadata.storage_data.get(MetadataIndex(key, box.offsets))
+                chunk = _Chunk(folder, key, of, shape, first, box, place)
+                for name, index in _held(chunk):
+                    chunks.setdefault(name, []).append((index, chunk))
+    opened = _Opened(chunks)
+    return _without_other_names(ShardSource(path, infos, opened.shards), opened)
+
+
+def _without_other_names(source: ShardSource, opened: _Opened) -> ShardSource:
+    """A converter writes a norm under the names of all layer specs (`torch_dist_keys`): one of them is the model's."""
+    infos = dict(source.tensors())
+    for name in list(infos):
+        for other in synonyms(name):
+            if other == name or other not in infos or name not in infos:
+                continue
+            if not same_bytes(source, name, other):
+                raise CheckpointMismatchError(
+                    f"{source.where}: tensors {name} and {other} are one tensor by the names of two layer specs, and "
+                    "differ: which one was trained cannot be told"
+                )
+            del infos[other]
+    return ShardSource(source.where, infos, opened.shards)
+
+
+# -- keys --------------------------------------------------------------------------------------------------
+
+
+def _key(key: str) -> _Key:
+    name, section = key, None
+    if match := _SECTION.fullmatch(name):
+        name, section = match[1] or match[3], match[2] or match[4]
+    if match := _EXPERTS.fullmatch(name):
+        name = f"{match[1]}local_experts.{match[2] or '{expert}'}.{match[3]}"
+    if match := _ALIKE_LAYERS.fullmatch(name):
+        name = f"{match[1]}{{layer}}.{match[2]}"
+    return _Key(name, section)
+
+
+def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[_Key, TensorStorageMetadata]]]:
+    for key, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata) or _OPTIMIZER.match(key):
+            continue
+        of, size = _key(key), tuple(stored.size)
+        if len(size) < len(of.axes) or (of.section is not None and len(size) == len(of.axes)):
+            raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without axes of {of.axes}")
+        if prod(size[: len(of.axes)]) > _MOST_ALIKE:
+            raise CheckpointCorruptError(
+                f"{folder}: tensor {key}: has shape {list(size)}: more {of.axes} than any model"
+            )
+        yield key, (of, stored)
+
+
+def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> dict[str, dict[str, int]]:
+    """By the name in `_Key`."""
+    rows: dict[str, dict[str, int]] = {}
+    for of, stored in tensors:
+        if of.section is not None:
+            rows.setdefault(of.name, {})[of.section] = stored.size[len(of.axes)]
+    return rows
+
+
+def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tuple[Shape, int]:
+    """The shape of the whole tensor, and the row of it with which a key's tensor of this size begins."""
+    shape = size[len(of.axes) :]
+    if of.section is None:
+        return shape, 0
+    before = _SECTIONS[: _SECTIONS.index(of.section)]
+    lengths = rows[of.name]
+    return (sum(lengths.values()), *shape[1:]), sum(lengths.get(section, 0) for section in before)
+
+
+def _infos(of: _Key, stored: TensorStorageMetadata, shape: Shape) -> dict[str, TensorInfo]:
+    info = TensorInfo(stored.properties.dtype, shape)
+    return {_name(of, index): info for index in product(*map(range, tuple(stored.size)[: len(of.axes)]))}
+
+
+def _name(of: _Key, index: Sequence[int]) -> str:
+    name = of.name
+    for axis, number in zip(of.axes, index, strict=True):
+        # Not `format`: a key may have braces of its own.
+        name = name.replace(f"{{{axis}}}", str(number))
+    return name
+
+
+# -- chunks ------------------------------------------------------------------------------------------------
+
+
+def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
+    """The tensors that a stored part has something of, and their places in it along the axes in front."""
+    box, count = chunk.box, len(chunk.of.axes)
+    for index in product(*(range(length) for length in box.sizes[:count])):
+        at = tuple(start + place for start, place in zip(box.offsets[:count], index, strict=True))
+        yield _name(chunk.of, at), index
+
+
+class _Opened:
+    """Finds where in a file a part's bytes are when they are first asked for: it takes a look into each part."""
+
+    def __init__(self, chunks: Mapping[str, Sequence[tuple[Shape, _Chunk]]]) -> None:
+        self._chunks = chunks
+        self._found: dict[str, tuple[StoredShard, ...]] = {}
+
+    def shards(self, name: str) -> Sequence[StoredShard]:
+        found = self._found.get(name)
+        if found is None:
+            found = tuple(_shard(name, index, chunk) for index, chunk in self._chunks.get(name, ()))
+            self._found[name] = found
+        return found
+
+
+def _shard(name: str, index: Shape, chunk: _Chunk) -> StoredShard:
+    region = _region(chunk)
+    tensor = _open(chunk)
+    if not tensor.is_dense:
+        raise UnsupportedError(f"{tensor.path}: tensor {chunk.key}: is stored with strides {tensor.stride}")
+    place = 0
+    for at, length in zip(index, chunk.box.sizes, strict=False):
+        place = place * length + at
+    nbytes = region.numel * tensor.dtype.itemsize
+    return StoredShard(
+        ShardKey(name, MODEL),
+        region,
+        dtype_name(tensor.dtype),
+        str(tensor.path.absolute()),
+        tensor.offset + place * nbytes,
+        nbytes,
+        None,
+    )
+
+
+def _region(chunk: _Chunk) -> Region:
+    count = len(chunk.of.axes)
+    shape, offset = tuple(chunk.box.sizes)[count:], tuple(chunk.box.offsets)[count:]
+    if chunk.first:
+        offset = (chunk.first + offset[0], *offset[1:])
+    return Region(chunk.shape, shape, (Piece((0,) * len(shape), shape, offset),), (0, prod(shape)))
+
+
+def _open(chunk: _Chunk) -> PtTensor:
+    path = stored_file(chunk.folder, chunk.key, chunk.stored)
+    if getattr(chunk.stored, "transform_descriptors", None):
+        raise UnsupportedError(f"{path}: tensor {chunk.key}: is stored {chunk.stored.transform_descriptors}")
+    tensor = read_pt(path, chunk.stored.offset, chunk.stored.length)
+    if not isinstance(tensor, PtTensor) or prod(tensor.shape) != prod(chunk.box.sizes):
+        raise CheckpointCorruptError(
+            f"{path}: tensor {chunk.key}: wanted {list(chunk.box.sizes)} at byte {chunk.stored.offset}, found {tensor}"
+        )
+    return tensor

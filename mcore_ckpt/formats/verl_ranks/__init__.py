@@ -1,0 +1,1 @@
+"""Per-rank folders that verl wrote up to version 0.4."""

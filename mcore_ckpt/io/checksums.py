@@ -1,0 +1,130 @@
+"""CRC-32 checksums: of bytes in memory, of whole files and of parts of files.
+
+Every checksum of the package is computed here or, while bytes are copied, written or read, in `csrc/crc32.cpp`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.io import _native, tuning
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes `[start, start + nbytes)` of a file; `start` is on a page, as O_DIRECT wants."""
+
+    path: Path
+    start: int
+    nbytes: int
+
+
+class _Buffer:
+    """A thread's page-aligned memory for one piece."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes)
+        self.view = memoryview(self._memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+
+def crc32(data: bytes | memoryview, seed: int = 0) -> int:
+    """The CRC-32 of zlib (polynomial 0xEDB88320). `seed` is the CRC-32 of the bytes before these."""
+    return zlib.crc32(data, seed)
+
+
+def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nbytes: None) -> list[int | OSError]:
+    """The CRC-32 of each file, or what prevented it: other files are read all the same.
+
+    Takes IO_THREADS buffers of READ_BYTES, whatever the sizes.
+
+    Args:
+        files: paths and sizes in bytes. What is behind the size is not looked at.
+        progress: told of bytes read, from several threads.
+    """
+    pieces = [list(_pieces(path, nbytes)) for path, nbytes in files]
+    own = threading.local()
+
+    def crc_of(piece: _Piece) -> int | OSError:
+        if not hasattr(own, "buffer"):
+            own.buffer = _Buffer(tuning.READ_BYTES)
+        try:
+            _read(piece, own.buffer)
+        except OSError as error:
+            return error
+        progress(piece.nbytes)
+        return _native.crc32(own.buffer.address, piece.nbytes)
+
+    with ThreadPoolExecutor(tuning.IO_THREADS, thread_name_prefix="checksums") as pool:
+        found = iter(list(pool.map(crc_of, itertools.chain.from_iterable(pieces))))
+    return [_combined([(piece, next(found)) for piece in of_file]) for of_file in pieces]
+
+
+def block_crcs(path: Path, start: int, nbytes: int, block_bytes: int) -> Iterator[int]:
+    """The CRC-32 of each block of a range of a file; the last may be shorter. Raises OSError."""
+    buffer = _Buffer(block_bytes)
+    with path.open("rb", buffering=0) as file:
+        for offset in range(start, start + nbytes, block_bytes):
+            size = min(block_bytes, start + nbytes - offset)
+            _fill(file.fileno(), buffer.view[:size], offset, size, path)
+            yield _native.crc32(buffer.address, size)
+
+
+def _pieces(path: Path, nbytes: int) -> Iterator[_Piece]:
+    for start in range(0, nbytes, tuning.READ_BYTES):
+        yield _Piece(path, start, min(tuning.READ_BYTES, nbytes - start))
+
+
+def _combined(parts: Sequence[tuple[_Piece, int | OSError]]) -> int | OSError:
+    crc = 0
+    for piece, found in parts:
+        if isinstance(found, OSError):
+            return found
+        crc = _native.crc32_combine(crc, found, piece.nbytes)
+    return crc
+
+
+def _read(piece: _Piece, buffer: _Buffer) -> None:
+    # Whole pages: the end of the file need not be on one, and there the read is short.
+    room = -(-piece.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    with _opened(piece.path) as descriptor:
+        _fill(descriptor, buffer.view[:room], piece.start, piece.nbytes, piece.path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor past the page cache, where the file system can."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.open(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: Path) -> None:
+    """Reads until there are `nbytes`; `target` may have room for more."""
+    done = 0
+    while done < nbytes:
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        if not count:
+            raise OSError(errno.ENODATA, f"ends at byte {offset + done}", str(path))
+        done += count

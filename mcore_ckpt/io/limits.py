@@ -1,0 +1,22 @@
+"""Largest sizes of files that are read whole. A file can claim any size; larger ones are refused before allocating.
+
+All sizes are in bytes. A manifest takes about 200 bytes per file and per tensor, an index 500 per tensor and 11 per
+MiB of payload, a pickle 300 per tensor.
+"""
+
+from __future__ import annotations
+
+MANIFEST_BYTES = 128 << 20
+# How many tensors all files of a manifest may list together. Finding a tensor takes 8 bytes for each of them.
+MANIFEST_HELD = 100_000_000
+INDEX_BYTES = 256 << 20
+DIRECTORY_BYTES = 256 << 20
+PICKLE_BYTES = 1 << 30
+# `common.pt`, random states and the trainer's extra state. Saving refuses larger ones, too.
+PLAIN_BYTES = 4 << 30
+# config.json and the index of HuggingFace weights.
+HF_JSON_BYTES = 256 << 20
+# Tokenizers and other files that are copied beside HuggingFace weights.
+HF_ASSET_BYTES = 2 << 30
+# The tracker, owner files and lock files.
+SMALL_BYTES = 4096

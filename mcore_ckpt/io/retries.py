@@ -1,0 +1,65 @@
+"""Retries what a remote store fails to do, after growing pauses."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from mcore_ckpt.errors import CheckpointError, RemoteError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# How often an operation is tried in all, and the pauses between the tries (seconds): the first one, doubled each time
+# up to the longest one.
+REMOTE_TRIES = 6
+REMOTE_PAUSE_S = 1.0
+REMOTE_PAUSE_MOST_S = 30.0
+
+
+def persist(
+    url: str,
+    what: str,
+    work: Callable[[], Result],
+    redacted: Callable[[BaseException], str],
+    stop: threading.Event,
+    answers: tuple[type[Exception], ...],
+) -> Result:
+    """Runs `work` until it succeeds, and returns what it returns.
+
+    Args:
+        url: the store, for messages.
+        what: the operation, for messages.
+        work: the operation; it must be repeatable.
+        redacted: turns an error into text without the secrets of the URL.
+        stop: when set, no further try is made.
+        answers: exceptions that are an answer of the store, not a failure; they are raised at once.
+
+    Raises:
+        RemoteError: all tries failed, or `stop` was set.
+        CheckpointError: raised by `work`; at once.
+    """
+    pause = REMOTE_PAUSE_S
+    for number in range(1, REMOTE_TRIES + 1):
+        if stop.is_set():
+            raise RemoteError(f"{url}: {what}: stopped")
+        try:
+            return work()
+        except CheckpointError:
+            raise
+        except answers:
+            raise
+        except Exception as error:
+            if number == REMOTE_TRIES:
+                raise RemoteError(
+                    f"{url}: {what} has failed {number} times; the last error: {redacted(error)}"
+                ) from None
+            logger.info("%s: %s has failed, trying again: %s", url, what, redacted(error))
+        # After an outage many ranks come back; random pauses keep them from asking in the same instant.
+        stop.wait(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, REMOTE_PAUSE_MOST_S)
+    raise AssertionError("unreachable: the last try returns or raises")

@@ -1,0 +1,100 @@
+"""Files larger than memory, written in parts: one batch of parts is read while another is written."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.io.pages import PAGE_BYTES, even_cuts, page_ceil
+
+
+class FilePart(Protocol):
+    """A range of a file."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=FilePart)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Generic[P]):
+    """A part, and where its bytes are: the address, on a page, of its first one."""
+
+    part: P
+    address: int
+
+
+def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], object]) -> Iterator[list[Placed[P]]]:
+    """Batches of parts that have been read, in order. What is yielded is there until the next batch is asked for.
+
+    Takes two buffers of STREAM_BYTES, whatever the sizes of the files.
+
+    Args:
+        files: the parts of each file (see `cuts_of`). Small files are in one batch, the parts of others in one each.
+        read: fills the memory of all parts of a batch; called on a thread, one call at a time.
+
+    Raises:
+        Exception: whatever `read` raises.
+    """
+    batches = _batches(files)
+    buffers = (HostMemory(), HostMemory())
+
+    def next_batch(number: int) -> list[Placed[P]] | None:
+        parts = next(batches, None)
+        if parts is None:
+            return None
+        placed = _place(parts, buffers[number % 2])
+        read(placed)
+        return placed
+
+    with ThreadPoolExecutor(1, thread_name_prefix="stream-read") as pool:
+        number, reading = 0, pool.submit(next_batch, 0)
+        while (batch := reading.result()) is not None:
+            number += 1
+            reading = pool.submit(next_batch, number)
+            yield batch
+
+
+def cuts_of(end: int) -> tuple[int, ...]:
+    """`[0, ..., end]`: where to cut a file into parts for `stream`, on pages."""
+    return even_cuts(end, max(1, min(-(-end // tuning.STREAM_BYTES), end // PAGE_BYTES)))
+
+
+def memory_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory as a flat tensor; whoever owns it must outlive the tensor."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
+
+
+def _batches(files: Iterable[Sequence[P]]) -> Iterator[list[P]]:
+    """Large files in parts, small ones together."""
+    waiting: list[P] = []
+    nbytes = 0
+    for parts in files:
+        if len(parts) == 1 and nbytes + page_ceil(parts[0].nbytes) <= tuning.STREAM_BYTES:
+            waiting += parts
+            nbytes += page_ceil(parts[0].nbytes)
+            continue
+        if waiting:
+            yield waiting
+        waiting, nbytes = [], 0
+        if len(parts) == 1:
+            waiting, nbytes = [*parts], page_ceil(parts[0].nbytes)
+        else:
+            yield from ([part] for part in parts)
+    if waiting:
+        yield waiting
+
+
+def _place(parts: Sequence[P], buffer: HostMemory) -> list[Placed[P]]:
+    sizes = [page_ceil(part.nbytes) for part in parts]
+    start = buffer.take(max(tuning.STREAM_BYTES + PAGE_BYTES, sum(sizes)))
+    return [Placed(part, start + sum(sizes[:number])) for number, part in enumerate(parts)]

@@ -1,0 +1,109 @@
+"""Checkpoints that a load may take: of the local root and of the remote one together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointNotFoundError, RemoteError
+from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.formats.native.remote_folder import RemoteFolder
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
+from mcore_ckpt.steps.tracker import warn_if_tracker_differs
+
+logger = logging.getLogger(__name__)
+
+
+def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, required: bool) -> list[RemoteStep]:
+    """The steps in the remote store, the oldest first; none where there is no store.
+
+    Args:
+        remote: the store, or None.
+        root: the folder of the local steps, for messages.
+        step: only this one; None for all.
+        required: nothing can be loaded from elsewhere.
+
+    Raises:
+        RemoteError: the store does not answer, and is required: there may be checkpoints in it, so starting anew would
+            be wrong.
+    """
+    if remote is None:
+        return []
+    try:
+        return remote.steps() if step is None else [remote.step(step)]
+    except RemoteError as error:
+        if required:
+            raise RemoteError(f"{error}; nothing to load in {root}, so it must be known what is there") from None
+        logger.warning("taking local checkpoints only, there may be newer ones: %s", error)
+        return []
+
+
+def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:
+    """All checkpoints of a role that count, as plain values; of the same step, the local one comes first.
+
+    Args:
+        role: whose.
+        local: steps that are complete and have the role.
+        remote: all steps in the store.
+    """
+    here = [local_candidate(status.step, status.role_dir(role)) for status in local]
+    there = [
+        {"step": step.step, "folder": file_names.remote_dir(step.step, role, step.found[role].attempt), "remote": True}
+        for step in remote
+        if step.is_complete and role in step.found
+    ]
+    return sorted([*here, *there], key=lambda candidate: -candidate["step"])
+
+
+def local_candidate(step: int, role_dir: Path) -> Record:
+    return {"step": step, "folder": str(role_dir), "remote": False}
+
+
+def folder_of(remote: RemoteSteps | None, candidate: Record) -> Folder:
+    """Where this rank reads a candidate that rank 0 has named."""
+    if not candidate["remote"]:
+        return LocalFolder(Path(candidate["folder"]))
+    assert remote is not None, "all ranks have the same config"
+    return RemoteFolder(remote.store, candidate["folder"])
+
+
+def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | None, path: Path | None) -> Record:
+    if path is not None:
+        if not path.is_dir():
+            commit.sweep_beside(path.absolute())  # where folders cannot be exchanged, a crash may have left it aside
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"{path}: there is no such folder")
+        return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}
+    statuses = list_steps(trainer.root)
+    if step is not None:
+        statuses = [status for status in statuses if status.step == step]
+    good = [status for status in statuses if status.is_complete and trainer.role in status.committed]
+    there = remote_steps(remote, trainer.root, step, required=not good)
+    candidates = newest_first(trainer.role, good, there)
+    if not candidates:
+        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        reasons = "".join(f"\n  {_reason(status, trainer.role)}" for status in reversed(statuses))
+        if remote is not None:
+            reasons += f"\n  {remote.store.url}: none either"
+            reasons += "".join(f"\n  {found.reason}" for found in reversed(there))
+        raise CheckpointNotFoundError(f"{trainer.root}: {what} of {trainer.role}{reasons}")
+    if step is None and not candidates[0]["remote"]:
+        warn_if_tracker_differs(trainer.root, good)
+    passed_over = []
+    for status in reversed(statuses):
+        # A step that nobody has committed to yet is no checkpoint.
+        if step is None and status.step > candidates[0]["step"] and (status.committed or status.problems):
+            passed_over.append(_reason(status, trainer.role))
+            logger.warning("not taking a newer step: %s", passed_over[-1])
+    return {"candidates": candidates, "passed_over": passed_over}
+
+
+def _reason(status: StepStatus, role: str) -> str:
+    return status.reason if not status.is_complete else f"{status.path}: complete, but without {role}"

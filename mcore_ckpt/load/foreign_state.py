@@ -1,0 +1,295 @@
+"""What both readers share: a foreign checkpoint in host memory, checked by all ranks, then applied by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.ranks.rounds import Record, decide
+from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
+from mcore_ckpt.state.rng import write_rng
+from mcore_ckpt.state.scheduler import check_scheduler
+from mcore_ckpt.state.trainer import Trainer
+
+KINDS = (PARAM, "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class ForeignLoad:
+    """What a load of a foreign checkpoint has done on this rank. Such a checkpoint has no extra_state of a trainer."""
+
+    step: int
+    nbytes: int
+    extra_state: None = None
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedParameter:
+    """A parameter, and the flat range of it that this rank's optimizer steps."""
+
+    part: OptimizerPart
+    name: str
+    parameter: torch.Tensor
+    main: torch.Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModelTensor:
+    """A live tensor of the model, and what to put into it, on the CPU."""
+
+    name: str
+    live: torch.Tensor
+    loaded: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedParameter:
+    """What to put into an owned parameter's main parameter and moments, by kind: flat, on the CPU."""
+
+    owned: OwnedParameter
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignState:
+    """All that this rank has read. Nothing has changed yet.
+
+    Attributes:
+        step: of the trainer.
+        nbytes: of tensors read.
+        weights: of the whole model on this rank; empty if the checkpoint has none.
+        parameters, parts, scheduler: empty or None unless the optimizer is asked for.
+        rng: as `state.rng.read_rng` returns it; None unless `extra` is asked for.
+        told: for rank 0, which compares what all ranks have found.
+    """
+
+    step: int
+    nbytes: int
+    weights: tuple[LoadedModelTensor, ...] = ()
+    parameters: tuple[LoadedParameter, ...] = ()
+    parts: tuple[SavedPart, ...] = ()
+    scheduler: dict[str, Any] | None = None
+    rng: dict[str, Any] | None = None
+    told: Record | None = None
+
+
+def load_together(
+    trainer: Trainer, path: Path, read: Callable[[], ForeignState], combine: Callable[[Sequence[Record]], Record]
+) -> ForeignLoad:
+    """Reads and checks on all ranks; applies only when no rank has found anything wrong.
+
+    Args:
+        trainer: this rank's trainer.
+        path: the checkpoint, for messages.
+        read: this rank's part of the checkpoint.
+        combine: on rank 0, checks the `told` of all ranks.
+
+    Raises:
+        CheckpointError: what `read` or the checks have raised on any rank, on all; nothing has changed.
+    """
+    states: list[ForeignState] = []
+
+    def look() -> Record:
+        states.append(_checked(trainer, path, read()))
+        return states[0].told or {}
+
+    def write() -> Record:
+        _apply(trainer, states[0])
+        return {}
+
+    decide(trainer.agreement, f"checking {path}", look, combine)
+    decide(trainer.agreement, f"loading {path}", write, lambda _: {})
+    return ForeignLoad(states[0].step, states[0].nbytes)
+
+
+def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
+    """Every parameter that this rank's optimizer steps a part of.
+
+    Raises UnsupportedError if a part of the optimizer is not megatron's DistributedOptimizer.
+    """
+    names = {id(shard.tensor): shard.key.name for shard in read_model(trainer.chunks)}
+    owned = []
+    for part in optimizer_state.optimizer_parts(trainer.optimizer):
+        if part.inner is not None and not part.is_sharded:
+            raise UnsupportedError(
+                f"the optimizer state of another program's checkpoint can be read into DistributedOptimizer, not into "
+                f"{type(part.megatron).__name__}: use_distributed_optimizer=True, or leave 'optimizer' out of "
+                "load_contents"
+            )
+        for parameter, main, (start, stop), _ in optimizer_state.main_params(part):
+            owned.append(OwnedParameter(part, names[id(parameter)], parameter, main, start, stop))
+    return owned
+
+
+def step_missing(trainer: Trainer, where: str) -> int:
+    """The optimizer's step as the user knows it. Raises CheckpointMismatchError if nobody does."""
+    step = trainer.config.assume_optimizer_step
+    if step is None:
+        raise CheckpointMismatchError(
+            f"{where}: has no step count of the optimizer, without which Adam's bias correction is wrong. Set "
+            "CheckpointConfig(assume_optimizer_step=N) to the number of optimizer steps done when it was saved (it may "
+            "differ from the trainer's step), or leave 'optimizer' out of load_contents"
+        )
+    return step
+
+
+def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
+    """Random states as megatron's trainer and verl store them, in the form of `state.rng`.
+
+    Raises CheckpointMismatchError if one of them is not there.
+    """
+    wanted = ("random_rng_state", "np_rng_state", "torch_rng_state", "rng_tracker_states")
+    missing = [name for name in wanted if not isinstance(state, Mapping) or name not in state]
+    if missing:
+        raise CheckpointMismatchError(
+            f"{where}: has no {', '.join(missing)}: leave 'extra' out of load_contents to go on with fresh ones"
+        )
+    name, keys, position, has_gauss, cached = state["np_rng_state"]
+    return {
+        "python": state["random_rng_state"],
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(keys.astype("int64")),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": state["torch_rng_state"],
+        "device": state.get("cuda_rng_state"),
+        "megatron": dict(state["rng_tracker_states"]),
+    }
+
+
+# -- checks ------------------------------------------------------------------------------------------------
+
+
+def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
+    """The state, its param groups in the order of this optimizer's."""
+    if "optimizer" not in trainer.config.load_contents:
+        return state
+    _check_against_weights(path, state)
+    check_scheduler(trainer.lr_scheduler, state.scheduler)
+    parts = optimizer_state.optimizer_parts(trainer.optimizer)
+    return replace(state, parts=tuple(map(_matched, parts, state.parts)))
+
+
+def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
+    if saved.param_groups is None:
+        return saved
+    return replace(saved, param_groups=optimizer_state.match_groups(part, saved.param_groups))
+
+
+def _check_against_weights(path: Path, state: ForeignState) -> None:
+    """Main parameters that do not round to the weights are not these weights' main parameters.
+
+    So it is where megatron 0.16.1 saves a `fully_reshardable` optimizer with several buckets: it takes the padding
+    at the buckets' ends out of the gathered buffer (`get_parameter_state_dp_zero`), but cuts that buffer where
+    the parameters lie with the padding in (`sharded_param_state_fully_reshardable`). Parameters of all later buckets
+    then hold their neighbours' values, moments included. It is so, too, where a range means another parameter: other
+    buckets, another pipeline split.
+    """
+    weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
+    for parameter in state.parameters:
+        owned = parameter.owned
+        weight = weights.get(id(owned.parameter))
+        whose = "the checkpoint's"
+        if weight is None:
+            weight, whose = owned.parameter.detach().cpu(), "the model's present (the checkpoint has none)"
+        expected = weight.reshape(-1)[owned.start : owned.stop]
+        wrong = _differing(parameter.tensors[PARAM].to(expected.dtype), expected)
+        if wrong:
+            raise CheckpointMismatchError(
+                f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "
+                f"to {whose} weights, so neither they nor the moments beside them can be trusted. Either it was saved "
+                "under other buckets or another layout, or by megatron's fully_reshardable format with several buckets "
+                "(0.16.1 mixes parameters up there; what is lost cannot be recovered). Load it with "
+                "load_contents=('model', 'extra'), or save it again as dp_reshardable"
+            )
+
+
+def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
+    # As bits: a NaN is equal to itself, and 0 is not -0.
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.element_size()]
+    return int((found.contiguous().view(bits) != wanted.contiguous().view(bits)).sum())
+
+
+# -- applying ----------------------------------------------------------------------------------------------
+
+
+def _apply(trainer: Trainer, state: ForeignState) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what still uses the old state must not meet the new one
+    contents = trainer.config.load_contents
+    with torch.no_grad():
+        if "model" in contents:
+            for tensor in state.weights:
+                tensor.live.copy_(tensor.loaded)
+        for parameter in state.parameters:
+            _apply_parameter(parameter)
+    if "optimizer" in contents:
+        write_common(trainer.optimizer, trainer.lr_scheduler, state.parts, state.scheduler)
+    if state.rng is not None:
+        write_rng(state.rng)
+
+
+def _apply_parameter(parameter: LoadedParameter) -> None:
+    main = parameter.owned.main
+    main.copy_(parameter.tensors[PARAM].view(main.shape))
+    moments = parameter.owned.part.inner.state[main]
+    for kind, loaded in parameter.tensors.items():
+        if kind == PARAM:
+            continue
+        # Before the first step there is no state, which megatron's own readers take for granted.
+        if kind not in moments:
+            moments[kind] = torch.empty_like(main, dtype=loaded.dtype, requires_grad=False)
+        moments[kind].copy_(loaded.view(main.shape))
+
+
+# -- places in megatron's buffers --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BucketRange:
+    """Where an owned range lies: `start` counts from its bucket's first element, over all data-parallel ranks.
+
+    `before` is how many elements earlier buckets of the buffer have, `numel` how many this one, without their padding.
+    """
+
+    buffer: int
+    dtype: Any
+    bucket: int
+    start: int
+    numel: int
+    before: int
+
+
+def bucket_ranges(part: OptimizerPart) -> dict[int, BucketRange]:
+    """By identity of the model parameter. These numbers do not depend on the data-parallel size."""
+    if part.inner is None:
+        return {}
+    return {id(parameter): found for parameter, found in _bucket_ranges(part.megatron)}
+
+
+def _bucket_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, BucketRange]]:
+    group = optimizer.data_parallel_group
+    for buffer, by_dtype in enumerate(optimizer.gbuf_ranges):
+        for dtype, maps in by_dtype.items():
+            before = 0
+            for number, (bucket, ranges) in enumerate(zip(optimizer.buffers[buffer].buckets, maps, strict=True)):
+                numel = bucket.numel_unpadded
+                own = group.rank() * (bucket.grad_data.numel() // group.size())
+                for parameter, where in ranges["param_map"].items():
+                    start = own + where["gbuf_local"].start
+                    yield parameter, BucketRange(buffer, dtype, number, start, numel, before)
+                before += numel

@@ -1,0 +1,299 @@
+"""One load: the walk of a save back.
+
+Whatever can be known from manifest, indexes, sizes and the small files is checked, and agreed by all ranks, before a
+byte of the training state changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsupportedError,
+)
+from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.load.broadcast import Batch, batches, broadcast, refuse_broadcast, to_read
+from mcore_ckpt.load.candidates import find_candidates, folder_of
+from mcore_ckpt.load.fill import TensorFill, fill_tensors
+from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
+from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
+from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.model import gather_parameters
+from mcore_ckpt.state.rng import write_rng, write_seed
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps.remote_steps import RemoteSteps
+from mcore_ckpt.steps.transaction import failure_among, raise_failure
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Attributes:
+        path: the checkpoint's folder, or its URL if it came from the remote store.
+        nbytes: read by this rank from files of tensors.
+        seconds: from the call to the last agreement.
+        skipped: why newer checkpoints were not taken, the newest first.
+    """
+
+    path: Path | str
+    nbytes: int
+    seconds: float
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """`extra_state` is what this rank handed to `save`, or None."""
+
+    step: int
+    extra_state: dict[str, Any] | None
+    report: LoadReport
+
+
+VERIFY_WORDS = ("full", "read", "off")
+
+
+def load_checkpoint(
+    trainer: Trainer,
+    remote: RemoteSteps | None,
+    step: int | None,
+    path: Path | None,
+    failure: Record | None = None,
+    verify: str = "read",
+) -> LoadResult:
+    """Loads the newest complete checkpoint, or the one asked for.
+
+    A checkpoint that turns out bad is passed over for the next older one, by all ranks together, unless one was asked
+    for or `strict` is set.
+
+    Args:
+        trainer: this rank's trainer.
+        remote: the steps in the remote store; None without one.
+        step, path: which one; None for the newest.
+        failure: how an earlier save of this rank ended, if nobody was told yet.
+        verify: of VERIFY_WORDS, see `CheckpointManager.load`.
+
+    Raises:
+        EarlierSaveError: a rank has such a failure; on all ranks, and nothing is loaded.
+        CheckpointNotFoundError: there is none.
+        CheckpointMismatchError: it does not fit; nothing has changed.
+        CheckpointCorruptError: it is damaged, and there is no other to take. The message says whether anything has
+            changed.
+    """
+    started = time.monotonic()
+    request = {"root": str(trainer.root), "step": step, "path": path and str(path), "verify": verify}
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere([record["request"] for record in records], "the checkpoint to load")
+        failure = failure_among(records)
+        return find_candidates(trainer, remote, step, path) if failure is None else {"failure": failure}
+
+    told = {"request": request, "failure": failure}
+    found = decide(trainer.agreement, "finding a checkpoint", lambda: told, combine)
+    raise_failure(found)
+    if path is not None and found["foreign"] is not None:
+        return _load_foreign(trainer, found["foreign"], path, started)
+    candidates = [(candidate["step"], folder_of(remote, candidate)) for candidate in found["candidates"]]
+    skipped: list[str] = list(found.get("passed_over", ()))
+    changed = False
+    for number, (saved_step, folder) in enumerate(candidates):
+        if not isinstance(folder, LocalFolder) and trainer.agreement.is_coordinator:
+            logger.warning("loading step %d from %s", saved_step, folder)
+        # One rank's lock tells every process that may want to delete the step.
+        locked = [folder.place] if trainer.agreement.is_coordinator and isinstance(folder, LocalFolder) else []
+        with reading(locked):
+            try:
+                if verify == "full":
+                    _verify_together(trainer, folder)
+                plan = _plan_together(trainer, folder)
+                changed = True
+                nbytes = _apply_together(trainer, plan, check=verify != "off")
+            except CheckpointError as error:
+                damaged = isinstance(error, CheckpointCorruptError)
+                if not damaged and not changed:
+                    raise
+                if not damaged or trainer.config.strict or number == len(candidates) - 1:
+                    raise _final(error, skipped, changed) from error
+                logger.warning("step %d cannot be loaded, taking the next older one: %s", saved_step, error)
+                skipped.append(str(error))
+                continue
+            nbytes += _load_hf_model(trainer, plan)
+        _warn_of_new_layout(trainer, plan)
+        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped))
+        return LoadResult(plan.manifest.step, plan.extra_state, report)
+    raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
+
+
+def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
+    """The weights out of `huggingface/`, where they are all of the model that is asked for."""
+    contents = trainer.config.load_contents
+    if not _takes_hf_weights(trainer):
+        return 0
+    assert isinstance(plan.folder, LocalFolder), "refused before anything has changed"
+    for file in plan.manifest.files_of("huggingface"):
+        plan.folder.check(file)
+    # Loaded main parameters are the weights' own, and finer.
+    optimizer = None if "optimizer" in contents else trainer.optimizer
+    weights = plan.folder.place / file_names.HUGGINGFACE_DIR
+    return load_hf(trainer.chunks, weights, optimizer=optimizer, timeout_s=trainer.config.timeout_s).nbytes
+
+
+def _takes_hf_weights(trainer: Trainer) -> bool:
+    contents = trainer.config.load_contents
+    return "hf_model" in contents and "model" not in contents
+
+
+def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
+    saved, now = plan.manifest.topology, trainer.topology
+    moved = (saved.cp, saved.dp) != (now.cp, now.dp) or plan.seed is not None
+    if "extra" not in trainer.config.load_contents or not moved or not trainer.agreement.is_coordinator:
+        return
+    in_turn = "the rank whose coordinates are its own modulo the saved sizes"
+    generators = f"go on as those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
+    logger.warning(
+        "%s was saved on %s, this is %s: each rank's random number generators %s, and its extra_state is that of %s",
+        plan.folder,
+        saved,
+        now,
+        generators,
+        in_turn,
+    )
+
+
+def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
+    # Imported here: they import megatron, which this package does without until there is a trainer.
+    from mcore_ckpt.load.torch_dist import load_torch_dist
+    from mcore_ckpt.load.verl_ranks import load_verl_ranks
+
+    loaded = (load_torch_dist if kind == "torch_dist" else load_verl_ranks)(trainer, path.absolute())
+    _make_consistent(trainer)
+    report = LoadReport(path.absolute(), loaded.nbytes, time.monotonic() - started, ())
+    return LoadResult(loaded.step, loaded.extra_state, report)
+
+
+def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
+    state = (
+        "Model and optimizer are now undefined: load another checkpoint before training on"
+        if changed
+        else "Nothing has been changed"
+    )
+    newer = "".join(f"\n  newer, also bad: {text}" for text in skipped)
+    # An older checkpoint that does not fit, or is gone, is the end of a damaged one's fall-back.
+    of_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
+    return (CheckpointCorruptError if of_damage else type(error))(f"{error}. {state}{newer}")
+
+
+def _verify_together(trainer: Trainer, folder: Folder) -> None:
+    """All files are read by some rank each, whoever will need them."""
+
+    def work() -> Record:
+        manifest = folder.manifest()
+        largest_first = sorted(manifest.files, key=lambda file: (-file.size, file.path))
+        mine = largest_first[trainer.agreement.rank :: trainer.topology.world_size]
+        if damages := folder.verify(mine):
+            more = f" (and {len(damages) - 1} more: see mcore-ckpt verify)" if len(damages) > 1 else ""
+            raise CheckpointCorruptError(damages[0].problem + more)
+        return {"attempt": manifest.attempt}
+
+    def combine(records: Sequence[Record]) -> Record:
+        return same_everywhere(records, f"{folder}: the checkpoint seen there (is it one shared file system?)")
+
+    decide(trainer.agreement, f"verifying {folder}", work, combine)
+
+
+def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
+    plans: list[LoadPlan] = []
+
+    def work() -> Record:
+        if trainer.config.load_replicas == "broadcast":
+            refuse_broadcast(trainer.chunks, trainer.replicas, "load_replicas='broadcast'")
+        if _takes_hf_weights(trainer) and not isinstance(folder, LocalFolder):
+            raise UnsupportedError(
+                f"{folder}: load_contents asks for the weights in {file_names.HUGGINGFACE_DIR}/, which are not read from a "
+                "remote store: ask for 'model', or copy the folder here"
+            )
+        plans.append(plan_load(trainer, folder))
+        return {"attempt": plans[0].manifest.attempt, "used": plans[0].used}
+
+    def combine(records: Sequence[Record]) -> Record:
+        seen = [{"attempt": record["attempt"]} for record in records]
+        same_everywhere(seen, f"{folder}: the checkpoint seen there (is it one shared file system?)")
+        check_all_used(trainer, plans[0], [record["used"] for record in records])
+        return {}
+
+    decide(trainer.agreement, f"checking {folder}", work, combine)
+    return plans[0]
+
+
+# -- second round: apply -----------------------------------------------------------------------------------
+
+
+def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
+    nbytes: list[int] = []
+    shared: list[Batch] = []
+
+    def work() -> Record:
+        with torch.no_grad():
+            shared.extend(batches(plan.fills))
+        nbytes.append(_apply(trainer, plan, to_read(plan.fills, shared, trainer.agreement.rank), check))
+        return {}
+
+    decide(trainer.agreement, f"loading {plan.folder}", work, lambda _: {})
+    try:
+        broadcast(shared, trainer.replicas)
+        _make_consistent(trainer)
+    except Exception as error:
+        raise CheckpointError(f"{plan.folder}: {type(error).__name__}: {error}") from error
+    return nbytes[0]
+
+
+def _apply(trainer: Trainer, plan: LoadPlan, fills: Sequence[TensorFill], check: bool) -> int:
+    files = plan.catalog.by_path
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what still uses the old state must not meet the new one
+    with torch.no_grad():
+        nbytes = fill_tensors(fills, partial(plan.folder.fill, files, check=check))
+    for part, state in plan.unstepped:
+        optimizer_state.forget_state(part, state)
+    if plan.common is not None:
+        write_common(trainer.optimizer, trainer.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
+    _apply_rng(trainer, plan)
+    return nbytes
+
+
+def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
+    if plan.rng is not None:
+        write_rng(plan.rng)
+    if plan.seed is not None:
+        write_seed(plan.seed, plan.manifest.step, trainer.coordinates.pp)
+
+
+def _make_consistent(trainer: Trainer) -> None:
+    """Model and main parameters must agree before the next step. Collective, so only after all ranks have agreed."""
+    contents = trainer.config.load_contents
+    if "model" in contents and "optimizer" not in contents and trainer.optimizer is not None:
+        # Else the next step writes the old main parameters back over the loaded weights.
+        trainer.optimizer.reload_model_params()
+    if "optimizer" in contents and "model" not in contents:
+        optimizer_state.copy_main_to_model(trainer.optimizer)
+        gather_parameters(trainer.chunks)

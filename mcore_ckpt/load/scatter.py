@@ -1,0 +1,272 @@
+"""One rank reads a folder for all: what each wants of it is sent there, a bounded piece at a time.
+
+Point to point over the default process group, on the main thread. Rank 0 holds two pieces, one being read while the
+other is sent; a rank that receives holds one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.huggingface.reader import FolderCatalog
+from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.io import tuning
+from mcore_ckpt.load.fill import TensorFill, fill_tensors
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
+from mcore_ckpt.sharding.regions import Piece, Region
+
+# Each part of a piece begins at a multiple of this, so that it can be seen as any dtype.
+_ALIGNMENT = 16
+_GOOD, _FAILED = 1, 0
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A tensor that a rank wants to have filled, and what part of which global tensor it is."""
+
+    name: str
+    region: Region
+    fill: TensorFill
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements `[start, stop)` of a wanted tensor, at byte `at` of a piece."""
+
+    number: int
+    start: int
+    stop: int
+    at: int
+
+
+def scatter(catalog: FolderCatalog, requests: Sequence[Request], rank: int, world_size: int) -> int:
+    """Fills what every rank asks for, from files that only rank 0 sees. Collective; returns the bytes this rank read.
+
+    Args:
+        catalog: the folder; on all ranks, since it is made from what the headers say.
+        requests: this rank's.
+        rank, world_size: of the default process group.
+
+    Raises:
+        CheckpointCorruptError: on rank 0, a file cannot be read.
+        CheckpointError: on another rank, rank 0 says that it has failed.
+    """
+    device = _device() if world_size > 1 else torch.device("cpu")
+    if rank:
+        _receive(requests, device)
+        return 0
+    failure: Exception | None = None
+    nbytes = 0
+    try:
+        nbytes = fill_tensors([request.fill for request in requests], catalog.read)
+    except Exception as error:  # the others wait, and must be told
+        failure = error
+    return nbytes + _serve(catalog, range(1, world_size), device, failure)
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """A piece to send to a rank."""
+
+    rank: int
+    wanted: Sequence[Wanted]
+    parts: Sequence[_Part]
+
+
+def _serve(catalog: FolderCatalog, others: Iterable[int], device: torch.device, failure: Exception | None) -> int:
+    import torch.distributed as dist
+
+    sources = Sources(catalog, Topology(), RankCoordinates(), catalog.model.sizes["vocab"])
+    turns = _turns({other: _wanted_of(_receive_plain(other, device)) for other in others}, sources)
+    buffers = _Buffers(device)
+
+    def read(number: int) -> tuple[torch.Tensor, int]:
+        if failure is not None:
+            raise failure
+        turn = turns[number]
+        memory = buffers.get(number, _size(turn, sources))
+        return memory, catalog.read(_reads(turn, sources, memory))
+
+    nbytes = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="load-hf-read") as pool:
+        reading = [pool.submit(read, 0)] if turns else []
+        for number, turn in enumerate(turns):
+            try:
+                memory, count = reading.pop().result()
+            except Exception:
+                for other in {later.rank for later in turns[number:]}:
+                    dist.send(torch.tensor([_FAILED], device=device), other)
+                raise
+            if number + 1 < len(turns):
+                reading.append(pool.submit(read, number + 1))
+            nbytes += count
+            dist.send(torch.tensor([_GOOD], device=device), turn.rank)
+            # Returns when it has left the buffer, which is read into next but one.
+            dist.send(memory.to(device), turn.rank)
+            _wait(device)
+    if failure is not None:
+        raise failure
+    return nbytes
+
+
+def _turns(wanted: Mapping[int, Sequence[Wanted]], sources: Sources) -> list[_Turn]:
+    """A piece for each rank, then the next for each: nobody waits so long that the group's timeout passes."""
+    by_rank = [
+        [_Turn(rank, tensors, piece) for piece in _pieces([(w.region.numel, _dtype(sources, w)) for w in tensors])]
+        for rank, tensors in wanted.items()
+    ]
+    return [turn for turns in zip_longest(*by_rank) for turn in turns if turn is not None]
+
+
+class _Buffers:
+    """Two, as large as the largest piece asked of them so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._memory = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+
+    def get(self, number: int, nbytes: int) -> torch.Tensor:
+        slot = number % len(self._memory)
+        if self._memory[slot].numel() < nbytes:
+            self._memory[slot] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory[slot][:nbytes]
+
+
+def _receive(requests: Sequence[Request], device: torch.device) -> None:
+    import torch.distributed as dist
+
+    _send_plain([_as_plain(request) for request in requests], device)
+    targets = [request.fill.target().detach() for request in requests]
+    memories = [target if target.is_contiguous() else torch.empty_like(target).contiguous() for target in targets]
+    failure: Exception | None = None
+    for piece in _pieces([(target.numel(), r.fill.dtype) for target, r in zip(targets, requests, strict=True)]):
+        status = torch.zeros(1, dtype=torch.int64, device=device)
+        dist.recv(status, 0)
+        if status.item() != _GOOD:
+            raise CheckpointError("rank 0 could not read on, and has stopped sending")
+        last = piece[-1]
+        size = last.at + (last.stop - last.start) * requests[last.number].fill.dtype.itemsize
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        dist.recv(buffer, 0)
+        try:
+            _unpack(piece, buffer, requests, memories)
+        except Exception as error:  # rank 0 goes on sending, and must find somebody who receives
+            failure = failure or error
+    for target, memory in zip(targets, memories, strict=True):
+        if memory is not target:
+            target.copy_(memory)
+    if failure is not None:
+        raise failure
+
+
+def _unpack(
+    piece: Sequence[_Part], buffer: torch.Tensor, requests: Sequence[Request], memories: Sequence[torch.Tensor]
+) -> None:
+    for part in piece:
+        dtype = requests[part.number].fill.dtype
+        values = buffer[part.at : part.at + (part.stop - part.start) * dtype.itemsize].view(dtype)
+        memories[part.number].view(-1)[part.start : part.stop].copy_(values)
+
+
+def _pieces(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Part]]:
+    """Tensors of so many elements in pieces of at most SCATTER_BYTES: the same for who sends and who receives."""
+    piece: list[_Part] = []
+    at = 0
+    for number, (numel, dtype) in enumerate(tensors):
+        start = 0
+        while start < numel:
+            room = (tuning.SCATTER_BYTES - at) // dtype.itemsize
+            if piece and room < min(numel - start, _ALIGNMENT):
+                yield piece
+                piece, at = [], 0
+                continue
+            stop = min(numel, start + max(1, room))
+            piece.append(_Part(number, start, stop, at))
+            at += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            start = stop
+    if piece:
+        yield piece
+
+
+def _size(turn: _Turn, sources: Sources) -> int:
+    last = turn.parts[-1]
+    return last.at + (last.stop - last.start) * _dtype(sources, turn.wanted[last.number]).itemsize
+
+
+def _reads(turn: _Turn, sources: Sources, memory: torch.Tensor) -> Iterator[tuple[ReadRange, torch.Tensor]]:
+    for part in turn.parts:
+        whole = turn.wanted[part.number]
+        region = whole.region.with_flat(part.start, part.stop)
+        source = sources.find(replace(whole, region=region))
+        assert source is not None, "the rank that asks has found it"
+        dtype = torch_dtype(source.dtype)
+        values = memory[part.at : part.at + (part.stop - part.start) * dtype.itemsize].view(dtype)
+        if source.outside:
+            values.zero_()
+        yield from ((read, values) for read in source.reads)
+
+
+def _dtype(sources: Sources, wanted: Wanted) -> torch.dtype:
+    key = sources.stored_key(wanted.key)
+    assert key is not None, "the rank that asks has found it"
+    return torch_dtype(sources.catalog.shards(key, sources.catalog.files(key))[0].dtype)
+
+
+# -- what is wanted, in plain values ----------------------------------------------------------------------
+
+
+def _as_plain(request: Request) -> list[Any]:
+    region = request.region
+    pieces = [[piece.local_offset, piece.shape, piece.global_offset] for piece in region.pieces]
+    return [request.name, region.global_shape, region.local_shape, pieces, region.flat]
+
+
+def _wanted_of(plain: Any) -> list[Wanted]:
+    found = []
+    for name, global_shape, local_shape, pieces, flat in plain:
+        parts = tuple(Piece(tuple(local), tuple(shape), tuple(there)) for local, shape, there in pieces)
+        region = Region(tuple(global_shape), tuple(local_shape), parts, (flat[0], flat[1]))
+        found.append(Wanted(ShardKey(name, MODEL), region, expert=False, file=name))
+    return found
+
+
+def _send_plain(value: Any, device: torch.device) -> None:
+    import torch.distributed as dist
+
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    dist.send(torch.tensor([data.numel()], device=device), 0)
+    dist.send(data, 0)
+
+
+def _receive_plain(other: int, device: torch.device) -> Any:
+    import torch.distributed as dist
+
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(size, other)
+    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.recv(data, other)
+    return json.loads(bytes(data.cpu().numpy()))
+
+
+def _device() -> torch.device:
+    """Where the default group's backend can send from."""
+    import torch.distributed as dist
+
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,365 @@
+"""Checkpoints of `megatron.core.dist_checkpointing.save(..., ("torch_dist", 1))`, as megatron's trainer and verl write.
+
+What belongs where is megatron's own `sharded_state_dict`; reading is ours. `dist_checkpointing.load` (0.16.1) runs the
+pickles in `.metadata` and in every sharded object (`FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes` of
+torch 2.13), and its optimizer part needs what `load_state_dict` cannot do: with torch's Adam, `sharded_state_dict(
+is_loading=True)` fails an assertion before the first step, and `load_parameter_state_from_fully_reshardable` looks up
+the `step` of each parameter in a checkpoint that has it in the groups (`_set_main_param_and_optimizer_states`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.kinds import step_of, torch_dist_folders
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.load.foreign_state import (
+    KINDS,
+    BucketRange,
+    ForeignLoad,
+    ForeignState,
+    LoadedModelTensor,
+    LoadedParameter,
+    OwnedParameter,
+    bucket_ranges,
+    load_together,
+    owned_parameters,
+    rng_from_megatron,
+    step_missing,
+)
+from mcore_ckpt.ranks.rounds import Record, same_everywhere
+from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.sharding.synonyms import synonyms
+from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
+from mcore_ckpt.state.trainer import Trainer
+
+_FULLY_RESHARDABLE = "fully_reshardable"
+_DP_RESHARDABLE = "dp_reshardable"
+_OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """A tensor of the model, and megatron's ShardedTensor or ShardedTensorFactory of it."""
+
+    name: str
+    live: torch.Tensor
+    sharded: Any
+
+    @property
+    def is_frozen(self) -> bool:
+        return isinstance(self.live, torch.nn.Parameter) and not self.live.requires_grad
+
+
+def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
+    """Loads such a folder, or verl's `dist_ckpt` folders below it. Every rank calls it.
+
+    The model and a `fully_reshardable` optimizer load under any layout, a `dp_reshardable` one under another
+    data-parallel size, random states under the same tensor and pipeline sizes. The step is the checkpoint's
+    `iteration`, else that of the folder's name, or 0.
+
+    Raises:
+        CheckpointMismatchError: it does not fit, lacks what is asked for, or its optimizer state is not that of its
+            weights; nothing has changed.
+        CheckpointCorruptError: a file is missing, damaged, or holds anything but data; nothing has changed.
+        UnsupportedError: an optimizer state in another form; nothing has changed.
+    """
+    opened: list[TorchDistFiles] = []
+
+    def read() -> ForeignState:
+        opened.append(TorchDistFiles(path, torch_dist_folders(path)))
+        return _read(trainer, opened[0])
+
+    def combine(records: Sequence[Record]) -> Record:
+        same_everywhere([{"names": record["names"]} for record in records], f"{path}: the tensors seen there")
+        _check_leftovers(trainer, opened[0], [record["read"] for record in records])
+        return {}
+
+    return load_together(trainer, path, read, combine)
+
+
+def _read(trainer: Trainer, files: TorchDistFiles) -> ForeignState:
+    contents = trainer.config.load_contents
+    entries = [entry for entry in _entries(trainer, files) if not (trainer.config.skip_frozen and entry.is_frozen)]
+    weights: tuple[LoadedModelTensor, ...] = ()
+    # The optimizer state is checked against the weights, so they are read for it too.
+    if "model" in contents or ("optimizer" in contents and _missing(files, entries) < len(entries)):
+        weights = tuple(_read_weight(files, entry) for entry in entries)
+    step = files.common.get("iteration")
+    state = ForeignState(step if isinstance(step, int) else step_of(files.path), 0, weights)
+    if "optimizer" in contents:
+        state = _with_optimizer(trainer, files, entries, state)
+    if "extra" in contents:
+        state = replace(state, rng=_read_rng(trainer, files))
+    return replace(state, nbytes=files.nbytes, told={"names": files.digest(), "read": files.positions_read()})
+
+
+def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequence[str]) -> None:
+    """What is in the checkpoint and on no rank would be lost without a word."""
+    contents = trainer.config.load_contents
+    left = files.names_not_in(positions)
+    read = {_numbered(name) for name in set(files.names) - set(left)}
+    for name in left:
+        if any(synonym in read for synonym in synonyms(_numbered(name))):
+            # A converter has written a norm under the names of all layer specs.
+            continue
+        kind = "optimizer" if _OPTIMIZER_TENSOR.match(name) else "model"
+        if kind in contents:
+            why = " (of a parameter that is frozen now?)" if kind == "optimizer" else ""
+            raise CheckpointMismatchError(f"{files.path}: tensor {name}: wanted no such tensor{why}, found one")
+
+
+def _numbered(name: str) -> str:
+    """A key that layers share, as if it were the first one's: what has a number has other names."""
+    return re.sub(r"\blayers\.(?!\d)", "layers.0.", name)
+
+
+# -- model -------------------------------------------------------------------------------------------------
+
+
+def _entries(trainer: Trainer, files: TorchDistFiles) -> list[_Entry]:
+    """The model's tensors, under the names that the checkpoint has.
+
+    These depend on flags that megatron stores beside newer checkpoints (`content_metadata`); without them, on whether
+    the layers were alike.
+    """
+    saved = files.common.get("content_metadata")
+    flags = {key: value for key, value in saved.items() if isinstance(value, bool)} if isinstance(saved, dict) else {}
+    choices: list[dict[str, Any]] = [flags, {**flags, "non_homogeneous_layers": True}]
+    found = [
+        [entry for chunk in trainer.chunks for entry in _chunk_entries(unwrap(chunk), choice)] for choice in choices
+    ]
+    return min(found, key=lambda entries: _missing(files, entries))
+
+
+def _missing(files: TorchDistFiles, entries: Sequence[_Entry]) -> int:
+    return sum(not files.has_tensor(entry.sharded.key) for entry in entries)
+
+
+def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
+    sharded = module.sharded_state_dict(metadata=metadata)
+    for name, live in module.state_dict(keep_vars=True).items():
+        # transformer-engine's _extra_state is of use with FP8 only, which is refused, and holds a pickle.
+        if live is None or name.endswith("_extra_state"):
+            continue
+        entry = sharded.get(name)
+        if entry is None or entry.data is not live:
+            raise UnsupportedError(
+                f"tensor {name}: the model's sharded_state_dict has no entry for it ({metadata}), so its place is "
+                "unknown"
+            )
+        yield _Entry(name, live, entry)
+
+
+def _read_weight(files: TorchDistFiles, entry: _Entry) -> LoadedModelTensor:
+    # Rows that only pad the vocabulary here, and have no counterpart there, stay as they are.
+    memory = entry.live.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return LoadedModelTensor(entry.name, entry.live, _fill(files, entry.sharded, entry.sharded.key, memory))
+
+
+def _fill(files: TorchDistFiles, sharded: Any, key: str, memory: torch.Tensor) -> torch.Tensor:
+    """A tensor like the one `sharded` describes, stored under `key`, read into `memory` if megatron lets it be."""
+    if not isinstance(sharded, ShardedTensorFactory):
+        _fill_part(files, replace(sharded, key=key, data=memory, dtype=memory.dtype))
+        return memory
+    built = replace(sharded, key=key, data=memory).build()
+    # A factory's parts may be copies: its own merge_fn says how they become one tensor again.
+    loaded = dict_list_map_outplace(lambda part: _fill_part(files, part), built)
+    merged: torch.Tensor = sharded.merge_fn(loaded)
+    return merged
+
+
+def _fill_part(files: TorchDistFiles, part: Any) -> torch.Tensor:
+    data: torch.Tensor = part.data
+    memory = data[(None,) * part.prepend_axis_num] if part.prepend_axis_num else data
+    shape, offset = tuple(part.global_shape), tuple(part.global_offset)
+    files.read(WantedPart(part.key, shape, offset, memory, part.allow_shape_mismatch))
+    return data
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------
+
+
+def _with_optimizer(
+    trainer: Trainer, files: TorchDistFiles, entries: Sequence[_Entry], state: ForeignState
+) -> ForeignState:
+    owned = owned_parameters(trainer)
+    saved = _saved_parts(files)
+    form = _sharding_type(files, saved)
+    weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
+    sharded = {id(entry.live): entry.sharded for entry in entries}
+    parameters: list[LoadedParameter] = []
+    loaded: list[SavedPart] = []
+    parts = optimizer_parts(trainer.optimizer)
+    for number, part in enumerate(parts):
+        mine = [parameter for parameter in owned if parameter.part.megatron is part.megatron]
+        if form == _FULLY_RESHARDABLE:
+            prefixes = ["", *(f"chained_{other}." for other in range(len(saved)))]
+            parameters += [_read_parameter(files, prefixes, sharded[id(p.parameter)], p, weights) for p in mine]
+            loaded.append(_shared_by_all(trainer, files, saved, part))
+        else:
+            source = _Source(files, f"chained_{number}." if len(parts) > 1 else "", part)
+            ranges = bucket_ranges(part)
+            parameters += [_read_range(source, ranges[id(p.parameter)], p) for p in mine]
+            loaded.append(_shared_by_group(trainer, source))
+    scheduler = files.common.get("opt_param_scheduler", files.common.get("lr_scheduler"))
+    return replace(state, parameters=tuple(parameters), parts=tuple(loaded), scheduler=scheduler)
+
+
+def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
+    """What `common.pt` has of each chained optimizer: itself if there is one, else by number."""
+    saved = files.common.get("optimizer")
+    if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
+        saved = [saved[number] for number in range(len(saved))]
+    states = list(saved) if isinstance(saved, (list, tuple)) else [saved]
+    found = [state for state in states if isinstance(state, Mapping)]
+    if not found or len(found) != len(states):
+        raise CheckpointMismatchError(
+            f"{files.path}: common.pt: has no state of an optimizer: leave 'optimizer' out of load_contents if it was "
+            "not saved"
+        )
+    return found
+
+
+def _sharding_type(files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> str:
+    found = {str(state.get("param_state_sharding_type")) for state in saved}
+    if len(found) != 1 or not found <= {_FULLY_RESHARDABLE, _DP_RESHARDABLE}:
+        raise UnsupportedError(
+            f"{files.path}: the optimizer state is stored as {', '.join(sorted(found))}; {_FULLY_RESHARDABLE} and "
+            f"{_DP_RESHARDABLE} of a DistributedOptimizer can be read. Leave 'optimizer' out of load_contents, or save "
+            "it again in one of them"
+        )
+    return found.pop()
+
+
+def _read_parameter(
+    files: TorchDistFiles,
+    prefixes: Sequence[str],
+    sharded: Any,
+    owned: OwnedParameter,
+    weights: Mapping[int, torch.Tensor],
+) -> LoadedParameter:
+    """Of `fully_reshardable`: the whole parameter's state, in the model's shape, of which this rank keeps its range."""
+    weight = weights.get(id(owned.parameter), owned.parameter.detach())
+    tensors = {}
+    for kind in KINDS:
+        dtype = _dtype_of(owned, kind)
+        # Of rows that only pad the vocabulary here the state begins anew.
+        memory = (
+            weight.to("cpu", dtype, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape, dtype=dtype)
+        )
+        # `ChainedOptimizer.sharded_state_dict` (0.16.1) numbers its parts, or not; another layout has other parts.
+        names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
+        name = next((name for name in names if files.has_tensor(name)), names[0])
+        tensors[kind] = _fill(files, sharded, name, memory).reshape(-1)[owned.start : owned.stop].clone()
+    return LoadedParameter(owned, tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Where `dp_reshardable` keeps the state of one chained optimizer: `prefix` begins its keys."""
+
+    files: TorchDistFiles
+    prefix: str
+    part: OptimizerPart
+
+    @property
+    def group_key(self) -> str:
+        """What is stored for each combination of pipeline, tensor (and expert) ranks begins with this."""
+        return f"{self.prefix}optimizer.distributed.dp_group_idx_{self.part.megatron.data_parallel_group_idx}"
+
+
+def _read_range(source: _Source, where: BucketRange, owned: OwnedParameter) -> LoadedParameter:
+    """Of `dp_reshardable`: the range itself, out of megatron's bucket."""
+    key = f"{source.group_key}.gbuf_idx_{where.buffer}.dtype_{where.dtype}.bucket_idx_{where.bucket}"
+    tensors = {}
+    for kind in KINDS:
+        tensors[kind] = torch.empty(owned.stop - owned.start, dtype=_dtype_of(owned, kind))
+        try:
+            source.files.read(WantedPart(f"{key}.{kind}", (where.numel,), (where.start,), tensors[kind]))
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{error}. A {_DP_RESHARDABLE} optimizer state loads only under the tensor, pipeline and expert layout "
+                "and the bucket sizes it was saved with; the model alone, or fully_reshardable, loads under any"
+            ) from None
+    return LoadedParameter(owned, tensors)
+
+
+def _dtype_of(owned: OwnedParameter, kind: str) -> torch.dtype:
+    # `state` is a defaultdict: indexing it for a parameter without state would create one.
+    there = owned.main if kind == PARAM else owned.part.inner.state.get(owned.main, {}).get(kind)
+    return torch.float32 if there is None else there.dtype
+
+
+def _shared_by_group(trainer: Trainer, source: _Source) -> SavedPart:
+    """Of `dp_reshardable`: param groups and scaler are stored for each data-parallel group."""
+    if source.part.inner is None:
+        return SavedPart(None, 0, None)
+    key = source.group_key
+    optimizer = source.files.read_object(f"{key}.optimizer/shard_0_1")
+    scaler_keys = source.files.object_keys(f"{key}.grad_scaler/")
+    scaler = source.files.read_object(scaler_keys[0]) if scaler_keys else None
+    return _loaded_part(trainer, source.files, [{"optimizer": optimizer, "grad_scaler": scaler}])
+
+
+def _shared_by_all(
+    trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]], part: OptimizerPart
+) -> SavedPart:
+    """Of `fully_reshardable`: param groups and scaler are rank 0's, of chained parts that may be others here."""
+    if part.inner is None:
+        return SavedPart(None, 0, None)
+    loaded = _loaded_part(trainer, files, saved)
+    return replace(loaded, param_groups=_groups_for(part, loaded.param_groups or ()))
+
+
+def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """A part has experts' groups or the others. megatron sets experts apart only under expert parallelism."""
+    field = "is_expert_parallel"
+    wanted = any(group.get(field) for group in part.param_groups)
+    return [group for group in saved if bool(group.get(field)) == wanted] or [{**g, field: wanted} for g in saved]
+
+
+def _loaded_part(trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> SavedPart:
+    groups = [group for state in saved for group in (state.get("optimizer") or {}).get("param_groups", ())]
+    if not groups:
+        raise CheckpointMismatchError(f"{files.path}: has no param groups of the optimizer")
+    steps = {group["step"] for group in groups if group.get("step") is not None}
+    if len(steps) > 1:
+        raise CheckpointMismatchError(f"{files.path}: param groups have done different numbers of steps: {steps}")
+    step = steps.pop() if steps else step_missing(trainer, str(files.path))
+    fields = [{key: value for key, value in group.items() if key not in ("step", "params")} for group in groups]
+    scalers = [state["grad_scaler"] for state in saved if state.get("grad_scaler")]
+    return SavedPart(fields, step, scalers[0] if scalers else None)
+
+
+# -- random states -----------------------------------------------------------------------------------------
+
+
+def _read_rng(trainer: Trainer, files: TorchDistFiles) -> dict[str, Any]:
+    """This rank's, stored by pipeline and tensor rank, and by data-parallel rank too where experts are parallel."""
+    at, sizes = trainer.coordinates, trainer.topology
+    replica = at.dp * sizes.cp + at.cp
+    by_replica = f"{at.pp}.{at.tp}.{replica}_{sizes.pp}.{sizes.tp}.{sizes.dp * sizes.cp}"
+    names = [f"rng_state/shard_{place}" for place in (f"{at.pp}.{at.tp}_{sizes.pp}.{sizes.tp}", by_replica)]
+    there = files.object_keys("rng_state/")
+    key = next((name for name in names if name in there), None)
+    if key is None:
+        raise CheckpointMismatchError(
+            f"{files.path}: random states: wanted {names[0]}, found {there[:4] or 'none'}: they load only under the "
+            "tensor and pipeline sizes they were saved with. Leave 'extra' out of load_contents for fresh ones"
+        )
+    states = files.read_object(key)
+    if isinstance(states, (list, tuple)):
+        # Of one entry, unless data-parallel ranks were seeded apart (data_parallel_random_init).
+        states = states[at.dp if len(states) > 1 else 0] if states else None
+    return rng_from_megatron(states, f"{files.path}: {key}")

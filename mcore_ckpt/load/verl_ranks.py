@@ -1,0 +1,279 @@
+"""Per-rank folders of verl up to 0.4: megatron's model files, `save_parameter_state`, random states, scheduler.
+
+They are read where they are, without verl and without megatron's own `load_parameter_state` (0.16.1), which wants Gloo
+groups and state that is already there, and scatters what each rank can read by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.kinds import model_file, rank_dirs, step_of
+from mcore_ckpt.formats.pickles import load_safely
+from mcore_ckpt.load.foreign_state import (
+    KINDS,
+    BucketRange,
+    ForeignLoad,
+    ForeignState,
+    LoadedModelTensor,
+    LoadedParameter,
+    OwnedParameter,
+    bucket_ranges,
+    load_together,
+    owned_parameters,
+    rng_from_megatron,
+    step_missing,
+)
+from mcore_ckpt.ranks.rounds import Record, decide
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
+from mcore_ckpt.state.trainer import Trainer
+
+_SCHEDULER_FILE = "optimizer_scheduler/optimizer_scheduler.pt"
+
+Place = tuple[int, int, int, int]
+"""(pp, tp, cp, dp)"""
+
+
+@dataclass(frozen=True)
+class _Writers:
+    """Who wrote what, if the layout was this one.
+
+    `dense`, `experts`: whose files have this rank's optimizer state: the first of each data-parallel group.
+    `rank_dirs`: the folders of all ranks' models.
+    """
+
+    dense: Place
+    experts: Place
+    rank_dirs: frozenset[str]
+
+
+def load_verl_ranks(trainer: Trainer, path: Path) -> ForeignLoad:
+    """Loads such a folder. Every rank calls it.
+
+    The step is that of the folder's name (`global_step_12/actor`), or 0.
+
+    Raises:
+        CheckpointMismatchError: it was saved under another layout, or lacks what is asked for; nothing has changed.
+        CheckpointCorruptError: a file is missing, damaged, or holds anything but data; nothing has changed.
+    """
+    writers = _writers(trainer)
+    return load_together(trainer, path, lambda: _read(trainer, path, writers), lambda _: {})
+
+
+def _writers(trainer: Trainer) -> _Writers:
+    def combine(records: Sequence[Record]) -> Record:
+        places = [record["place"] for record in records]
+        return {"places": places, "rank_dirs": sorted({record["rank_dir"] for record in records})}
+
+    own = {
+        "place": list(trainer.coordinates.place),
+        "rank_dir": _rank_dir(trainer.coordinates, trainer.topology),
+    }
+    told = decide(trainer.agreement, "who is where", lambda: own, combine)
+    dense, experts = (told["places"][ranks[0]] for ranks in (trainer.replicas.dense, trainer.replicas.experts))
+    return _Writers(tuple(dense), tuple(experts), frozenset(told["rank_dirs"]))
+
+
+def _read(trainer: Trainer, path: Path, writers: _Writers) -> ForeignState:
+    _check_ranks(trainer.topology, path, writers.rank_dirs)
+    contents = trainer.config.load_contents
+    weights = tuple(_read_model(trainer, path))
+    parameters: tuple[LoadedParameter, ...] = ()
+    parts: tuple[SavedPart, ...] = ()
+    scheduler = rng = None
+    if "optimizer" in contents:
+        step = step_missing(trainer, f"{path / 'optim'}")
+        parameters = tuple(_read_optimizer(trainer, path, writers))
+        parts = tuple(SavedPart(None, step, None) for _ in optimizer_parts(trainer.optimizer))
+        scheduler = _read_scheduler(path)
+    if "extra" in contents:
+        rng = _read_rng(trainer, path)
+    nbytes = sum(tensor.loaded.nbytes for tensor in weights)
+    nbytes += sum(tensor.nbytes for parameter in parameters for tensor in parameter.tensors.values())
+    return ForeignState(step_of(path), nbytes, weights, parameters, parts, scheduler, rng)
+
+
+# -- layout ------------------------------------------------------------------------------------------------
+
+
+def _rank_dir(at: RankCoordinates, topology: Topology) -> str:
+    """As megatron's `get_checkpoint_name` has it: the pipeline and expert ranks only where there are several."""
+    name = f"mp_rank_{at.tp:02d}"
+    name += f"_{at.pp:03d}" if topology.pp > 1 else ""
+    return name + (f"_{at.ep:03d}" if topology.ep > 1 else "")
+
+
+def _check_ranks(topology: Topology, path: Path, expected: frozenset[str]) -> None:
+    found = rank_dirs(path)
+    if set(found) == expected:
+        return
+    raise CheckpointMismatchError(
+        f"{path / 'model'}: was saved on {_describe(list(found.values()))}, this is tp={topology.tp}, "
+        f"pp={topology.pp}, ep={topology.ep}: missing {sorted(expected - set(found))[:4]}, not wanted "
+        f"{sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl load only under the layout they were saved "
+        "with: use it, save with this package, and load that"
+    )
+
+
+def _describe(numbers: Sequence[tuple[int, ...]]) -> str:
+    sizes = [max(ranks) + 1 for ranks in zip(*numbers, strict=False)]
+    names = {1: ("tp",), 2: ("tp", "pp or ep"), 3: ("tp", "pp", "ep")}[len(sizes)]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+
+
+# -- model -------------------------------------------------------------------------------------------------
+
+
+def _read_model(trainer: Trainer, path: Path) -> Iterator[LoadedModelTensor]:
+    file = model_file(path / "model" / _rank_dir(trainer.coordinates, trainer.topology))
+    assert file is not None, "rank_dirs has seen it"
+    saved = load_safely(file, str(file), mmap=True)
+    saved = saved if isinstance(saved, (list, tuple)) else [saved]
+    if len(saved) != len(trainer.chunks):
+        raise CheckpointMismatchError(
+            f"{file}: was saved under vpp={len(saved)} (so many virtual chunks are in it), this is "
+            f"vpp={len(trainer.chunks)}: use the layout it was saved with"
+        )
+    for number, (chunk, tensors) in enumerate(zip(trainer.chunks, saved, strict=True)):
+        yield from _read_chunk(f"{file}: chunk {number}", unwrap(chunk), tensors)
+
+
+def _read_chunk(where: str, module: torch.nn.Module, saved: Any) -> Iterator[LoadedModelTensor]:
+    if not isinstance(saved, Mapping):
+        raise CheckpointMismatchError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
+    # Wrappers that hand on their state dict unchanged (DDP, Float16Module) did not always do so.
+    found = {_bare(name): value for name, value in saved.items() if isinstance(value, torch.Tensor)}
+    found = {name: value for name, value in found.items() if _is_stored(name)}
+    wanted = {
+        name: value
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and _is_stored(name)
+    }
+    for name in [*wanted, *found]:
+        _check_tensor(where, name, wanted.get(name), found.get(name))
+    for name, live in wanted.items():
+        yield LoadedModelTensor(name, live, found[name].detach())
+
+
+def _bare(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _is_stored(name: str) -> bool:
+    # Of transformer-engine, and of use with FP8 only, which is refused. It holds a pickle.
+    return not name.endswith("_extra_state")
+
+
+def _check_tensor(where: str, name: str, wanted: torch.Tensor | None, found: torch.Tensor | None) -> None:
+    wants, finds = (
+        "no such tensor" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}" for tensor in (wanted, found)
+    )
+    if wants != finds:
+        raise CheckpointMismatchError(f"{where}: tensor {name}: wanted {wants}, found {finds}")
+
+
+# -- optimizer ---------------------------------------------------------------------------------------------
+
+
+def _read_optimizer(trainer: Trainer, path: Path, writers: _Writers) -> Iterator[LoadedParameter]:
+    parts = optimizer_parts(trainer.optimizer)
+    owned = owned_parameters(trainer)
+    for number, part in enumerate(parts):
+        mine = [parameter for parameter in owned if parameter.part.megatron is part.megatron]
+        if not mine:
+            continue
+        file = path / file_names.optimizer_file(*(writers.experts if _is_of_experts(part) else writers.dense))
+        buffers = _buffers_of_part(file, number, len(parts))
+        ranges = bucket_ranges(part)
+        for parameter in mine:
+            yield _read_parameter(file, buffers, parameter, ranges[id(parameter.parameter)], part)
+
+
+def _is_of_experts(part: OptimizerPart) -> bool:
+    return any(group.get("is_expert_parallel") for group in part.param_groups)
+
+
+def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
+    """Of one chained optimizer: a file of several is a list, with None for those whose first rank was another."""
+    if not file.is_file():
+        raise CheckpointMismatchError(
+            f"{file}: missing. verl wrote the state of a data-parallel group to its first rank's file only, and in "
+            "some versions not that of the experts of every expert-parallel rank: such a state is lost. Leave "
+            "'optimizer' out of load_contents"
+        )
+    saved = load_safely(file, str(file), mmap=True)
+    chained = saved if isinstance(saved, (list, tuple)) else [saved]
+    if len(chained) != parts or not isinstance(chained[number], Mapping):
+        raise CheckpointMismatchError(
+            f"{file}: wanted the state of {parts} chained optimizers, number {number} of them among it, found "
+            f"{[type(state).__name__ for state in chained]}: use the same layout and the same experts"
+        )
+    buffers: Mapping[Any, Any] = chained[number]
+    if not buffers.get("buckets_coalesced"):
+        raise CheckpointMismatchError(
+            f"{file}: is in the format that megatron wrote before February 2024, which is not supported: load and save "
+            "it with a newer megatron first"
+        )
+    return buffers
+
+
+def _read_parameter(
+    file: Path, buffers: Mapping[Any, Any], owned: OwnedParameter, where: BucketRange, part: OptimizerPart
+) -> LoadedParameter:
+    tensors = buffers.get(where.buffer, {}).get(where.dtype)
+    if not isinstance(tensors, Mapping) or any(not isinstance(tensors.get(kind), torch.Tensor) for kind in KINDS):
+        raise CheckpointMismatchError(
+            f"{file}: optimizer state of {owned.name}: wanted buffer {where.buffer} of {where.dtype}, found "
+            f"{[(key, list(value)) for key, value in buffers.items() if isinstance(value, Mapping)]}: use the same "
+            "dtypes"
+        )
+    wanted = part.megatron.buffers[where.buffer].numel_unpadded
+    first = where.before + where.start
+    last = first + owned.stop - owned.start
+    result = {}
+    for kind in KINDS:
+        if tensors[kind].shape != (wanted,):
+            raise CheckpointMismatchError(
+                f"{file}: optimizer state of {owned.name}: {kind}: wanted a buffer of {wanted} elements, found "
+                f"{list(tensors[kind].shape)}: another model, layout or bucket size"
+            )
+        result[kind] = tensors[kind][first:last]
+    return LoadedParameter(owned, result)
+
+
+# -- the small files ---------------------------------------------------------------------------------------
+
+
+def _read_scheduler(path: Path) -> dict[str, Any] | None:
+    file = path / _SCHEDULER_FILE
+    if not file.is_file():
+        return None  # the check says what is missing, if there is a scheduler to load it into
+    state = load_safely(file, str(file))
+    if not isinstance(state, dict):
+        raise CheckpointMismatchError(f"{file}: wanted the state of an LR scheduler, found a {type(state).__name__}")
+    return state
+
+
+def _read_rng(trainer: Trainer, path: Path) -> dict[str, Any]:
+    file = path / file_names.rng_file(*trainer.coordinates.place)
+    if not file.is_file():
+        raise CheckpointMismatchError(
+            f"{file}: missing: this rank's random states were not saved (another data-parallel size?). Leave 'extra' "
+            "out of load_contents to go on with fresh ones"
+        )
+    states = load_safely(file, str(file))
+    if isinstance(states, (list, tuple)):
+        # Of one entry, unless data-parallel ranks were seeded apart (data_parallel_random_init).
+        states = states[trainer.coordinates.dp if len(states) > 1 else 0] if states else None
+    return rng_from_megatron(states, str(file))

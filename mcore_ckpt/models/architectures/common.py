@@ -1,0 +1,191 @@
+"""Rows and readings that many architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, MCORE_EMBEDDING, MCORE_HEAD, Row, qkv
+
+MODEL = (
+    Row(MCORE_EMBEDDING, {HF_EMBEDDING: "vocab hidden"}),
+    Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
+    Row(MCORE_HEAD, {HF_HEAD: "vocab hidden"}, when="!tied !value"),
+    Row(MCORE_HEAD, {"score.weight": "1 hidden"}, when="value"),
+    # ...ForTokenClassification has a bias, mcore's value heads have not.
+    Row("", {"score.bias": "1"}, when="value score_bias"),
+)
+
+NORMS = (
+    Row("input_layernorm.weight", {"input_layernorm.weight": "hidden"}),
+    Row("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "hidden"}),
+)
+
+QKV_BIAS = (
+    Row(
+        "self_attention.linear_qkv.bias",
+        {
+            "self_attn.q_proj.bias": "heads*head_dim",
+            "self_attn.k_proj.bias": "groups*head_dim",
+            "self_attn.v_proj.bias": "groups*head_dim",
+        },
+        qkv,
+        when="qkv_bias",
+    ),
+)
+
+ATTENTION = (
+    Row(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "heads*head_dim hidden",
+            "self_attn.k_proj.weight": "groups*head_dim hidden",
+            "self_attn.v_proj.weight": "groups*head_dim hidden",
+        },
+        qkv,
+    ),
+    *QKV_BIAS,
+    Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*head_dim"}),
+)
+
+QK_NORMS = (
+    Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_dim"}, when="qk_norm"),
+    Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_dim"}, when="qk_norm"),
+)
+
+DENSE_MLP = (
+    Row(
+        "mlp.linear_fc1.weight",
+        {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
+        when="!moe",
+    ),
+    Row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="!moe"),
+)
+
+ROUTER = (
+    Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
+    # A buffer of mcore's, fp32 whatever the parameters are (TopKRouter, 0.16.1).
+    Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe expert_bias"),
+)
+
+EXPERTS = (
+    *ROUTER,
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        {
+            "mlp.experts.{expert}.gate_proj.weight": "moe_ffn hidden",
+            "mlp.experts.{expert}.up_proj.weight": "moe_ffn hidden",
+        },
+        when="moe",
+    ),
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        {"mlp.experts.{expert}.down_proj.weight": "hidden moe_ffn"},
+        when="moe",
+    ),
+)
+
+STACKED_EXPERTS = (
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        {"mlp.experts.gate_up_proj": "experts 2*moe_ffn hidden"},
+        when="moe",
+    ),
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        {"mlp.experts.down_proj": "experts hidden moe_ffn"},
+        when="moe",
+    ),
+)
+
+
+def shared_experts(name: str) -> tuple[Row, ...]:
+    """Experts that every token goes through, below `mlp.{name}`; with a gate of their own where the model has one."""
+    return (
+        Row(
+            "mlp.shared_experts.linear_fc1.weight",
+            {f"mlp.{name}.gate_proj.weight": "shared_ffn hidden", f"mlp.{name}.up_proj.weight": "shared_ffn hidden"},
+            when="moe shared",
+        ),
+        Row(
+            "mlp.shared_experts.linear_fc2.weight",
+            {f"mlp.{name}.down_proj.weight": "hidden shared_ffn"},
+            when="moe shared",
+        ),
+        Row("mlp.shared_experts.gate_weight", {f"mlp.{name}_gate.weight": "1 hidden"}, when="moe shared shared_gate"),
+    )
+
+
+# As published checkpoints have them: each layer of multi-token prediction brings the embedding and the head again,
+# which mcore shares with the model (MultiTokenPredictionBlock, 0.16.1).
+MTP = (
+    Row("enorm.weight", {"enorm.weight": "hidden"}),
+    Row("hnorm.weight", {"hnorm.weight": "hidden"}),
+    Row("eh_proj.weight", {"eh_proj.weight": "hidden 2*hidden"}),
+    Row("final_layernorm.weight", {"shared_head.norm.weight": "hidden"}),
+    Row(MCORE_EMBEDDING, {"embed_tokens.weight": "vocab hidden"}, is_copy=True),
+    Row(MCORE_HEAD, {"shared_head.head.weight": "vocab hidden"}, when="!tied !value", is_copy=True),
+    Row(MCORE_EMBEDDING, {"shared_head.head.weight": "vocab hidden"}, when="tied", is_copy=True),
+)
+
+
+def sizes_of(config: HfConfig) -> dict[str, int]:
+    """The sizes that every decoder has. Raises UnsupportedError."""
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    groups = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
+    if heads % groups:
+        raise UnsupportedError(f"config.json: {heads} num_attention_heads cannot share {groups} num_key_value_heads")
+    return {
+        "hidden": hidden,
+        "vocab": integer(config, "vocab_size"),
+        "heads": heads,
+        "groups": groups,
+        "head_dim": hidden // heads if config.get("head_dim") is None else integer(config, "head_dim"),
+        "ffn": integer(config, "intermediate_size"),
+    }
+
+
+def facts_of(config: HfConfig) -> set[str]:
+    """What is said of tied embeddings and of the head. Raises UnsupportedError."""
+    facts = set()
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise UnsupportedError(f"config.json: architectures is {classes!r}, not a list of names")
+    kinds = {
+        kind
+        for kind in ("ForTokenClassification", "ForSequenceClassification", "ForCausalLM")
+        for c in classes
+        if c.endswith(kind)
+    }
+    if kinds - {"ForCausalLM"}:
+        facts.add("value")
+        if "ForTokenClassification" in kinds:
+            facts.add("score_bias")
+    elif config.get("tie_word_embeddings"):
+        facts.add("tied")
+    return facts
+
+
+def alike(config: HfConfig) -> tuple[frozenset[str], ...]:
+    """Layers of which there is nothing to say."""
+    return (frozenset[str](),) * integer(config, "num_hidden_layers")
+
+
+def moe_layers(is_moe: Sequence[bool]) -> tuple[frozenset[str], ...]:
+    """Layers of which some are mixtures of experts."""
+    return tuple(frozenset({"moe"}) if moe else frozenset[str]() for moe in is_moe)
+
+
+def integer(config: Mapping[str, Any], name: str) -> int:
+    """A number that must be there. Raises UnsupportedError."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedError(f"config.json: {name} is {value!r}, not a positive number")
+    return value
+
+
+def first_integer(config: Mapping[str, Any], *names: str) -> int:
+    """A number that goes by several names. Raises UnsupportedError."""
+    return integer(config, next((name for name in names if config.get(name) is not None), names[0]))

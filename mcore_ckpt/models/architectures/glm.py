@@ -1,0 +1,50 @@
+"""GLM-4.5 and its successors with the same model_type: DeepSeek's experts behind Qwen's attention."""
+
+from __future__ import annotations
+
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
+    MODEL,
+    MTP,
+    NORMS,
+    QK_NORMS,
+    STACKED_EXPERTS,
+    shared_experts,
+)
+from mcore_ckpt.models.architectures.deepseek import read_deepseek_experts
+from mcore_ckpt.models.config_fields import HfConfig, Same
+from mcore_ckpt.models.config_rules import DENSE, SIGMOID_ROUTER
+from mcore_ckpt.models.rope_rules import Rope
+from mcore_ckpt.models.table import Table
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    known = read_deepseek_experts(config)
+    facts = {fact for fact, field in (("qkv_bias", "attention_bias"), ("qk_norm", "use_qk_norm")) if config.get(field)}
+    return ModelFacts(known.sizes, known.facts | facts, known.layers, known.mtp_layers)
+
+
+ARCHITECTURES = (
+    Architecture(
+        "glm4_moe",
+        ("Glm4MoeForCausalLM",),
+        Table(
+            MODEL,
+            (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
+            mtp=MTP,
+            stacked=STACKED_EXPERTS,
+        ),
+        _read,
+        (
+            *DENSE,
+            Rope(default_partial=0.5),
+            *SIGMOID_ROUTER,
+            # Only of queries, keys and values here (Glm4MoeAttention).
+            Same("add_qkv_bias", "attention_bias", default=False),
+            Same("qk_layernorm", "use_qk_norm", default=False),
+        ),
+    ),
+)

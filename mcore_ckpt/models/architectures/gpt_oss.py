@@ -1,0 +1,90 @@
+"""gpt-oss: biases everywhere, a learned offset in the softmax, a clamped GLU. Published MXFP4 weights are refused."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    ATTENTION,
+    MODEL,
+    NORMS,
+    facts_of,
+    first_integer,
+    integer,
+    moe_layers,
+    sizes_of,
+)
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.config_rules import DECODER, EXPERT_COUNT, ClampedGlu, Window
+from mcore_ckpt.models.rope_rules import Rope
+from mcore_ckpt.models.table import Row, Table
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    sizes = sizes_of(config)
+    sizes |= {"experts": first_integer(config, "num_local_experts", "num_experts"), "moe_ffn": sizes["ffn"]}
+    layers = moe_layers([True] * integer(config, "num_hidden_layers"))
+    return ModelFacts(sizes, frozenset(facts_of(config) | {"qkv_bias"}), layers)
+
+
+class Interleaved:
+    """Of a HuggingFace expert's outputs every even one is of the gate and every odd one of `up`; mcore's fc1 has all of
+    the gate first. Weights are stored with inputs along the first axis, as mcore's are not."""
+
+    def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
+        half = mcore.shape[0] // 2
+        return torch.stack((mcore[:half], mcore[half:]), dim=1).flatten(0, 1).movedim(0, -1).contiguous()
+
+    def to_mcore(self, hf: torch.Tensor) -> torch.Tensor:
+        outputs = hf.movedim(-1, 0)
+        return torch.cat((outputs[0::2], outputs[1::2]))
+
+
+class Transposed:
+    """Inputs along the first axis in HuggingFace, outputs in mcore."""
+
+    def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
+        return mcore.T.contiguous()
+
+    def to_mcore(self, hf: torch.Tensor) -> torch.Tensor:
+        return hf.T.contiguous()
+
+
+_EXPERT = "mlp.experts.local_experts.{expert}."
+_LAYER = (
+    Row("self_attention.core_attention.softmax_offset", {"self_attn.sinks": "heads"}),
+    Row("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": "hidden"}),
+    Row("mlp.router.weight", {"mlp.router.weight": "experts hidden"}),
+    Row("mlp.router.bias", {"mlp.router.bias": "experts"}),
+    Row(
+        _EXPERT + "linear_fc1.weight",
+        {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"},
+        change=Interleaved(),
+    ),
+    Row(_EXPERT + "linear_fc1.bias", {"mlp.experts.gate_up_proj_bias": "experts 2*moe_ffn"}, change=Interleaved()),
+    Row(_EXPERT + "linear_fc2.weight", {"mlp.experts.down_proj": "experts moe_ffn hidden"}, change=Transposed()),
+    Row(_EXPERT + "linear_fc2.bias", {"mlp.experts.down_proj_bias": "experts hidden"}),
+)
+
+ARCHITECTURES = (
+    Architecture(
+        "gpt_oss",
+        ("GptOssForCausalLM", "GptOssForTokenClassification"),
+        Table(MODEL, (*NORMS, *ATTENTION, *_LAYER)),
+        _read,
+        (
+            *DECODER,
+            Rope(default_theta=150000.0),
+            Window(),
+            *EXPERT_COUNT,
+            Same("moe_ffn_hidden_size", "intermediate_size"),
+            Constant("moe_router_pre_softmax", False),
+            # Of every linear layer, the router's too (TopKRouter, 0.16.1).
+            Constant("add_bias_linear", True),
+            Refused("attention_bias", True),
+            Constant("softmax_type", "learnable"),
+            ClampedGlu(),
+        ),
+    ),
+)

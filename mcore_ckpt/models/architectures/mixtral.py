@@ -1,0 +1,60 @@
+"""Mixtral."""
+
+from __future__ import annotations
+
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    ATTENTION,
+    MODEL,
+    NORMS,
+    STACKED_EXPERTS,
+    facts_of,
+    first_integer,
+    integer,
+    moe_layers,
+    sizes_of,
+)
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Same
+from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, Window
+from mcore_ckpt.models.rope_rules import Rope
+from mcore_ckpt.models.table import Row, Table
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    sizes = sizes_of(config)
+    sizes |= {"experts": first_integer(config, "num_local_experts", "num_experts"), "moe_ffn": sizes["ffn"]}
+    layers = moe_layers([True] * integer(config, "num_hidden_layers"))
+    return ModelFacts(sizes, frozenset(facts_of(config)), layers)
+
+
+_EXPERT = "mlp.experts.local_experts.{expert}."
+_EXPERTS = (
+    Row("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}),
+    Row(
+        _EXPERT + "linear_fc1.weight",
+        {
+            "block_sparse_moe.experts.{expert}.w1.weight": "moe_ffn hidden",
+            "block_sparse_moe.experts.{expert}.w3.weight": "moe_ffn hidden",
+        },
+    ),
+    Row(_EXPERT + "linear_fc2.weight", {"block_sparse_moe.experts.{expert}.w2.weight": "hidden moe_ffn"}),
+)
+_STACKED = (*STACKED_EXPERTS, Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}))
+
+ARCHITECTURES = (
+    Architecture(
+        "mixtral",
+        ("MixtralForCausalLM", "MixtralForTokenClassification"),
+        Table(MODEL, (*NORMS, *ATTENTION, *_EXPERTS), stacked=_STACKED),
+        _read,
+        (
+            *DENSE,
+            Rope(default_theta=1e6),
+            Window(),
+            *EXPERT_COUNT,
+            Same("moe_ffn_hidden_size", "intermediate_size"),
+            # The chosen experts' weights always add up to 1: the softmax is over them alone.
+            Constant("moe_router_pre_softmax", False),
+        ),
+    ),
+)

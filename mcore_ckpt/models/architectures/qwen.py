@@ -1,0 +1,99 @@
+"""Qwen2, Qwen2.5, Qwen3, and their mixtures of experts."""
+
+from __future__ import annotations
+
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
+    MODEL,
+    NORMS,
+    QK_NORMS,
+    STACKED_EXPERTS,
+    alike,
+    facts_of,
+    first_integer,
+    integer,
+    moe_layers,
+    shared_experts,
+    sizes_of,
+)
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, SparseStep, Window, is_sparse
+from mcore_ckpt.models.rope_rules import ROPE
+from mcore_ckpt.models.table import Table
+
+
+def _qwen2(config: HfConfig) -> ModelFacts:
+    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qkv_bias"}), alike(config))
+
+
+def _qwen3(config: HfConfig) -> ModelFacts:
+    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qk_norm"}), alike(config))
+
+
+def _qwen2_moe(config: HfConfig) -> ModelFacts:
+    facts = facts_of(config) | {"shared", "shared_gate"} | ({"qkv_bias"} if config.get("qkv_bias", True) else set())
+    sizes = {**moe_sizes(config), "shared_ffn": integer(config, "shared_expert_intermediate_size")}
+    return ModelFacts(sizes, frozenset(facts), moe_layers(is_sparse(config)))
+
+
+def _qwen3_moe(config: HfConfig) -> ModelFacts:
+    return ModelFacts(moe_sizes(config), frozenset(facts_of(config) | {"qk_norm"}), moe_layers(is_sparse(config)))
+
+
+def moe_sizes(config: HfConfig) -> dict[str, int]:
+    """The sizes of a Qwen mixture of experts."""
+    experts = first_integer(config, "num_experts", "num_local_experts")
+    return {**sizes_of(config), "experts": experts, "moe_ffn": integer(config, "moe_intermediate_size")}
+
+
+_DENSE = Table(MODEL, (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP))
+_MOE = Table(
+    MODEL,
+    (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
+    stacked=STACKED_EXPERTS,
+)
+# attention_bias gives o_proj a bias too, which add_qkv_bias does not.
+_QWEN3 = (Constant("qk_layernorm", True), Refused("attention_bias", False))
+_MIXTURE = (*SOFTMAX_ROUTER, Same("moe_ffn_hidden_size", "moe_intermediate_size"), SparseStep())
+
+ARCHITECTURES = (
+    Architecture(
+        "qwen2",
+        ("Qwen2ForCausalLM", "Qwen2ForTokenClassification"),
+        _DENSE,
+        _qwen2,
+        (*DENSE, ROPE, Window(), Constant("add_qkv_bias", True)),
+    ),
+    Architecture(
+        "qwen3",
+        ("Qwen3ForCausalLM", "Qwen3ForTokenClassification"),
+        _DENSE,
+        _qwen3,
+        (*DENSE, ROPE, Window(), *_QWEN3),
+    ),
+    Architecture(
+        "qwen2_moe",
+        ("Qwen2MoeForCausalLM", "Qwen2MoeForTokenClassification"),
+        _MOE,
+        _qwen2_moe,
+        (
+            *DENSE,
+            ROPE,
+            Window(),
+            *_MIXTURE,
+            Same("add_qkv_bias", "qkv_bias", default=True),
+            Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+            Constant("moe_shared_expert_gate", True),
+        ),
+    ),
+    Architecture(
+        "qwen3_moe",
+        ("Qwen3MoeForCausalLM", "Qwen3MoeForTokenClassification"),
+        _MOE,
+        _qwen3_moe,
+        (*DENSE, ROPE, Window(), *_MIXTURE, *_QWEN3),
+    ),
+)

@@ -1,0 +1,149 @@
+"""Qwen3-Next: linear attention (GatedDeltaNet) in most layers, attention with a gate in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    DENSE_MLP,
+    EXPERTS,
+    MODEL,
+    NORMS,
+    STACKED_EXPERTS,
+    facts_of,
+    integer,
+    shared_experts,
+)
+from mcore_ckpt.models.architectures.qwen import moe_sizes
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, LinearLayers, SparseStep, is_linear, is_sparse
+from mcore_ckpt.models.rope_rules import Rope
+from mcore_ckpt.models.table import Block, Row, Sizes, Table, gated_qkv
+from mcore_ckpt.sharding.regions import Shape
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    sizes = moe_sizes(config)
+    sizes["shared_ffn"] = integer(config, "shared_expert_intermediate_size")
+    key_heads, key_dim = integer(config, "linear_num_key_heads"), integer(config, "linear_key_head_dim")
+    value_heads, value_dim = integer(config, "linear_num_value_heads"), integer(config, "linear_value_head_dim")
+    sizes |= {"key_heads": key_heads, "key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim}
+    sizes |= {"kernel": integer(config, "linear_conv_kernel_dim"), "keys": key_heads * key_dim}
+    sizes |= {"values": value_heads * value_dim, "convolved": 2 * key_heads * key_dim + value_heads * value_dim}
+    sizes["qkvz"] = sizes["convolved"] + sizes["values"]
+    facts = facts_of(config) | {"shared", "shared_gate"}
+    layers = tuple(
+        frozenset({word for word, is_so in (("linear", linear), ("moe", moe)) if is_so})
+        for linear, moe in zip(is_linear(config), is_sparse(config), strict=True)
+    )
+    return ModelFacts(sizes, frozenset(facts), layers)
+
+
+def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+    """HuggingFace has, for each key head, its query, key, values and gates, and in another tensor its betas and alphas;
+    mcore all queries, all keys, ... (`GatedDeltaNet.forward`, 0.16.1)."""
+    heads, key = sizes["key_heads"], sizes["key_dim"]
+    value, number = sizes["values"] // heads, sizes["value_heads"] // heads
+    per_head = 2 * key + 2 * value
+    parts = [(0, per_head, at, rows) for at, rows in ((0, key), (key, key), (2 * key, value), (2 * key + value, value))]
+    parts += [(1, 2 * number, 0, number), (1, 2 * number, number, number)]
+    return [Block(source, head * each + at, rows) for source, each, at, rows in parts for head in range(heads)]
+
+
+class ZeroCentred:
+    """mcore's norm multiplies by 1 + weight where HuggingFace's multiplies by its weight.
+
+    Exact in both directions for weights in [0.5, 2], as norms have them; else rounded once, to what the dtype can hold.
+    """
+
+    def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
+        return mcore + 1
+
+    def to_mcore(self, hf: torch.Tensor) -> torch.Tensor:
+        return hf - 1
+
+
+_CONVOLVED = {"query": "keys", "key": "keys", "value": "values"}
+_LINEAR = (
+    Row(
+        "self_attention.in_proj.weight",
+        {"linear_attn.in_proj_qkvz.weight": "qkvz hidden", "linear_attn.in_proj_ba.weight": "2*value_heads hidden"},
+        _in_proj,
+        when="linear",
+        sections={**_CONVOLVED, "z": "values", "beta": "value_heads", "alpha": "value_heads"},
+    ),
+    Row(
+        "self_attention.conv1d.weight",
+        {"linear_attn.conv1d.weight": "convolved 1 kernel"},
+        when="linear",
+        sections=_CONVOLVED,
+    ),
+    Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
+    Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
+    # All norms of the model are zero-centred in HuggingFace and in mcore, but for this one in HuggingFace.
+    Row(
+        "self_attention.out_norm.weight",
+        {"linear_attn.norm.weight": "value_dim"},
+        when="linear",
+        change=ZeroCentred(),
+    ),
+    Row("self_attention.out_proj.weight", {"linear_attn.out_proj.weight": "hidden values"}, when="linear"),
+)
+_GATED = (
+    Row(
+        "self_attention.linear_qkv.weight",
+        {
+            "self_attn.q_proj.weight": "2*heads*head_dim hidden",
+            "self_attn.k_proj.weight": "groups*head_dim hidden",
+            "self_attn.v_proj.weight": "groups*head_dim hidden",
+        },
+        gated_qkv,
+        when="!linear",
+    ),
+    Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*head_dim"}, when="!linear"),
+    Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head_dim"}, when="!linear"),
+    Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head_dim"}, when="!linear"),
+)
+_TABLE = Table(
+    MODEL,
+    (*NORMS, *_LINEAR, *_GATED, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
+    stacked=STACKED_EXPERTS,
+    # Multi-token prediction, which config.json does not mention; transformers drops it too (Qwen3NextPreTrainedModel).
+    ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),
+)
+
+ARCHITECTURES = (
+    Architecture(
+        "qwen3_next",
+        ("Qwen3NextForCausalLM", "Qwen3NextForTokenClassification"),
+        _TABLE,
+        _read,
+        (
+            *DENSE,
+            Rope(default_partial=0.25),
+            *SOFTMAX_ROUTER,
+            Same("moe_ffn_hidden_size", "moe_intermediate_size"),
+            SparseStep(),
+            Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+            Constant("moe_shared_expert_gate", True),
+            Refused("attention_bias", False),
+            Constant("qk_layernorm", True),
+            Constant("layernorm_zero_centered_gamma", True),
+            Constant("attention_output_gate", True),
+            LinearLayers(),
+            *(
+                Same(name, name)
+                for name in (
+                    "linear_conv_kernel_dim",
+                    "linear_key_head_dim",
+                    "linear_value_head_dim",
+                    "linear_num_key_heads",
+                    "linear_num_value_heads",
+                )
+            ),
+        ),
+    ),
+)

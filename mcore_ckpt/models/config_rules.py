@@ -1,0 +1,347 @@
+"""The rules that architectures share (`config_fields`), and tuples of them: what decoders, routers, ... say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Rule, Same, needed
+from mcore_ckpt.models.rope_rules import LatentRope
+
+
+class Groups:
+    """Query groups; without a number of key-value heads every head is one."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        groups = hf.get("num_key_value_heads")
+        return {"num_query_groups": needed(hf, "num_attention_heads") if groups is None else groups}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"num_key_value_heads": mcore["num_query_groups"]}
+
+
+class HeadDim:
+    """The size of a head, which older configs leave to be hidden / heads."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        size = hf.get("head_dim")
+        return {"kv_channels": needed(hf, "hidden_size") // needed(hf, "num_attention_heads") if size is None else size}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"head_dim": mcore["kv_channels"]}
+
+
+class Silu:
+    """The gated linear unit with SiLU."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        from torch.nn.functional import silu
+
+        if needed(hf, "hidden_act") not in ("silu", "swish"):
+            raise UnsupportedError(f"config.json: hidden_act is {hf['hidden_act']!r}: only 'silu' is converted")
+        return {"gated_linear_unit": True, "activation_func": silu}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"hidden_act": "silu"}
+
+
+class ClampedGlu:
+    """gpt-oss' `(up + 1) * gate * sigmoid(1.702 * gate)`, both clamped."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        from megatron.core.activations import quick_gelu
+
+        # quick_gelu is x * sigmoid(1.702 * x).
+        Refused("swiglu_alpha", 1.702).to_mcore(hf)
+        limit = hf.get("swiglu_limit")
+        return {
+            "gated_linear_unit": True,
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0 if limit is None else limit,
+        }
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"swiglu_limit": mcore["activation_func_clamp_value"]}
+
+
+class Dtype:
+    """The dtype of the weights, `torch_dtype` in transformers 4 and `dtype` in 5."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        import torch
+
+        name = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        dtype = getattr(torch, str(name), None)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedError(f"config.json: dtype is {name!r}, not float32, bfloat16 or float16")
+        return {"params_dtype": dtype}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        name = str(mcore["params_dtype"]).removeprefix("torch.")
+        return {"torch_dtype": name} if "torch_dtype" in base and "dtype" not in base else {"dtype": name}
+
+
+# --- Which layers
+
+
+def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
+    """Which layers are of a kind by `layer_types`; None if there is none."""
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return None
+    layers = needed(hf, "num_hidden_layers")
+    if len(kinds) < layers:
+        raise UnsupportedError(f"config.json: layer_types has {len(kinds)} entries for {layers} layers")
+    return [each == kind for each in kinds[:layers]]
+
+
+class Window:
+    """Attention over the last tokens only, in some or all layers.
+
+    A window of HuggingFace counts the token itself, megatron's counts those before it
+    (`get_sliding_window_causal_mask`, 0.16.1).
+    """
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        window = hf.get("sliding_window")
+        # Qwen's configs have a window that is off unless they say otherwise, the others have no switch.
+        is_on = hf.get("use_sliding_window", not str(hf.get("model_type")).startswith("qwen"))
+        layers = self._layers(hf) if window and is_on else []
+        if not window or not any(layers):
+            return {"window_size": None, "window_attn_skip_freq": None}
+        freq = None if all(layers) else [int(layer) for layer in layers]
+        return {"window_size": (window - 1, 0), "window_attn_skip_freq": freq}
+
+    def _layers(self, hf: HfConfig) -> list[bool]:
+        layers, kind = needed(hf, "num_hidden_layers"), hf.get("model_type")
+        if kind == "qwen3_moe":
+            return [True] * layers  # Qwen3MoeModel has one mask for all layers, whatever layer_types says.
+        named = per_layer(hf, "sliding_attention")
+        if named is not None:
+            return named
+        if kind == "gpt_oss":
+            return [number % 2 == 0 for number in range(layers)]
+        if "use_sliding_window" not in hf:
+            return [True] * layers
+        if kind in ("qwen2", "qwen3"):
+            return [number >= needed(hf, "max_window_layers") for number in range(layers)]
+        raise UnsupportedError(
+            "config.json: use_sliding_window is true, but which layers that means depends on the version of "
+            "transformers: say it with layer_types"
+        )
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        window, freq, layers = mcore["window_size"], mcore["window_attn_skip_freq"], mcore["num_layers"]
+        fields: HfFields = {"sliding_window": None if window is None else window[0] + 1}
+        is_switched = str(base.get("model_type")).startswith("qwen") and window is not None
+        if "use_sliding_window" in base or is_switched:
+            fields["use_sliding_window"] = window is not None
+        if "layer_types" in base or freq is not None or is_switched:
+            slides = [window is not None] * layers if freq is None else freq
+            fields["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        return fields
+
+
+def is_sparse(hf: HfConfig) -> list[bool]:
+    """Which layers of a Qwen model are mixtures of experts."""
+    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
+    return [(number + 1) % step == 0 and number not in dense for number in range(needed(hf, "num_hidden_layers"))]
+
+
+def _moe_freq(layers: Sequence[bool]) -> int | list[int]:
+    return 1 if all(layers) else [int(layer) for layer in layers]
+
+
+def _moe_pattern(mcore: McoreValues) -> list[int]:
+    freq = mcore["moe_layer_freq"]
+    return [1] * mcore["num_layers"] if isinstance(freq, int) else list(freq)
+
+
+class SparseStep:
+    """Qwen's `decoder_sparse_step` counts from a step's end, megatron's `moe_layer_freq` from its beginning: a list."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {"moe_layer_freq": _moe_freq(is_sparse(hf))}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        dense = [number for number, moe in enumerate(_moe_pattern(mcore)) if not moe]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+class DenseFirst:
+    """Dense layers before those with experts."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        dense = hf.get("first_k_dense_replace") or 0
+        return {"moe_layer_freq": _moe_freq([n >= dense for n in range(needed(hf, "num_hidden_layers"))])}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"first_k_dense_replace": _moe_pattern(mcore).count(0)}
+
+
+def is_linear(hf: HfConfig) -> list[bool]:
+    """Which layers of Qwen3-Next have linear attention."""
+    named = per_layer(hf, "linear_attention")
+    if named is not None:
+        return named
+    every = hf.get("full_attention_interval") or 4
+    return [(number + 1) % every != 0 for number in range(needed(hf, "num_hidden_layers"))]
+
+
+class LinearLayers:
+    """Layers of linear attention."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        layers = [int(layer) for layer in is_linear(hf)]
+        return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": layers}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        layers = mcore["linear_attention_freq"]
+        return {"layer_types": ["linear_attention" if layer else "full_attention" for layer in layers]}
+
+
+# --- Experts
+
+
+class NormalizedTopk:
+    """Whether the weights of a token's experts add up to 1: then megatron's softmax is over them, else over all."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        normalized = bool(needed(hf, "norm_topk_prob"))
+        if normalized and needed(hf, "num_experts_per_tok") == 1:
+            raise UnsupportedError(
+                "config.json: norm_topk_prob is true with num_experts_per_tok 1: megatron-core 0.16.1 (TopKRouter) "
+                "wants the softmax over all experts there, so that the weight is not 1"
+            )
+        return {"moe_router_pre_softmax": not normalized}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"norm_topk_prob": not mcore["moe_router_pre_softmax"]}
+
+
+class SigmoidScores:
+    """DeepSeek's choice of experts: sigmoid scores, a bias that only chooses, groups of experts chosen first."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        for rule in (
+            Refused("scoring_func", "sigmoid"),
+            Refused("topk_method", "noaux_tc"),
+            Refused("moe_layer_freq", 1),
+        ):
+            rule.to_mcore(hf)
+        # topk_routing_with_score_function (0.16.1): normalized if there are several, else not.
+        topk = needed(hf, "num_experts_per_tok")
+        Refused("norm_topk_prob", topk > 1).to_mcore(hf)
+        groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
+        if chosen >= groups:
+            groups = chosen = None
+        elif topk // chosen != 2:
+            # DeepSeek judges a group by its 2 best experts, group_limited_topk (0.16.1) by its topk // group_topk best.
+            raise UnsupportedError(
+                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 chooses "
+                f"groups by their {topk // chosen} best experts, DeepSeek by their 2 best"
+            )
+        return {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": needed(hf, "routed_scaling_factor"),
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+        }
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        scaling = mcore["moe_router_topk_scaling_factor"]
+        return {
+            "norm_topk_prob": mcore["moe_router_topk"] > 1,
+            "routed_scaling_factor": 1.0 if scaling is None else scaling,
+            "n_group": mcore["moe_router_num_groups"] or 1,
+            "topk_group": mcore["moe_router_group_topk"] or 1,
+        }
+
+
+class SharedExperts:
+    """Shared experts by number; megatron has one of all their sizes."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        size = (hf.get("n_shared_experts") or 0) * needed(hf, "moe_intermediate_size")
+        return {"moe_shared_expert_intermediate_size": size or None}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        size = mcore["moe_shared_expert_intermediate_size"] or 0
+        return {"n_shared_experts": size // mcore["moe_ffn_hidden_size"]}
+
+
+class Mtp:
+    """Layers of multi-token prediction; megatron takes 0 for a number of layers and fails, so none is None."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {"mtp_num_layers": hf.get("num_nextn_predict_layers") or None}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"num_nextn_predict_layers": mcore["mtp_num_layers"] or 0}
+
+
+class LatentHead:
+    """`kv_channels` is not used by latent attention but by the shape of what local attention gives: a value's size."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        return {"kv_channels": needed(hf, "v_head_dim"), "q_lora_rank": hf.get("q_lora_rank")}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"q_lora_rank": mcore["q_lora_rank"]}
+
+
+_DECODER: tuple[Rule, ...] = (
+    Same("num_layers", "num_hidden_layers"),
+    Same("hidden_size", "hidden_size"),
+    Same("num_attention_heads", "num_attention_heads"),
+    Groups(),
+    Same("ffn_hidden_size", "intermediate_size"),
+    Same("layernorm_epsilon", "rms_norm_eps"),
+    Same("attention_dropout", "attention_dropout", default=0.0),
+    Constant("hidden_dropout", 0.0),
+    Constant("normalization", "RMSNorm"),
+    Dtype(),
+    Same("gpt.vocab_size", "vocab_size"),
+    Same("gpt.max_sequence_length", "max_position_embeddings"),
+    Same("gpt.share_embeddings_and_output_weights", "tie_word_embeddings", default=False),
+)
+_SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
+
+DECODER: tuple[Rule, ...] = (*_DECODER, HeadDim())
+"""What all decoders have whose attention is not latent, but for the activation, biases and positions."""
+
+DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
+
+EXPERT_COUNT: tuple[Rule, ...] = (
+    Same("num_moe_experts", "num_local_experts", also=("num_experts",)),
+    Same("moe_router_topk", "num_experts_per_tok"),
+)
+SOFTMAX_ROUTER: tuple[Rule, ...] = (*EXPERT_COUNT, NormalizedTopk())
+SIGMOID_ROUTER: tuple[Rule, ...] = (
+    Same("num_moe_experts", "n_routed_experts"),
+    Same("moe_router_topk", "num_experts_per_tok"),
+    Same("moe_ffn_hidden_size", "moe_intermediate_size"),
+    SigmoidScores(),
+    DenseFirst(),
+    SharedExperts(),
+    Mtp(),
+)
+
+LATENT_ATTENTION: tuple[Rule, ...] = (
+    *_DECODER,
+    *_SILU,
+    Constant("multi_latent_attention", True),
+    # q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention) and
+    # layernorm_epsilon in megatron: the same for DeepSeek, 1e-5 for Moonlight, a difference far below bf16's rounding.
+    Constant("qk_layernorm", True),
+    LatentHead(),
+    Same("kv_lora_rank", "kv_lora_rank"),
+    Same("qk_head_dim", "qk_nope_head_dim"),
+    Same("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    Same("v_head_dim", "v_head_dim"),
+    Refused("rope_interleave", True),
+    LatentRope(),
+)

@@ -1,0 +1,228 @@
+"""A table and a model's sizes, spelled out: every HuggingFace tensor, and where its elements are in mcore's tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.table import Block, Row, Section, Sizes, Table, ValueChange, shape_of
+from mcore_ckpt.sharding.regions import Piece, Region, Shape
+
+MCORE_LAYER = "decoder.layers.{layer}."
+MCORE_MTP = "mtp.layers.{layer}."
+MCORE_MTP_DECODER = "mtp.layers.{layer}.transformer_layer."
+HF_LAYER = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A contiguous range of a HuggingFace tensor that is (a part of) one mcore tensor.
+
+    Attributes:
+        start: its first element in the row-major HuggingFace tensor.
+        mcore: the mcore tensor's global name, as megatron's local layer specs have it; empty: the range is zeros.
+        region: which elements of the mcore tensor, in the order of the range. Its global shape is the mcore tensor's,
+            without padding of the vocabulary.
+        change: what happens to the values: the region's elements, as a tensor of `region.local_shape`, become the range
+            by `change.to_hf`.
+        sections: of the mcore tensor, as in `Row`; empty: it is one, or is `linear_fc1`.
+    """
+
+    start: int
+    mcore: str
+    region: Region
+    change: ValueChange | None = None
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return self.region.numel
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One HuggingFace tensor; its slabs follow on each other and fill it.
+
+    `is_copy`: its elements are in another tensor too.
+    """
+
+    name: str
+    shape: Shape
+    slabs: tuple[Slab, ...]
+    is_copy: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def hf_tensors(model: HfModel) -> list[HfTensor]:
+    """All tensors of a model as HuggingFace has it on disk, embedding first, layer by layer."""
+    return [tensor for tensor, _ in _spelled_out(model, model.architecture.table)]
+
+
+def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
+    """As `hf_tensors`, in the form that a folder has them: `names` are the HuggingFace tensors there.
+
+    What is stacked there is taken stacked. Copies are left out, and so is a multi-token prediction of which
+    nothing is there.
+    """
+    found: list[HfTensor] = []
+    stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
+    instead = {slab.mcore for tensor in stacked for slab in tensor.slabs}
+    classic = list(_spelled_out(model, model.architecture.table))
+    has_mtp = any(is_mtp and not tensor.is_copy and tensor.name in names for tensor, is_mtp in classic)
+    for tensor, is_mtp in classic:
+        replaced = any(slab.mcore in instead for slab in tensor.slabs)
+        if not (replaced or tensor.is_copy or (is_mtp and not has_mtp)):
+            found.append(tensor)
+    return found + stacked
+
+
+def check_names(model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str], where: str) -> None:
+    """Raises CheckpointMismatchError unless a folder has exactly the tensors that the table names.
+
+    Args:
+        model: what the configuration says the model is.
+        wanted: from `hf_tensors_in`.
+        found: all tensors in the folder.
+        where: the folder, for the message.
+    """
+    names = set(found)
+    known = {tensor.name for tensor in wanted} | {tensor.name for tensor in hf_tensors(model)}
+    missing = [tensor.name for tensor in wanted if tensor.name not in names]
+    ignored = [re.compile(pattern) for pattern in model.ignored]
+    unknown = sorted(name for name in names - known if not any(pattern.fullmatch(name) for pattern in ignored))
+    for what, those in (("lacks", missing), ("has unknown tensors:", unknown)):
+        if those:
+            more = f" and {len(those) - 5} more" if len(those) > 5 else ""
+            raise CheckpointMismatchError(f"{where}: {model.describe()} {what} {', '.join(those[:5])}{more}")
+
+
+def _only_stacked(table: Table) -> Table:
+    return Table(model=(), layer=table.stacked)
+
+
+def _spelled_out(model: HfModel, table: Table) -> list[tuple[HfTensor, bool]]:
+    try:
+        return list(_spell_out(model, table))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"config.json: the sizes of this {model.describe()} contradict each other: {error}"
+        ) from None
+
+
+def _spell_out(model: HfModel, table: Table) -> Iterator[tuple[HfTensor, bool]]:
+    """Each tensor, and whether it is of multi-token prediction."""
+    first = [row for row in table.model if not _is_last(row)]
+    last = [row for row in table.model if _is_last(row)]
+    for row in first:
+        yield from ((tensor, False) for tensor in _row(model, row, model.facts, "", ""))
+    for number, kind in enumerate(model.layers):
+        for row in table.layer:
+            names = MCORE_LAYER.format(layer=number), HF_LAYER.format(layer=number)
+            yield from ((tensor, False) for tensor in _row(model, row, model.facts | kind, *names))
+    for number, kind in enumerate(model.mtp_layers):
+        hf = HF_LAYER.format(layer=len(model.layers) + number)
+        for row in table.layer:
+            yield from (
+                (tensor, True)
+                for tensor in _row(model, row, model.facts | kind, MCORE_MTP_DECODER.format(layer=number), hf)
+            )
+        for row in table.mtp:
+            mcore = "" if row.is_copy else MCORE_MTP.format(layer=number)
+            yield from ((tensor, True) for tensor in _row(model, row, model.facts | kind, mcore, hf))
+    for row in last:
+        yield from ((tensor, False) for tensor in _row(model, row, model.facts, "", ""))
+
+
+def _is_last(row: Row) -> bool:
+    return not row.mcore.startswith("embedding.")
+
+
+def _row(model: HfModel, row: Row, facts: frozenset[str], mcore: str, hf: str) -> Iterator[HfTensor]:
+    if not row.applies(facts):
+        return
+    names = [hf + name for name in row.hf]
+    shapes = [shape_of(words, model.sizes) for words in row.hf.values()]
+    if not row.mcore:
+        for name, shape in zip(names, shapes, strict=True):
+            yield HfTensor(name, shape, (Slab(0, "", Region.whole(shape)),))
+    elif "{expert}" not in row.mcore:
+        yield from _whole(model, row, mcore + row.mcore, names, shapes)
+    elif all("{expert}" in name for name in names):
+        for expert in range(model.sizes["experts"]):
+            of_expert = [name.format(expert=expert) for name in names]
+            yield from _whole(model, row, (mcore + row.mcore).format(expert=expert), of_expert, shapes)
+    else:
+        yield from _stacked(model, row, mcore + row.mcore, names, shapes)
+
+
+def _whole(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape]) -> Iterator[HfTensor]:
+    regions = _regions(row, row.transform(model.sizes, shapes), shapes)
+    for name, shape, region in zip(names, shapes, regions, strict=True):
+        slab = Slab(0, mcore, region, row.change, _sections(row, model.sizes))
+        yield HfTensor(name, shape, (slab,), row.is_copy)
+
+
+def _sections(row: Row, sizes: Sizes) -> tuple[Section, ...]:
+    return tuple(Section(name, *shape_of(rows, sizes)) for name, rows in row.sections.items())
+
+
+def _stacked(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes: Sequence[Shape]) -> Iterator[HfTensor]:
+    of_one = [shape[1:] for shape in shapes]
+    regions = _regions(row, row.transform(model.sizes, of_one), of_one)
+    for name, shape, region in zip(names, shapes, regions, strict=True):
+        slabs = tuple(
+            Slab(expert * region.numel, mcore.format(expert=expert), region, row.change) for expert in range(shape[0])
+        )
+        yield HfTensor(name, shape, slabs, row.is_copy)
+
+
+def _regions(row: Row, blocks: Sequence[Block], shapes: Sequence[Shape]) -> list[Region]:
+    """Where the rows of each HuggingFace tensor are in the mcore tensor."""
+    if row.change is not None and len(shapes) == 1:
+        # Its values change their places, too: the region is that of the mcore tensor, whole.
+        return [Region.whole(_mcore_shape(row, shapes[0]))]
+    rest = shapes[0][1:]
+    global_shape = (sum(block.rows for block in blocks), *rest)
+    pieces: list[list[Piece]] = [[] for _ in shapes]
+    at = 0
+    for block in blocks:
+        zeros = (0,) * len(rest)
+        pieces[block.source].append(Piece((block.start, *zeros), (block.rows, *rest), (at, *zeros)))
+        at += block.rows
+    regions = []
+    for shape, parts in zip(shapes, pieces, strict=True):
+        region = Region(
+            global_shape, shape, tuple(_joined(sorted(parts, key=lambda p: p.local_offset))), (0, prod(shape))
+        )
+        region.check()
+        regions.append(region)
+    return regions
+
+
+def _mcore_shape(row: Row, shape: Shape) -> Shape:
+    assert row.change is not None
+    return tuple(row.change.to_mcore(torch.empty(shape, device="meta")).shape)
+
+
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Pieces that follow on each other on both sides, as one."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is not None:
+            gap = (piece.local_offset[0] - last.local_offset[0], piece.global_offset[0] - last.global_offset[0])
+            if gap == (last.shape[0], last.shape[0]):
+                last = Piece(last.local_offset, (last.shape[0] + piece.shape[0], *last.shape[1:]), last.global_offset)
+                continue
+            yield last
+        last = piece
+    if last is not None:
+        yield last

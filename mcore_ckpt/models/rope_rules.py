@@ -1,0 +1,211 @@
+"""Rotary embeddings: what `config.json` says of them, in transformers 4 or 5, and what megatron calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.config_fields import HfConfig, HfFields, McoreValues, needed
+
+
+@dataclass(frozen=True)
+class RopeFields:
+    """What a config says of rotary embeddings, wherever it says it."""
+
+    kind: str
+    theta: float
+    partial: float
+    fields: Mapping[str, Any]
+
+
+def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
+    """Rotary embeddings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
+
+    Raises:
+        UnsupportedError: they differ between layers, or are no fields at all.
+    """
+    fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(fields, Mapping):
+        raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, not an object")
+    if any(isinstance(value, Mapping) for value in fields.values()):
+        raise UnsupportedError("config.json: rope_parameters differ between kinds of layers, megatron-core's do not")
+
+    def either(name: str, default: float) -> float:
+        return next((place[name] for place in (fields, hf) if place.get(name) is not None), default)
+
+    return RopeFields(
+        str(fields.get("rope_type") or fields.get("type") or "default"),
+        either("rope_theta", default_theta),
+        either("partial_rotary_factor", default_partial),
+        fields,
+    )
+
+
+def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str, Any]) -> HfFields:
+    """As `read_rope`, the other way, for transformers 4 and 5: each reads its own fields and leaves the others alone.
+
+    transformers 4 takes a config that has only `rope_parameters` for one with the default theta.
+    """
+    of_part = {} if partial is None else {"partial_rotary_factor": partial}
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": theta, **of_part, **more},
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **more},
+        **of_part,
+    }
+
+
+def _both_ropes(rope: RopeFields, default_partial: float) -> HfFields:
+    own = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    more = {name: value for name, value in rope.fields.items() if name not in own}
+    return write_rope(rope.kind, rope.theta, None if rope.partial == default_partial == 1.0 else rope.partial, more)
+
+
+def _refuse_rope(kind: str, name: str, value: Any, why: str) -> UnsupportedError:
+    return UnsupportedError(f"config.json: {name} of {kind} rotary embeddings is {value!r}: {why}")
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embeddings of attention that is not latent.
+
+    Attributes:
+        default_theta: what transformers takes if a config does not say it.
+        default_partial: the same of the part of a head that is rotated.
+    """
+
+    default_theta: float = 10000.0
+    default_partial: float = 1.0
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        rope = read_rope(hf, self.default_theta, self.default_partial)
+        values: dict[str, Any] = {
+            "gpt.position_embedding_type": "rope",
+            "gpt.rotary_base": rope.theta,
+            "gpt.rotary_percent": rope.partial,
+            "gpt.rope_scaling": False,
+            "gpt.seq_len_interpolation_factor": None,
+        }
+        if rope.kind == "linear":
+            values["gpt.seq_len_interpolation_factor"] = needed(rope.fields, "factor")
+        elif rope.kind == "llama3":
+            # RotaryEmbedding._apply_scaling (0.16.1) takes no others.
+            for name, value in _LLAMA3.items():
+                if rope.fields.get(name) != value:
+                    raise _refuse_rope(rope.kind, name, rope.fields.get(name), f"megatron-core 0.16.1 has {value}")
+            values |= {"gpt.rope_scaling": True, "gpt.rope_scaling_factor": needed(rope.fields, "factor")}
+        elif rope.kind == "yarn":
+            if rope.partial != 1.0:
+                raise _refuse_rope(
+                    rope.kind, "partial_rotary_factor", rope.partial, "megatron-core rotates whole heads"
+                )
+            values["gpt.position_embedding_type"] = "yarn"
+            values |= {f"attributes.yarn_{name}": value for name, value in read_yarn(rope, hf).items()}
+        elif rope.kind != "default":
+            raise UnsupportedError(
+                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1 has default, linear, llama3 and yarn"
+            )
+        return values
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        partial = mcore["gpt.rotary_percent"]
+        kind, more = "default", {}
+        if mcore["gpt.position_embedding_type"] == "yarn":
+            kind, more = "yarn", write_yarn({n: mcore[f"attributes.yarn_{n}"] for n in _YARN}, cut=True)
+        elif mcore["gpt.rope_scaling"]:
+            kind, more = "llama3", {"factor": mcore["gpt.rope_scaling_factor"], **_LLAMA3}
+        elif mcore["gpt.seq_len_interpolation_factor"] is not None:
+            kind, more = "linear", {"factor": mcore["gpt.seq_len_interpolation_factor"]}
+        if partial == self.default_partial == 1.0:
+            partial = None
+        return write_rope(kind, mcore["gpt.rotary_base"], partial, more)
+
+    def spelling(self, hf: HfConfig) -> HfFields:
+        """The same fields for transformers 4 and 5."""
+        return _both_ropes(read_rope(hf, self.default_theta, self.default_partial), self.default_partial)
+
+
+_YARN = (
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "correction_range_round_to_int",
+)
+
+
+def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
+    """Yarn's fields under megatron's names; defaults as in transformers' `_compute_yarn_parameters`.
+
+    mscale and mscale_all_dim are None where the config does not have both: cosine and sine are then scaled by the
+    factor alone, in transformers as in `_yarn_get_concentration_factor` (0.16.1).
+    """
+    fields = rope.fields
+    if fields.get("attention_factor") is not None:
+        raise _refuse_rope(rope.kind, "attention_factor", fields["attention_factor"], "megatron-core computes it")
+    both = bool(fields.get("mscale") and fields.get("mscale_all_dim"))
+    original = fields.get("original_max_position_embeddings")
+    return {
+        "rotary_scaling_factor": needed(fields, "factor"),
+        "original_max_position_embeddings": needed(hf, "max_position_embeddings") if original is None else original,
+        "beta_fast": fields.get("beta_fast") or 32.0,
+        "beta_slow": fields.get("beta_slow") or 1.0,
+        "mscale": fields["mscale"] if both else None,
+        "mscale_all_dim": fields["mscale_all_dim"] if both else None,
+        "correction_range_round_to_int": fields.get("truncate") is not False,
+    }
+
+
+def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
+    """As `read_yarn`, the other way; `cut`: whether the architecture may say how the correction range is rounded."""
+    more = {
+        "factor": yarn["rotary_scaling_factor"],
+        **{name: yarn[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
+    }
+    more |= {name: yarn[name] for name in ("mscale", "mscale_all_dim") if yarn[name] is not None}
+    if cut and not yarn["correction_range_round_to_int"]:
+        more["truncate"] = False
+    return more
+
+
+class LatentRope:
+    """Rotary embeddings of latent attention: fields of `MLATransformerConfig`."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        rope = read_rope(hf, 10000.0, 1.0)
+        values = {"gpt.position_embedding_type": "rope", "rotary_base": rope.theta, "rotary_percent": rope.partial}
+        if rope.kind == "default":
+            # rotary_scaling_factor is 40 unless it is said, and scales the softmax if mscale_all_dim is not 0.
+            return values | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        if rope.kind != "yarn":
+            raise UnsupportedError(
+                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1's latent attention has default and yarn"
+            )
+        yarn = read_yarn(rope, hf)
+        if not yarn.pop("correction_range_round_to_int"):
+            raise _refuse_rope(rope.kind, "truncate", False, "latent attention of megatron-core 0.16.1 rounds")
+        if yarn["mscale"] is None:
+            if rope.fields.get("mscale_all_dim"):
+                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim is there without it")
+            yarn |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        return values | {"rope_type": "yarn"} | yarn
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        if mcore["rope_type"] == "rope":
+            return write_rope("default", mcore["rotary_base"], None, {})
+        yarn = {name: mcore[name] for name in _YARN if name != "correction_range_round_to_int"}
+        return write_rope("yarn", mcore["rotary_base"], None, write_yarn(yarn, cut=False))
+
+    def spelling(self, hf: HfConfig) -> HfFields:
+        """The same fields for transformers 4 and 5."""
+        return _both_ropes(read_rope(hf, 10000.0, 1.0), 1.0)
+
+
+ROPE = Rope()

@@ -1,0 +1,172 @@
+"""The staging buffer is the file: tensors are copied to the offsets they have on disk."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite
+from mcore_ckpt.io import _native
+from mcore_ckpt.io.pages import page_ceil
+from mcore_ckpt.io.tuning import HOST_THREADS
+from mcore_ckpt.save.device_copies import DeviceCopies
+
+
+class FileTensors(NamedTuple):
+    """The tensors to save to one file, in the order of its request.
+
+    Attributes:
+        tensors: row-major or not, in host memory or on a GPU.
+        addresses: where each begins.
+        in_rows: whether all are row-major, without gaps.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    in_rows: bool
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> FileTensors:
+        # A TorchFunctionMode, as profilers are, would be asked at each of thousands.
+        with torch._C.DisableTorchFunction():
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            return FileTensors(tensors, addresses, all(map(torch.Tensor.is_contiguous, tensors)))
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """The bytes to write, or the way to them.
+
+    Attributes:
+        writes: one for each file this rank writes a part of.
+        seconds: what copying took before this was returned.
+        keep: tensors that must live until the bytes are on the disk.
+    """
+
+    writes: tuple[ImageWrite, ...]
+    seconds: float
+    keep: tuple[torch.Tensor, ...] = ()
+
+
+def arena_bytes(files: Sequence[FilePlan]) -> int:
+    """Host memory that images of this rank's parts take; each begins on a page."""
+    return sum(page_ceil(plan.nbytes) for plan in files)
+
+
+def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
+    """For tensors in host memory that do not change until they are on the disk: nothing is copied beforehand."""
+    writes: list[ImageWrite] = []
+    keep: list[torch.Tensor] = []
+    for plan, members in zip(files, tensors, strict=True):
+        first, found, addresses = _locate(plan, members)
+        keep += found
+        others = len(members.tensors) - first - len(found)
+        writes.append(ImageWrite(plan, [*[0] * first, *addresses, *[0] * others], 0, []))
+    return Capture(tuple(writes), 0.0, tuple(keep))
+
+
+def capture_copies(
+    files: Sequence[FilePlan], tensors: Sequence[FileTensors], address: int, device: DeviceCopies | None
+) -> Capture:
+    """Copies the tensors to their places in images.
+
+    When this returns, tensors in host memory may change. Those on a GPU may once `device` says so.
+
+    Args:
+        files, tensors: what to copy.
+        address: of `arena_bytes(files)` bytes of host memory, pinned if there is a GPU.
+        device: copies from GPUs; None if there are none.
+    """
+    started = time.perf_counter()
+    host, on_device = _Columns(), _Columns()
+    copied_from: list[torch.Tensor] = []
+    places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
+    for plan, members in zip(files, tensors, strict=True):
+        first, found, addresses = _locate(plan, members)
+        copied_from += found
+        parts = plan.parts
+        destinations = [address - plan.start + at for at in parts.at]
+        sources = [addresses[tensor - first] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
+        on_gpu = _on_gpu(found)
+        is_cuda = [on_gpu[tensor - first] for tensor in parts.tensor]
+        host.add(destinations, sources, parts.nbytes, [not cuda for cuda in is_cuda])
+        before = len(on_device.nbytes)
+        on_device.add(destinations, sources, parts.nbytes, is_cuda)
+        offsets = compress(parts.at, is_cuda)
+        places.append((plan, address, list(enumerate(offsets, before + 1))))
+        address += page_ceil(plan.nbytes)
+    events: list[tuple[int, int]] = []
+    if on_device.nbytes:
+        assert device is not None, "tensors on a GPU without copies from it"
+        events = device.start(on_device.destinations, on_device.sources, on_device.nbytes, copied_from)
+    if host.nbytes:
+        _native.copy_host(host.destinations, host.sources, host.nbytes, HOST_THREADS)
+    writes = tuple(ImageWrite(plan, None, at, _ready(plan, copies, events)) for plan, at, copies in places)
+    return Capture(writes, time.perf_counter() - started)
+
+
+class _Columns:
+    """Copies as the native calls take them."""
+
+    def __init__(self) -> None:
+        self.destinations: list[int] = []
+        self.sources: list[int] = []
+        self.nbytes: list[int] = []
+
+    def add(
+        self, destinations: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], which: Sequence[bool]
+    ) -> None:
+        self.destinations += compress(destinations, which)
+        self.sources += compress(sources, which)
+        self.nbytes += compress(nbytes, which)
+
+
+class _Located(NamedTuple):
+    """The tensors in this rank's range, copied where their elements are not in a row, and where they begin."""
+
+    first: int  # the number of the first of them
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+
+
+def _locate(plan: FilePlan, members: FileTensors) -> _Located:
+    numbers = plan.parts.tensor
+    first, after = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+    found, addresses = members.tensors[first:after], members.addresses[first:after]
+    if not members.in_rows:
+        with torch._C.DisableTorchFunction():
+            found = [tensor.detach().contiguous() for tensor in found]
+            addresses = list(map(torch.Tensor.data_ptr, found))
+    return _Located(first, found, addresses)
+
+
+def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    with torch._C.DisableTorchFunction():
+        return [tensor.is_cuda for tensor in tensors]
+
+
+def _ready(
+    plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Up to which offset of the file each event vouches for.
+
+    Args:
+        plan: the file.
+        copies: (how many copies from the GPU are done with this one, its offset in the file).
+        events: (how many copies are done, the event that says so), ascending.
+    """
+    counts = [count for count, _ in copies]
+    ready: list[tuple[int, int]] = []
+    for done, event in events:
+        covered = bisect_right(counts, done)
+        if covered:
+            ready.append((copies[covered][1] if covered < len(copies) else plan.stop, event))
+        if covered == len(copies):
+            break
+    return ready

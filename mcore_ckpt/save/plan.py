@@ -1,0 +1,328 @@
+"""The plan of a save: which tensor goes where in which file.
+
+Made once, and used as long as the tensors are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import attrgetter, call, eq, is_
+from typing import Any, cast
+from weakref import ReferenceType, ref
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import dtype_name
+from mcore_ckpt.checkpoint.index import Alias
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.save.capture import FileTensors
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.live import LiveObjects
+from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.offloaded import HostCopies, host_copies, in_host_memory
+from mcore_ckpt.state.shards import LocalShard, ParameterState
+from mcore_ckpt.state.trainer import Trainer
+
+_SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
+# Tensors looked at together: what the first look has brought into the processor's cache is there for the others.
+_AT_ONCE = 512
+
+
+@dataclass(frozen=True, eq=False)
+class _KeptTensors:
+    """Some of the tensors of a file, which are not kept alive, and what they are like: in columns."""
+
+    references: tuple[ReferenceType[torch.Tensor], ...]
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> _KeptTensors:
+        kinds = (tuple(map(attribute, tensors)) for attribute in (_SHAPE, _DTYPE, _DEVICE))
+        return _KeptTensors(tuple(map(ref, tensors)), *kinds)
+
+    def find(self, instead: Mapping[int, torch.Tensor | None]) -> FileTensors | None:
+        """They, as they are now; None if one is gone or of another kind. `instead`: those to take others for."""
+        tensors = list(map(call, self.references))
+        for number, tensor in instead.items():
+            tensors[number] = tensor
+        if any(map(is_, tensors, repeat(None))):
+            return None
+        found = cast("list[torch.Tensor]", tensors)
+        # A TorchFunctionMode, as profilers and ways to run megatron on CPU are, would be asked at each of thousands;
+        # and thousands of objects kept at a time would set off a garbage collection that takes longer than all this.
+        with torch._C.DisableTorchFunction():
+            is_alike = (
+                all(map(eq, map(_SHAPE, found), self.shapes))
+                and all(map(is_, map(_DTYPE, found), self.dtypes))
+                and all(map(eq, map(_DEVICE, found), self.devices))
+            )
+        return FileTensors.of(found) if is_alike else None
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """The files that this rank writes parts of, and the tensors to write, by file.
+
+    Attributes:
+        buffers: those of the tensors that may change at any point of a training step: (file, tensor) numbers.
+        on_gpu: whether any of them is.
+        on_host: whether any parameter or optimizer state is in host memory.
+    """
+
+    files: tuple[FilePlan, ...]
+    tensors: tuple[FileTensors, ...]
+    buffers: tuple[tuple[int, int], ...]
+    on_gpu: bool
+    on_host: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A plan between two saves: it holds no tensor, so that a trainer may offload them."""
+
+    live: LiveObjects
+    files: tuple[FilePlan, ...]
+    tensors: tuple[tuple[_KeptTensors, ...], ...]
+    buffers: tuple[tuple[int, int], ...]
+    on_gpu: bool
+    on_host: bool
+
+    @staticmethod
+    def of(plan: SavePlan, live: LiveObjects) -> _Kept:
+        tensors = tuple(
+            tuple(
+                _KeptTensors.of(members.tensors[at : at + _AT_ONCE]) for at in range(0, len(members.tensors), _AT_ONCE)
+            )
+            for members in plan.tensors
+        )
+        return _Kept(live, plan.files, tensors, plan.buffers, plan.on_gpu, plan.on_host)
+
+    def plan(self) -> SavePlan | None:
+        """The plan with the tensors as they are now; None if it no longer holds."""
+        if not self.live.are_still_there():
+            return None
+        by_file = [self._find(file) for file in range(len(self.files))]
+        tensors = tuple(members for members in by_file if members is not None)
+        if len(tensors) < len(by_file):
+            return None
+        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host)
+
+    def _find(self, file: int) -> FileTensors | None:
+        refreshed = self._refreshed(file)
+        parts = []
+        for number, kept in enumerate(self.tensors[file]):
+            low = number * _AT_ONCE
+            found = kept.find({at - low: tensor for at, tensor in refreshed.items() if 0 <= at - low < _AT_ONCE})
+            if found is None:
+                return None
+            parts.append(found)
+        return FileTensors(
+            list(chain.from_iterable(part.tensors for part in parts)),
+            list(chain.from_iterable(part.addresses for part in parts)),
+            all(part.in_rows for part in parts),
+        )
+
+    def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
+        """Of the file's tensors those made anew, where the live one is another."""
+        found = {}
+        for number in (number for where, number in self.buffers if where == file):
+            refresh = self.files[file].request.tensors[number].refresh
+            if refresh is not None:
+                found[number] = refresh()
+        return found
+
+
+class SavePlanner:
+    """Keeps the last plan, and finds out whether it still holds."""
+
+    def __init__(self) -> None:
+        self._images = ImageCache()
+        self._kept: _Kept | None = None
+
+    def plan(self, trainer: Trainer) -> SavePlan:
+        """This rank's plan, of tensors whose memory is there: no copy, no communication.
+
+        Raises:
+            UnsupportedError: something that cannot be saved whole.
+        """
+        plan = None if self._kept is None else self._kept.plan()
+        if plan is None:
+            self._kept = None
+            live = LiveObjects(trainer.chunks, trainer.optimizer)
+            plan = _new_plan(trainer, self._images)
+            self._kept = _Kept.of(plan, live)
+        plan = _with_host_copies(plan, host_copies(trainer.chunks))
+        for file, members in zip(plan.files, plan.tensors, strict=True):
+            _refuse_freed_memory(file.request, members)
+        return plan
+
+
+def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
+    if not copies:
+        return plan
+    tensors = tuple(FileTensors.of(in_host_memory(members.tensors, copies)) for members in plan.tensors)
+    return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True)
+
+
+# Below this no system with 48-bit addresses puts anything. Where all addresses are smaller, all tensors are looked at.
+_LEAST_ADDRESS = 1 << 44
+
+
+def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
+    """Raises UnsupportedError for an offloaded tensor.
+
+    megatron's `offload_to_cpu` (0.16.1) frees the storage below it; its address is then its offset in that storage.
+    One that is a buffer's has been taken from the copy that is kept of it.
+    """
+    if min(members.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
+        return
+    for write, tensor, address in zip(request.tensors, members.tensors, members.addresses, strict=True):
+        if address < _LEAST_ADDRESS and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise UnsupportedError(
+                f"tensor {write.key} has no memory: it is offloaded; bring model and optimizer back before save()"
+            )
+
+
+def _new_plan(trainer: Trainer, images: ImageCache) -> SavePlan:
+    contents = trainer.config.save_contents
+    model = read_model(trainer.chunks)
+    requests: list[WriteRequest] = []
+    # The HuggingFace model is made from the same files.
+    if "model" in contents or "hf_model" in contents:
+        skip_frozen = trainer.config.skip_frozen
+        requests += _model_requests(trainer, [shard for shard in model if not (skip_frozen and shard.is_frozen)])
+    if "optimizer" in contents:
+        requests += _optimizer_requests(trainer, model)
+    for request in requests:
+        _refuse_other_devices(request)
+    plans = [(plan_file(request, trainer.agreement.rank, images), request) for request in requests]
+    plans = [(plan, request) for plan, request in plans if plan.nbytes]
+    tensors = tuple(FileTensors.of([write.tensor for write in request.tensors]) for _, request in plans)
+    return SavePlan(
+        tuple(plan for plan, _ in plans),
+        tensors,
+        buffers=tuple(
+            (number, position)
+            for number, (_, request) in enumerate(plans)
+            for position, write in enumerate(request.tensors)
+            if write.is_buffer
+        ),
+        on_gpu=_on_gpu(tensors),
+        on_host=_on_host(request for _, request in plans),
+    )
+
+
+def _on_gpu(tensors: Iterable[FileTensors]) -> bool:
+    return any(tensor.is_cuda for members in tensors for tensor in members.tensors)
+
+
+def _on_host(requests: Iterable[WriteRequest]) -> bool:
+    return any(not (write.tensor.is_cuda or write.is_buffer) for request in requests for write in request.tensors)
+
+
+def _refuse_other_devices(request: WriteRequest) -> None:
+    for write in request.tensors:
+        if write.tensor.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"tensor {write.key} is on device {write.tensor.device}: only CPU and CUDA are supported"
+            )
+
+
+def _model_requests(trainer: Trainer, model: Iterable[LocalShard]) -> Iterator[WriteRequest]:
+    at, apart, replicas = trainer.coordinates, trainer.topology.experts_apart, trainer.replicas
+    own = [shard for shard in model if not shard.replica]
+    dense = [shard for shard in own if not (apart and shard.expert)]
+    experts = [shard for shard in own if apart and shard.expert]
+    yield from _shared(
+        trainer, replicas.dense, WriteRequest(file_names.model_file(at.tp, at.pp), "model", _model_writes(dense))
+    )
+    if experts:
+        path = file_names.expert_file(at.etp, at.pp, at.ep)
+        yield from _shared(trainer, replicas.experts, WriteRequest(path, "experts", _model_writes(experts)))
+
+
+def _shared(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
+    """A file of replicated tensors: one rank writes it, or all write a part each."""
+    alike = not any(map(_may_differ, request.tensors))
+    if trainer.config.shared_writes and alike:
+        yield replace(request, writers=tuple(ranks))
+    elif trainer.agreement.rank == ranks[0]:
+        yield request
+
+
+def _may_differ(write: TensorWrite) -> bool:
+    """Whether replicas need not hold the same: buffers may differ, and opaque states need not even be as long.
+
+    Not the router's bias: megatron computes it from the token counts of all data-parallel ranks.
+    """
+    return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(".expert_bias")
+
+
+def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
+    return tuple(
+        TensorWrite((s.key.name,), s.key, s.region, s.tensor, tuple(s.tensor.shape), s.is_buffer, s.refresh)
+        for s in shards
+    )
+
+
+def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterator[WriteRequest]:
+    """This rank's own file, and its part of what a replicated optimizer keeps in the file of the first replica."""
+    parts = optimizer_state.optimizer_parts(trainer.optimizer)
+    by_part = optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
+    states = list(zip(parts, by_part, strict=True))
+    rank, dense = trainer.agreement.rank, trainer.replicas.dense
+    own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)
+    # Of experts the replicas are other ranks than of dense tensors, though one file holds both: left to one writer.
+    replicated = not any(part.is_sharded for part in parts) and not trainer.topology.experts_apart
+    if not replicated:
+        yield own
+        return
+    at = trainer.coordinates
+    if rank != dense[0]:
+        yield own
+    yield from _shared(trainer, dense, _optimizer_request(trainer, (at.pp, at.tp, 0, 0), states, dense[0]))
+
+
+def _optimizer_request(
+    trainer: Trainer,
+    place: tuple[int, int, int, int],
+    states: Iterable[tuple[optimizer_state.OptimizerPart, Sequence[ParameterState]]],
+    writer: int,
+) -> WriteRequest:
+    """The optimizer file of one place (pp, tp, cp, dp), as rank `writer` has it."""
+    writes: list[TensorWrite] = []
+    aliases: list[Alias] = []
+    for part, members in states:
+        for state in members:
+            if _writes_state(trainer, part, state, writer):
+                _add_state(state, "model" in trainer.config.save_contents, writes, aliases)
+    return WriteRequest(file_names.optimizer_file(*place), "optimizer", tuple(writes), tuple(aliases), tree=("state",))
+
+
+def _writes_state(trainer: Trainer, part: optimizer_state.OptimizerPart, state: ParameterState, writer: int) -> bool:
+    if state.replica:
+        return False
+    if part.is_sharded:
+        return True
+    apart = trainer.topology.experts_apart and state.expert
+    return writer == (trainer.replicas.experts if apart else trainer.replicas.dense)[0]
+
+
+def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorWrite], aliases: list[Alias]) -> None:
+    tensors: Mapping[str, Any] = dict(state.moments)
+    if state.is_model_view and model_is_saved:
+        key = ShardKey(state.name, PARAM)
+        aliases.append(Alias(key, MODEL, state.region, dtype_name(state.main.dtype)))
+    else:
+        tensors = {PARAM: state.main, **tensors}
+    for kind, tensor in tensors.items():
+        key = ShardKey(state.name, kind)
+        writes.append(TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,)))

@@ -1,1 +1,0 @@
-"""Getting bytes off the training path."""

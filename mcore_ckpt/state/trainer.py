@@ -1,0 +1,52 @@
+"""What one rank knows of its training: the objects to save, its place in the layout, how it agrees with other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.manifest import StageRecord
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """Everything that saving and loading share, fixed for the life of a CheckpointManager.
+
+    Attributes:
+        root: the folder of all steps.
+        role: the name of this trainer's folder in each step.
+        chunks: the virtual chunks of the model, bare or wrapped in DistributedDataParallel.
+        optimizer, lr_scheduler: megatron's, or None.
+        hf_config, processing_class: transformers' config and tokenizer or processor, or None.
+        config: the user's choices.
+        coordinates: this rank's place in the parallel layout; `topology` has the sizes of the layout.
+        replicas: the world ranks that hold the same tensors as this one.
+        stages: the layers of this rank's virtual pipeline stages.
+        first_instance: whether this rank belongs to distributed-optimizer instance 0.
+        num_layers: how many decoder layers the whole model has.
+        vocab_size: how many tokens the vocabulary has without padding; None if nobody said.
+        agreement: this rank's seat for rounds on the trainer's own thread.
+    """
+
+    root: Path
+    role: str
+    chunks: tuple[torch.nn.Module, ...]
+    optimizer: Any
+    lr_scheduler: Any
+    hf_config: Any
+    processing_class: Any
+    config: CheckpointConfig
+    coordinates: RankCoordinates
+    topology: Topology
+    replicas: Replicas
+    stages: tuple[StageRecord, ...]
+    first_instance: bool
+    num_layers: int
+    vocab_size: int | None
+    agreement: Agreement

@@ -1,0 +1,1 @@
+"""Many checkpoints under one root: commit, listing, tracker, retention, pins, locks, and copies in a remote store."""

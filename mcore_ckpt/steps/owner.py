@@ -1,0 +1,79 @@
+"""Which process something on disk belongs to, so that another can tell whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import inside, read_small, write_file
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process: its machine, pid, and its start in clock ticks since boot, because pids are used again.
+
+    Containers may share a host's name and count pids apart: `host` is the name, the boot and the pid namespace.
+    """
+
+    host: str
+    pid: int
+    start: int
+
+    @staticmethod
+    def this_process() -> Owner:
+        return Owner(_this_host(), os.getpid(), _start_of(os.getpid()) or 0)
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Owner:
+        """The inverse of `asdict`. Raises FieldError."""
+        return Owner(fields.get_name(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
+
+    @property
+    def is_on_this_host(self) -> bool:
+        return self.host == _this_host()
+
+    @property
+    def is_alive_here(self) -> bool:
+        return self.is_on_this_host and _start_of(self.pid) == self.start
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host.partition(' ')[0]}"
+
+
+def _this_host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut within a letter
+    except OSError:
+        return None
+    # proc(5): field 3 is the state, field 22 starttime; field 2, the command in parentheses, may hold spaces and
+    # parentheses. A zombie is dead: where nobody waits for orphans, as in many containers, it stays.
+    fields_from_3 = stat.rpartition(")")[2].split()
+    return None if fields_from_3[0] in "ZX" else int(fields_from_3[19])
+
+
+def write_owner(folder: Path) -> None:
+    """Says that this process works in a folder, whoever did before. Raises OSError."""
+    (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
+    write_file(folder / file_names.OWNER_FILE, [fields.encode(asdict(Owner.this_process()))])
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The owner of a staging folder, or None if it does not say."""
+    try:
+        record = fields.decode(read_small(inside(folder, file_names.OWNER_FILE), limits.SMALL_BYTES))
+        return Owner.of(record)
+    except (OSError, CheckpointCorruptError, fields.FieldError):
+        return None

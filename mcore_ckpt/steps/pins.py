@@ -1,0 +1,49 @@
+"""Pins steps, so that retention never deletes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.io.files import FILE_MODE, sync_dir
+from mcore_ckpt.steps.listing import StepStatus, list_steps
+
+
+def pin(root: str | Path, step: int) -> None:
+    """Keeps a step whatever `max_to_keep` says, until `unpin`. Any process may; pinned twice is pinned.
+
+    Raises:
+        CheckpointNotFoundError: it is not a complete step.
+        OSError.
+
+    Example:
+        >>> pin("checkpoints", 12000)  # doctest: +SKIP
+    """
+    status = _status(Path(root), step)
+    if not status.is_complete:
+        raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
+    try:
+        (status.path / file_names.PINNED_FILE).touch(FILE_MODE)
+        sync_dir(status.path)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"{status.path}: was deleted before it could be pinned") from None
+
+
+def unpin(root: str | Path, step: int) -> None:
+    """Lets retention count a step again.
+
+    Raises:
+        CheckpointNotFoundError: there is no such step.
+        OSError.
+    """
+    status = _status(Path(root), step)
+    (status.path / file_names.PINNED_FILE).unlink(missing_ok=True)
+    sync_dir(status.path)
+
+
+def _status(root: Path, step: int) -> StepStatus:
+    found = [status for status in list_steps(root) if status.step == step]
+    if not found:
+        raise CheckpointNotFoundError(f"{root}: there is no step {step}")
+    return found[0]

@@ -1,0 +1,101 @@
+"""Reads and moves the tracker, the file that names the newest complete step for people and other programs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import read_small, replace_file
+from mcore_ckpt.steps.listing import StepStatus, complete_steps
+
+logger = logging.getLogger(__name__)
+
+# Roles that commit at the same moment: each look but the last is after another one's write.
+_TRACKER_LOOKS = 16
+
+
+def read_tracker(root: Path) -> int | None:
+    """The step the tracker names; None if there is no tracker, or it holds anything else. Raises nothing."""
+    try:
+        return file_names.parse_tracker(read_small(root / file_names.TRACKER_FILE, limits.SMALL_BYTES).decode())
+    except (OSError, CheckpointCorruptError, UnicodeDecodeError):
+        return None
+
+
+def update_tracker(root: Path, only: int | None = None) -> int | None:
+    """Makes the tracker name the newest complete step, which is returned. Raises OSError.
+
+    `only`: a trainer that names its folders itself resumes from what the tracker names, and after going back to an
+    older step that must not be a newer one of the run that it left: name this step, if it is complete, or leave the
+    tracker alone.
+    """
+    newest = None
+    for _ in range(_TRACKER_LOOKS):
+        complete = [status.step for status in complete_steps(root)]
+        if not complete:
+            return None
+        newest = complete[-1]
+        wanted = newest if only is None else only
+        if read_tracker(root) == wanted or wanted not in complete:
+            break
+        replace_file(root / file_names.TRACKER_FILE, str(wanted).encode())
+        # Once more: another role may have completed a newer step between the look and the write, and have moved the
+        # tracker there before it was moved back here.
+    return newest
+
+
+def move_tracker(root: Path, only: int | None = None) -> int | None:
+    """`update_tracker` behind a commit: the checkpoint is in place, so a failure here is told and is not the save's."""
+    try:
+        return update_tracker(root, only)
+    except OSError as error:
+        logger.warning("the checkpoint is committed, but the tracker could not be updated: %s", error)
+        return None
+
+
+def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
+    """Says so if the tracker does not name the newest of the complete steps. Raises nothing.
+
+    Args:
+        root: the folder of the steps.
+        complete: at least one, the oldest first.
+    """
+    path, tracked, newest = root / file_names.TRACKER_FILE, read_tracker(root), complete[-1].step
+    if tracked == newest or not os.path.lexists(path):
+        return
+    if tracked is None:
+        logger.warning("%s does not name a step; loading the newest complete one, %d", path, newest)
+    elif tracked in [status.step for status in complete]:
+        logger.warning(
+            "%s names step %d, but the newest complete step is %d: loading that. Use load(step=%d) for the other",
+            path,
+            tracked,
+            newest,
+            tracked,
+        )
+    else:
+        logger.warning(
+            "%s names step %d, where there is nothing complete to load; loading the newest complete step, %d",
+            path,
+            tracked,
+            newest,
+        )
+
+
+def tracker_problems(root: Path) -> list[str]:
+    """Why other programs, which go by the tracker, would not load what `load` does; nothing if they would."""
+    path, complete = root / file_names.TRACKER_FILE, complete_steps(root)
+    if not complete and not path.exists():
+        return []
+    tracked = read_tracker(root)
+    if tracked is None:
+        return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes it anew"]
+    if not complete or tracked != complete[-1].step:
+        newest = f"the newest complete step is {complete[-1].step}" if complete else "no step is complete"
+        return [f"{path}: names step {tracked}, but {newest}"]
+    return []

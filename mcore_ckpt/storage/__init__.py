@@ -1,1 +1,0 @@
-"""Bytes <-> disk: file images, readers and writers, the manifest, the commit."""

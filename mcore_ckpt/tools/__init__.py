@@ -1,0 +1,1 @@
+"""What works without a trainer: merge, convert, reshard, compare, verify, prune."""

@@ -1,0 +1,188 @@
+"""A HuggingFace folder as a checkpoint of this package: the model of step 0, under any layout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.huggingface.assets import copy_assets, written_assets
+from mcore_ckpt.formats.huggingface.reader import FolderCatalog
+from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.io.files import FOLDER_MODE
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.plan import MODEL, ShardKey
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
+from mcore_ckpt.tools.reshard.heads import check_heads
+from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
+from mcore_ckpt.tools.reshard.reshard import describe
+from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_files
+from mcore_ckpt.tools.reshard.survey import SavedTensor
+from mcore_ckpt.tools.reshard.target import Target, WantedLayout, resolve
+
+STEP = 0
+
+
+def convert_to_native(
+    source: Path,
+    root: Path,
+    wanted: WantedLayout,
+    agreement: Agreement,
+    role: str = "actor",
+    test: bool = False,
+    progress: Progress = lambda done, total: None,
+    ignore: Sequence[str] = (),
+) -> ConversionReport:
+    """Writes `root/global_steps_0/<role>`, which is there when all of it is. Every process calls it.
+
+    Takes the memory of `write_files`, whatever the size of the model. Files are divided among the processes.
+
+    Args:
+        source: the folder of the HuggingFace model; every process sees it.
+        root: the folder of steps to write into; what it has of step 0 and this role is replaced.
+        wanted: the layout.
+        agreement: this process's seat.
+        role: the folder's name.
+        test: read all back and compare, before it is put in place.
+        progress: told of bytes written.
+        ignore: regular expressions of HuggingFace tensors to leave out.
+
+    Raises:
+        InvalidArgumentError: the sizes contradict each other.
+        CheckpointError: the folder is damaged, does not fit the layout, or cannot be written; nothing has come.
+    """
+    started = time.monotonic()
+    source, role_dir = source.absolute(), file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
+    catalog = open_folder(agreement, source, role, ignore)
+    target, planner, files = _plan(catalog, wanted)
+    attempt = _open(agreement, role_dir)
+    staging = file_names.staging_dir(role_dir, attempt)
+    try:
+        nbytes = _write(agreement, catalog, planner, files, staging, progress, (target, role_dir, attempt))
+        if test:
+            _test(agreement, catalog, staging)
+        _publish(agreement, staging, role_dir, attempt)
+    except BaseException:
+        if agreement.is_coordinator:
+            commit.discard(staging)
+        raise
+    return ConversionReport(source, role_dir, catalog.model.describe(), nbytes, time.monotonic() - started)
+
+
+def survey(catalog: FolderCatalog) -> Iterator[SavedTensor]:
+    """The folder's tensors as those of a checkpoint that one rank has saved."""
+    for name in catalog.manifest.tensors:
+        file = catalog.parts_of(name)[0].file
+        yield SavedTensor(
+            name, MODEL, (), main=False, aliased=False, seen={0: whole_region(catalog, name)}, pp=0, file=file
+        )
+
+
+def _plan(catalog: FolderCatalog, wanted: WantedLayout) -> tuple[Target, Planner, list[PlannedFile]]:
+    try:
+        tensors = list(survey(catalog))
+        target = resolve(wanted, catalog.manifest, any(tensor.expert for tensor in tensors))
+        check_heads(catalog.contents.config, tensors, catalog.manifest.topology, target.topology)
+        planner = Planner(catalog, tensors, target, wanted)
+        return target, planner, planner.files()
+    except CheckpointError as error:
+        raise type(error)(f"{catalog.contents.folder}: {error}") from error
+
+
+def _open(agreement: Agreement, role_dir: Path) -> str:
+    def combine(_: Sequence[Record]) -> Record:
+        commit.sweep(role_dir.parent.parent, role_dir.name, alone=False)
+        attempt = commit.new_attempt()
+        commit.open_staging(role_dir, attempt)
+        return {"attempt": attempt}
+
+    return str(decide(agreement, f"opening {role_dir}", dict, combine)["attempt"])
+
+
+def _write(
+    agreement: Agreement,
+    catalog: FolderCatalog,
+    planner: Planner,
+    files: Sequence[PlannedFile],
+    staging: Path,
+    progress: Progress,
+    where: tuple[Target, Path, str],
+) -> int:
+    sizes = [sum(write.tensor.nbytes for write in file.request.tensors) for file in files]
+    mine = share_of(sizes, agreement.rank, agreement.world_size)
+    total, done = sum(sizes[number] for number in mine), [0]
+
+    def wrote(nbytes: int) -> None:
+        done[0] = min(total, done[0] + nbytes)
+        progress(done[0], total)
+
+    def work() -> Record:
+        origin = Origin(catalog.read_numbers, planner.sources)
+        written = write_files(origin, [files[number] for number in mine], staging, wrote)
+        return {"files": [_as_record(names) for names in written]}
+
+    def combine(records: Sequence[Record]) -> Record:
+        indexed = [_from_record(file) for record in records for file in record["files"]]
+        commit.check_files(staging, [(rank, names.file) for rank, names in enumerate(indexed)])
+        folder = staging / file_names.HUGGINGFACE_DIR
+        folder.mkdir(FOLDER_MODE)
+        assets = [(0, file) for file in written_assets(folder, copy_assets(catalog.contents.folder, folder))]
+        target, role_dir, attempt = where
+        manifest = describe(catalog.manifest, target, indexed, assets, (role_dir.name,), attempt)
+        commit.seal(staging, manifest)
+        return {}
+
+    decide(agreement, f"writing {staging}", work, combine)
+    return sum(sizes)
+
+
+def _as_record(names: FileNames) -> Record:
+    return {"file": asdict(names.file), "rank": names.rank, "names": list(names.names)}
+
+
+def _from_record(record: Record) -> FileNames:
+    fields: dict[str, Any] = record["file"]
+    index = IndexPlace(**fields["index"]) if fields["index"] else None
+    return FileNames(WrittenFile(**{**fields, "index": index}), record["rank"], tuple(record["names"]))
+
+
+def _test(agreement: Agreement, catalog: FolderCatalog, staging: Path) -> None:
+    def work() -> Record:
+        written = Catalog(staging, read_manifest(staging))
+        sources = Sources(written, Topology(), RankCoordinates(), catalog.model.sizes["vocab"])
+
+        def read(name: str, region: Region) -> torch.Tensor:
+            found = sources.find(Wanted(ShardKey(name, MODEL), region, False, str(staging)))
+            assert found is not None, "the manifest names it"
+            memory = torch.empty(region.numel, dtype=torch_dtype(found.dtype))
+            read_ranges(staging, written.by_path, [(part, memory) for part in found.reads])
+            return memory
+
+        names = catalog.manifest.tensors
+        check_written(catalog, names[agreement.rank :: agreement.world_size], read)
+        return {}
+
+    decide(agreement, f"testing {staging}", work, lambda _: {})
+
+
+def _publish(agreement: Agreement, staging: Path, role_dir: Path, attempt: str) -> None:
+    def act() -> None:
+        commit.publish(staging, role_dir, attempt)
+        tracker.move_tracker(role_dir.parent.parent)
+
+    decide(agreement, f"putting {role_dir} in place", dict, lambda _: {}, act=act)

@@ -1,0 +1,71 @@
+"""Deletes old steps, and what dead processes left, as a trainer with the same policy would."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.retention import Policy, delete_step, judge, obstacle_to
+from mcore_ckpt.steps.tracker import read_tracker
+
+
+@dataclass(frozen=True)
+class PrunedFolder:
+    """A step, or what a process that died has left (`step` is None): whether it stays, why, and its bytes."""
+
+    path: Path
+    step: int | None
+    stays: bool
+    reason: str
+    nbytes: int
+
+
+def prune(root: Path, policy: Policy, *, role: str | None = None, dry_run: bool = False) -> list[PrunedFolder]:
+    """Deletes what a trainer with this policy would, and remains of dead processes; tells what of each folder.
+
+    Args:
+        root: the folder of the steps.
+        policy: what is to stay. The newest complete step always does, and that which the tracker names.
+        role: touch only steps that have this role, and its remains. A step goes with all its roles.
+        dry_run: tell, and delete nothing.
+
+    Raises OSError.
+    """
+    folders = []
+    for verdict in judge(list_steps(root), policy, read_tracker(root)):
+        status, stays, reason = verdict.status, verdict.stays, verdict.reason
+        if role is not None and role not in status.committed | status.declared:
+            stays, reason = True, f"without {role}"
+        nbytes = _nbytes(status.path)
+        if not stays:
+            obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
+            stays, reason = obstacle is not None, obstacle or reason
+        folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
+    for path in commit.find_remains(root, role):
+        nbytes = _nbytes(path)
+        if not dry_run:
+            commit.remove(path)
+        stays = not dry_run and os.path.lexists(path)
+        reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
+        folders.append(PrunedFolder(path, None, stays, reason, nbytes))
+    return folders
+
+
+def _seen_obstacle(status: StepStatus) -> str | None:
+    try:
+        return obstacle_to(status, status.path)
+    except OSError as error:
+        return f"it cannot be deleted: {error}"
+
+
+def _nbytes(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total

@@ -1,0 +1,56 @@
+"""Whether attention heads can be divided, where the checkpoint's HuggingFace configuration says how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import inside, read_small
+from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.tools.reshard.survey import SavedTensor
+
+# By the weight that is cut, what it is made of, and the field of config.json.
+_HEADS = {
+    "linear_qkv.weight": {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"},
+    "self_attention.in_proj.weight": {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"},
+}
+
+
+def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology) -> None:
+    """Rows may divide where heads do not. `config` is HuggingFace's of the model; what it does not say is not checked.
+
+    megatron wants heads that the tensor-parallel size divides, and groups that it divides or that divide it; of linear
+    attention it must divide both (TransformerConfig, 0.16.1).
+
+    Raises:
+        CheckpointMismatchError: they cannot be divided.
+    """
+    if new.tp == saved.tp:
+        return
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    first = {kind: next((t for t in tensors if t.name.endswith(kind) and t.seen), None) for kind in _HEADS}
+    for kind, counted in _HEADS.items():
+        for what, field in counted.items():
+            tensor, count = first[kind], config.get(field)
+            if tensor is None or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                continue
+            if count % new.tp and (field != "num_key_value_heads" or new.tp % count):
+                raise CheckpointMismatchError(
+                    f"{tensor.file}: tensor {tensor.name} of shape {list(tensor.shape)}: its {count} {what} cannot be "
+                    f"divided among tp = {new.tp} ranks"
+                )
+
+
+def config_beside(role_dir: Path) -> dict[str, Any]:
+    """The configuration beside a checkpoint; empty where there is none."""
+    try:
+        path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")
+        return fields.parse(read_small(path, limits.HF_JSON_BYTES))
+    except (OSError, CheckpointCorruptError, fields.FieldError):
+        return {}  # it is beside the weights as a service: nothing here depends on it

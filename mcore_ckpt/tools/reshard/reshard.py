@@ -1,0 +1,282 @@
+"""From a committed checkpoint to the same one under another layout, entirely there or not there."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.checkpoint.versions import package_versions
+from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
+from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.io.files import make_folders, sync_dir, write_file
+from mcore_ckpt.ranks.topology import Topology, coordinates_of
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.find import Selection
+from mcore_ckpt.tools.reshard.heads import check_heads, config_beside
+from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
+from mcore_ckpt.tools.reshard.small_files import SmallFiles, checked_bytes, plan_small_files, write_small_files
+from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_files
+from mcore_ckpt.tools.reshard.survey import survey
+from mcore_ckpt.tools.reshard.target import Target, WantedLayout, resolve
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RoleReport:
+    """What became of one role.
+
+    Attributes:
+        source, path: the folders.
+        saved, written: the two layouts.
+        nbytes: of all files written.
+        reseeded: whether the random number generators start anew from the saved seed.
+    """
+
+    role: str
+    source: Path
+    path: Path
+    saved: Topology
+    written: Topology
+    nbytes: int
+    files: int
+    reseeded: bool
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What a whole run did."""
+
+    step: int
+    roles: tuple[RoleReport, ...]
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(role.nbytes for role in self.roles)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One role, planned and checked."""
+
+    manifest: Manifest
+    source: Path
+    role_dir: Path
+    target: Target
+    planner: Planner
+    files: list[PlannedFile]
+    small: SmallFiles
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors to write."""
+        tensors = (write.tensor for file in self.files for write in file.request.tensors)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A role without a model, copied as it is."""
+
+    source: Path
+    manifest: Manifest
+
+
+def reshard(
+    selection: Selection, root: Path, wanted: WantedLayout, progress: Progress = lambda done, total: None
+) -> ReshardReport:
+    """Rewrites a step below another folder, under another layout.
+
+    All that can be known is checked before a byte is written. The roles are put in place when all of them are written;
+    a checkpoint of the step that is there already stays whole until then. A block of the source whose CRC is wrong ends
+    the run, and leaves nothing behind.
+
+    Args:
+        selection: what to rewrite (see `select`).
+        root: the folder of the steps to write into; not the one that is read.
+        wanted: the layout.
+        progress: told of bytes written, and of how many there are.
+
+    Raises:
+        InvalidArgumentError: the sizes contradict each other, or it would replace what it reads.
+        CheckpointError: the checkpoint is damaged, or does not fit the layout, or cannot be written; nothing has come.
+
+    Example:
+        >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
+    """
+    with reading(selection.role_dirs):  # beside a trainer, whose retention would take it away
+        return _reshard(selection, root.absolute(), wanted, progress)
+
+
+def _reshard(selection: Selection, root: Path, wanted: WantedLayout, progress: Progress) -> ReshardReport:
+    started = time.monotonic()
+    found = {source: read_manifest(source) for source in selection.role_dirs}
+    jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
+    # What a framework keeps beside its models (`integrations/parts.py`) is of no layout.
+    parts = [_Part(source, manifest) for source, manifest in found.items() if not manifest.stages]
+    is_new = not root.exists()
+    try:
+        reports = _write_all(jobs, parts, root, selection.step, progress)
+    except OSError as error:
+        raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
+    finally:
+        if is_new and root.is_dir() and not any(root.iterdir()):
+            root.rmdir()
+    return ReshardReport(selection.step, tuple(reports), time.monotonic() - started)
+
+
+def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
+    manifest = read_manifest(source)
+    role_dir = file_names.step_dir(root, step) / manifest.role
+    if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
+        raise InvalidArgumentError(f"{root} is where the checkpoint is read from: name another folder to write to")
+    catalog = Catalog(source, manifest)
+    try:
+        tensors = list(survey(catalog))
+        target = resolve(wanted, manifest, any(tensor.expert for tensor in tensors))
+        check_heads(config_beside(source), tensors, manifest.topology, target.topology)
+        planner = Planner(catalog, tensors, target, wanted)
+        files = planner.files()
+        small = plan_small_files(catalog, target.topology)
+    except CheckpointError as error:
+        raise type(error)(f"{source}: {error}") from error
+    return _Job(manifest, source, role_dir, target, planner, files, small)
+
+
+def _write_all(
+    jobs: Sequence[_Job], parts: Sequence[_Part], root: Path, step: int, progress: Progress
+) -> list[RoleReport]:
+    _check_space(jobs, root)
+    total = sum(job.nbytes for job in jobs)
+    done = [0]
+
+    def wrote(nbytes: int) -> None:
+        done[0] = min(total, done[0] + nbytes)
+        progress(done[0], total)
+
+    attempt = commit.new_attempt()
+    roles = tuple(sorted([*(job.manifest.role for job in jobs), *(part.manifest.role for part in parts)]))
+    staged: list[tuple[Path, Path]] = []
+    reports = []
+    try:
+        for part in parts:
+            role_dir = file_names.step_dir(root, step) / part.manifest.role
+            commit.sweep(root, part.manifest.role, alone=False)
+            staging = commit.open_staging(role_dir, attempt)
+            staged.append((role_dir, staging))
+            _copy_part(part, staging)
+            commit.seal(staging, replace(part.manifest, roles=roles, attempt=attempt))
+        for job in jobs:
+            # What a killed run has left; other processes may be saving here.
+            commit.sweep(root, job.manifest.role, alone=False)
+            staging = commit.open_staging(job.role_dir, attempt)
+            staged.append((job.role_dir, staging))
+            manifest = _write_role(job, staging, roles, attempt, wrote)
+            commit.seal(staging, manifest)
+            reports.append(_report(job, manifest))
+        for role_dir, staging in staged:
+            commit.publish(staging, role_dir, attempt)
+    except BaseException:
+        for _, staging in staged:
+            commit.discard(staging)
+        raise
+    tracker.move_tracker(root)
+    return reports
+
+
+def _copy_part(part: _Part, staging: Path) -> None:
+    for file in part.manifest.files:
+        make_folders(staging, file.path)
+        write_file(staging / file.path, checked_bytes(part.source, file))
+
+
+def _check_space(jobs: Sequence[_Job], root: Path) -> None:
+    needed = sum(job.nbytes + job.small.nbytes for job in jobs)
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise CommitError(f"{root}: the checkpoint takes {needed} bytes, and {free} are free there")
+
+
+def _write_role(
+    job: _Job, staging: Path, roles: tuple[str, ...], attempt: str, progress: Callable[[int], None]
+) -> Manifest:
+    files = {file.path: file for file in job.manifest.files}
+    origin = Origin(partial(read_ranges, job.source, files), job.planner.sources)
+    indexed = list(write_files(origin, job.files, staging, progress))
+    small = list(write_small_files(job.source, job.small, staging))
+    for folder in {(staging / path).parent for path in (*(f.file.path for f in indexed), *(f.path for _, f in small))}:
+        sync_dir(folder)
+    return describe(job.manifest, job.target, indexed, small, roles, attempt)
+
+
+def describe(
+    source: Manifest,
+    target: Target,
+    indexed: Sequence[FileNames],
+    small: Sequence[tuple[int, WrittenFile]],
+    roles: tuple[str, ...],
+    attempt: str,
+) -> Manifest:
+    """The manifest of what was written.
+
+    Args:
+        source: of what was read.
+        target: the layout.
+        indexed: the files of tensors; `small` the others, each with its rank.
+        roles: those of the step.
+        attempt: of this run.
+    """
+    topology = target.topology
+    names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
+    position = {name: number for number, name in enumerate(names)}
+    records = [
+        _record(entry.file, entry.rank, tuple(runs(position[name] for name in entry.names))) for entry in indexed
+    ]
+    return replace(
+        source,
+        roles=roles,
+        attempt=attempt,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # megatron's stays: it is that of the training, and need not be installed here.
+        versions={**package_versions(), **_of_training(source)},
+        topology=topology,
+        ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
+        stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
+        tensors=names,
+        files=(*records, *(_record(file, rank, ()) for rank, file in small)),
+    )
+
+
+def _of_training(manifest: Manifest) -> dict[str, str]:
+    return {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
+
+
+def _record(file: WrittenFile, rank: int, holds: tuple[tuple[int, int], ...]) -> FileRecord:
+    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
+
+
+def _report(job: _Job, manifest: Manifest) -> RoleReport:
+    return RoleReport(
+        role=manifest.role,
+        source=job.source,
+        path=job.role_dir,
+        saved=job.manifest.topology,
+        written=job.target.topology,
+        nbytes=manifest.nbytes,
+        files=len(manifest.files),
+        reseeded=bool(job.small.seeded),
+    )

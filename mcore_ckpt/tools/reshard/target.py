@@ -1,0 +1,194 @@
+"""The layout to write: what was asked for, and what follows from it and from the layout there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError
+from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.sharding.pipeline import PipelineSplit, StageLayers, parse_layout
+from mcore_ckpt.sharding.placement import Stages
+
+
+@dataclass(frozen=True)
+class WantedLayout:
+    """What somebody asks for; what is None stays as saved, or follows from the rest (see `resolve`).
+
+    Attributes:
+        world: ranks in all; an alternative to `dp`.
+        pipeline_layout: megatron's pipeline_model_parallel_layout, as text: "Et|t*2|t|tL".
+        first_stage_layers, last_stage_layers: megatron's num_layers_in_{first,last}_pipeline_stage.
+        account_for_embedding, account_for_loss: as megatron's ..._in_pipeline_split.
+        vocab_size: tokens without padding.
+        vocab_divisor: megatron's make_vocab_size_divisible_by.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    world: int | None = None
+    pipeline_layout: str | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    vocab_size: int | None = None
+    vocab_divisor: int | None = None
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether it says how layers are divided."""
+        ends = (self.pipeline_layout, self.first_stage_layers, self.last_stage_layers)
+        return any(end is not None for end in ends) or self.account_for_embedding or self.account_for_loss
+
+
+@dataclass(frozen=True)
+class Target:
+    """A whole layout."""
+
+    topology: Topology
+    stages: Stages
+
+
+def resolve(wanted: WantedLayout, manifest: Manifest, has_experts: bool) -> Target:
+    """The layout to write.
+
+    Sizes that are not given stay as saved, but for these. The world stays as large as it was if the other sizes divide
+    it, and is else as small as they allow. `etp` follows `tp` if it was the same, and where `ep` is 1. `vpp` is 1 with
+    one pipeline rank, and follows from a pipeline layout.
+
+    Raises:
+        InvalidArgumentError: the sizes contradict each other.
+        CheckpointMismatchError: the model's layers cannot be divided so.
+    """
+    _check_positive(wanted)
+    topology = _topology(wanted, manifest.topology, has_experts)
+    return Target(topology, _stages(wanted, manifest, topology))
+
+
+def _check_positive(wanted: WantedLayout) -> None:
+    names = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "world", "first_stage_layers", "last_stage_layers")
+    for name in (*names, "vocab_size", "vocab_divisor"):
+        value = getattr(wanted, name)
+        if value is not None and value < 1:
+            raise InvalidArgumentError(f"{name} is {value}: it must be at least 1")
+
+
+def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topology:
+    tp, pp, cp = wanted.tp or saved.tp, wanted.pp or saved.pp, wanted.cp or saved.cp
+    if not has_experts and (wanted.ep or 1) > 1:
+        raise InvalidArgumentError(f"ep is {wanted.ep}, but the checkpoint has no experts")
+    ep = (wanted.ep or saved.ep) if has_experts else 1
+    etp = _expert_tp(wanted, saved, tp, ep) if has_experts else tp
+    dense, experts = tp * pp * cp, etp * ep * pp
+    world = _world(wanted, saved.world_size, dense, experts)
+    return Topology(
+        world_size=world,
+        tp=tp,
+        pp=pp,
+        vpp=_virtual_stages(wanted, saved, pp),
+        cp=cp,
+        dp=world // dense,
+        ep=ep,
+        etp=etp,
+        edp=world // experts,
+    )
+
+
+def _expert_tp(wanted: WantedLayout, saved: Topology, tp: int, ep: int) -> int:
+    if wanted.etp is None:
+        return tp if ep == 1 or saved.etp == saved.tp else saved.etp
+    if ep == 1 and wanted.etp != tp:
+        # megatron-core 0.16.1 does not reduce their gradients over the ranks that replicate them.
+        raise InvalidArgumentError(f"etp is {wanted.etp} and tp is {tp}: with ep = 1 they must be the same")
+    return wanted.etp
+
+
+def _world(wanted: WantedLayout, saved: int, dense: int, experts: int) -> int:
+    least = lcm(dense, experts)
+    if wanted.dp is None and wanted.world is None:
+        return least if saved % least else saved
+    world = wanted.world if wanted.dp is None else wanted.dp * dense
+    assert world is not None
+    if wanted.world not in (None, world):
+        raise InvalidArgumentError(
+            f"dp is {wanted.dp}, so there are {world} ranks (tp x pp x cp is {dense}), not {wanted.world}"
+        )
+    if world % least:
+        raise InvalidArgumentError(
+            f"{world} ranks cannot be divided by tp x pp x cp = {dense} and etp x ep x pp = {experts}: take a multiple "
+            f"of {least}"
+        )
+    return world
+
+
+def _virtual_stages(wanted: WantedLayout, saved: Topology, pp: int) -> int:
+    if wanted.pipeline_layout is not None:
+        stages = len(_parsed(wanted.pipeline_layout))
+        if stages % pp or wanted.vpp not in (None, stages // pp) or (pp == 1 and stages > 1):
+            vpp = "" if wanted.vpp is None else f" x vpp = {wanted.vpp}"
+            raise InvalidArgumentError(
+                f"pipeline layout {wanted.pipeline_layout!r} has {stages} stages, not pp = {pp}{vpp}"
+            )
+        return stages // pp
+    if pp == 1:
+        if (wanted.vpp or 1) > 1:
+            raise InvalidArgumentError(f"vpp is {wanted.vpp}: there are virtual stages only with pp above 1")
+        return 1
+    return wanted.vpp or saved.vpp
+
+
+def _parsed(text: str) -> tuple[tuple[str, ...], ...]:
+    try:
+        return parse_layout(text)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+
+
+def _stages(wanted: WantedLayout, manifest: Manifest, topology: Topology) -> Stages:
+    saved = {(stage.pp, stage.vp): StageLayers(stage.decoder, stage.mtp) for stage in manifest.stages}
+    as_saved = (topology.pp, topology.vpp) == (manifest.topology.pp, manifest.topology.vpp)
+    if as_saved and not wanted.splits_layers:
+        return saved
+    layers = sorted(layer for stage in saved.values() for layer in stage.decoder)
+    mtp = sorted(layer for stage in saved.values() for layer in stage.mtp)
+    split = PipelineSplit(
+        num_layers=len(layers),
+        pp=topology.pp,
+        vpp=topology.vpp,
+        first=wanted.first_stage_layers,
+        last=wanted.last_stage_layers,
+        account_for_embedding=wanted.account_for_embedding,
+        account_for_loss=wanted.account_for_loss,
+        layout=None if wanted.pipeline_layout is None else _parsed(wanted.pipeline_layout),
+        mtp_num_layers=len(mtp),
+    )
+    return _divided(split, layers, mtp)
+
+
+def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) -> Stages:
+    how = f"{len(layers)} layers on pp = {split.pp}, vpp = {split.vpp}"
+    places = [(pp, vp) for vp in range(split.vpp) for pp in range(split.pp)]
+    try:
+        stages = {place: split.stage(*place) for place in places}
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            f"{how}: {error}. Say how they are divided (--vpp, --first-stage-layers, --last-stage-layers, "
+            "--pipeline-layout)"
+        ) from None
+    for what, wanted, found in (
+        ("decoder", layers, [layer for place in places for layer in stages[place].decoder]),
+        ("mtp", mtp, [layer for place in places for layer in stages[place].mtp]),
+    ):
+        if list(wanted) != found:
+            raise CheckpointMismatchError(
+                f"{how}: the stages asked for hold {len(found)} {what} layers, the checkpoint has {len(wanted)}"
+            )
+    return stages

@@ -1,0 +1,194 @@
+"""Whether a committed checkpoint is what was written: structure, sizes, every byte, and all that its topology needs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.damage import Damage, Progress, verify_files
+from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import tracker
+from mcore_ckpt.steps.read_lock import reading
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one role of one step; `files` and `nbytes` are the manifest's."""
+
+    path: Path
+    files: int
+    nbytes: int
+    damages: tuple[Damage, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found of all that was looked at.
+
+    Attributes:
+        roles: of each role of each step.
+        problems: of steps that are not complete, and of the tracker.
+        seconds: it took.
+    """
+
+    roles: tuple[Verdict, ...]
+    problems: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.problems and not any(verdict.damages for verdict in self.roles)
+
+
+def verify_role(
+    role_dir: Path,
+    deep: bool = False,
+    progress: Progress = lambda nbytes: None,
+) -> Verdict:
+    """Reads all of a checkpoint once (with `deep`, its tensors twice).
+
+    Args:
+        role_dir: its folder.
+        deep: look at every file as torch sees it, too: the same tensors, of the same bytes, under `weights_only`.
+        progress: told of bytes read, from several threads.
+    """
+    try:
+        manifest = read_manifest(role_dir)
+    except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+        return Verdict(role_dir, 0, 0, (Damage(str(error), file_names.MANIFEST_FILE),))
+    damages = [*_missing_files(role_dir, manifest), *verify_files(role_dir, manifest.files, progress)]
+    if not damages:
+        damages += _incomplete_tensors(role_dir, manifest)
+    if deep and not damages:
+        from mcore_ckpt.tools.verify_deep import as_torch_sees_it
+
+        damages += [damage for file in manifest.files for damage in as_torch_sees_it(role_dir, file)]
+    return Verdict(role_dir, len(manifest.files), manifest.nbytes, tuple(damages))
+
+
+def verify(
+    path: Path,
+    step: int | None = None,
+    deep: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Verifies the checkpoints that a path stands for, also those that do not count: they are said to be incomplete.
+
+    Args:
+        path: the folder of a role, of a step (all its roles), or of the steps (all of them, and the tracker).
+        step: which one, below a folder of steps.
+        deep: see `verify_role`.
+        progress: told of bytes read and of all bytes.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing to verify.
+    """
+    path = path.resolve() if ".." in path.parts else path.absolute()  # names say what a folder is
+    roles, problems = _selected(path, step)
+    total, done, lock = sum(map(_nbytes, roles)), [0], threading.Lock()
+
+    def count(nbytes: int) -> None:
+        with lock:
+            done[0] += nbytes
+        progress(done[0], total)
+
+    started = time.monotonic()
+    verdicts = []
+    for role_dir in roles:
+        # One at a time: retention, which goes on meanwhile, must not wait for all of them.
+        with reading([role_dir]):
+            if os.path.lexists(role_dir):
+                verdicts.append(verify_role(role_dir, deep, count))
+    return Report(tuple(verdicts), tuple(problems), time.monotonic() - started)
+
+
+def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
+    """The folders of roles, and what is wrong with steps as a whole."""
+    if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
+        found = file_names.parse_step(path.parent.name)
+        found = file_names.parse_step(path.name) if found is None else found
+        if step is not None and found != step:
+            raise CheckpointNotFoundError(f"{path}: is a role of step {found}, not of step {step}")
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"{path}: there is no such folder")
+        return [path], []
+    of_one = file_names.parse_step(path.name) is not None and path.is_dir()
+    statuses = [steps.step_status(path)] if of_one else steps.list_steps(path)
+    statuses = [status for status in statuses if step in (None, status.step)]
+    if not any(status.committed or status.declared for status in statuses):
+        reasons = "".join(f"\n  {status.reason}" for status in statuses)
+        raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
+    roles = [status.role_dir(role) for status in statuses for role in sorted(status.committed | _damaged(status))]
+    # What a save that is under way has there is no problem.
+    problems = [status.reason for status in statuses if not status.is_complete and steps.holds_something(status)]
+    if not of_one and step is None:
+        problems += tracker.tracker_problems(path)
+    return roles, problems
+
+
+def _damaged(status: steps.StepStatus) -> set[str]:
+    """Roles whose manifest is there, and is no good."""
+    missing = status.declared - status.committed
+    return {role for role in missing if os.path.exists(status.role_dir(role) / file_names.MANIFEST_FILE)}
+
+
+def _nbytes(role_dir: Path) -> int:
+    try:
+        return read_manifest(role_dir).nbytes
+    except (CheckpointCorruptError, CheckpointNotFoundError):
+        return 0
+
+
+# -- whether all is there ----------------------------------------------------------------------------------
+
+
+def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Files that every rank of this topology has written, and the manifest does not list."""
+    listed = {file.path for file in manifest.files}
+    wanted = {file_names.COMMON_FILE: 0} if "optimizer" in manifest.contents else {}
+    for rank, at in enumerate(manifest.ranks):
+        if "optimizer" in manifest.contents:
+            wanted[file_names.optimizer_file(*at.place)] = rank
+        if "extra" in manifest.contents:
+            wanted[file_names.rng_file(*at.place)] = rank
+    for path, rank in wanted.items():
+        if path not in listed:
+            yield Damage(f"{role_dir / file_names.MANIFEST_FILE}: does not list {path}, of rank {rank}", path, rank)
+
+
+def _incomplete_tensors(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
+    """Tensors of which no file has some elements."""
+    catalog = Catalog(role_dir, manifest)
+    for name in manifest.tensors:
+        files = catalog.files(ShardKey(name, PARAM))
+        for kind in (MODEL, PARAM, *catalog.kinds(name, files)):
+            key = ShardKey(name, kind)
+            yield from _incomplete(role_dir, key, catalog.shards(key, catalog.files(key)))
+
+
+def _incomplete(role_dir: Path, key: ShardKey, shards: Sequence[StoredShard]) -> Iterator[Damage]:
+    if not shards:
+        return
+    shapes = {shard.region.global_shape for shard in shards}
+    if len(shapes) > 1:
+        yield Damage(f"{role_dir}: tensor {key}: has shapes {_lists(shapes)} in its files", tensor=str(key))
+        return
+    missing = plan_reads(Region.whole(shapes.pop()), shards).missing
+    if missing:
+        files = ", ".join(sorted({shard.file for shard in shards}))
+        yield Damage(f"{role_dir}: tensor {key}: {missing} elements are in none of {files}", tensor=str(key))
+
+
+def _lists(shapes: Iterable[tuple[int, ...]]) -> str:
+    return " and ".join(str(list(shape)) for shape in sorted(shapes))

@@ -1,0 +1,78 @@
+"""A sound file once more, by the readers of others: what they see is what its index says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.damage import Damage
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.checkpoint.reading import read_index, read_plain
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.pt_files import read_pt
+from mcore_ckpt.io import _native
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
+
+
+def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
+    """Opens a `.pt` file under `weights_only`, and compares each tensor with the index, bit for bit by its CRCs."""
+    if not file.path.endswith(".pt"):
+        return []
+    try:
+        if file.index is None:
+            read_plain(role_dir, file)
+            problems: list[str] = []
+        else:
+            problems = list(_differences(role_dir, file))
+    except CheckpointCorruptError as error:
+        problems = [str(error)]
+    except Exception as error:  # of a state that is no such file's: its parts may be anything
+        problems = [f"{role_dir / file.path}: is no file of tensors: {type(error).__name__}: {error}"]
+    return [Damage(problem, file.path, file.rank) for problem in problems]
+
+
+def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
+    path = role_dir / file.path
+    # Before torch's own unpickler: what that is handed it may take any memory for, or any time (storage/unpickling.py).
+    # And nothing is compressed in what this takes.
+    read_pt(path)
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises many types for a bad file
+        raise CheckpointCorruptError(f"{path}: does not open under weights_only=True: {error}") from error
+    shards = {(shard.key.name, shard.key.kind): shard for shard in read_index(role_dir, file).shards}
+    found = dict(_tensors(state))
+    for name in sorted(found.keys() ^ shards.keys()):
+        yield f"{path}: tensor {name[0]} ({name[1]}) is {'not in the index' if name in found else 'in the index alone'}"
+    for name in found.keys() & shards.keys():
+        if problem := _difference(found[name], shards[name]):
+            yield f"{path}: tensor {shards[name].key}: {problem}"
+
+
+def _tensors(state: Any) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    """By name and kind; `{"state": {name: {kind: tensor}}}` is an optimizer's file."""
+    of_optimizer = set(state) == {"state"} and isinstance(state["state"], dict)
+    for name, value in (state["state"] if of_optimizer else state).items():
+        for kind, tensor in value.items() if of_optimizer else ((_kind_of(name), value),):
+            yield (name, kind), tensor
+
+
+def _kind_of(name: str) -> str:
+    return OPAQUE if name.endswith("_extra_state") else MODEL
+
+
+def _difference(tensor: torch.Tensor, shard: StoredShard) -> str | None:
+    if tensor.dtype != torch_dtype(shard.dtype) or tensor.numel() != shard.region.numel:
+        wanted = f"{shard.region.numel} of {shard.dtype}"
+        return f"torch sees {tensor.numel()} elements of {tensor.dtype}, the index has {wanted}"
+    if not tensor.is_contiguous():
+        return "torch sees a tensor that is not row-major"
+    crcs = _native.crc32_blocks(tensor.data_ptr(), tensor.nbytes, BLOCK_BYTES) if tensor.nbytes else []
+    if tuple(crcs) != shard.crc32:
+        return "torch sees other bytes than those the index has CRCs of"
+    return None
