@@ -11,11 +11,11 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
-from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import ImageWriter
 from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.topology import Topology, coordinates_of
 from mcore_ckpt.save.capture import FileTensors, capture_in_place
 from mcore_ckpt.sharding.cuts import Cut, axes_of
@@ -53,7 +53,7 @@ def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
     role_dir = file_names.step_dir(root, 1) / "actor"
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
-    model = read_model(config)
+    model = model_from_config(config)
     shapes = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(model) for slab in tensor.slabs}
     names = tuple(sorted(shapes, key=natural_order))
     bits = torch.empty(max(map(_numel, shapes.values())), dtype=torch.bfloat16).normal_(0, 0.02)
@@ -69,7 +69,7 @@ def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
     huggingface = staging / file_names.HUGGINGFACE_DIR
     huggingface.mkdir()
     (huggingface / "config.json").write_text(json.dumps(config))
-    commit.seal(staging, _manifest(attempt, names, records))
+    commit.write_manifest(staging, _manifest(attempt, names, records))
     commit.publish(staging, role_dir, attempt)
     return role_dir
 
@@ -94,7 +94,7 @@ def _write_file(staging: Path, pp: int, tp: int, shapes: Mapping[str, Shape], bi
         start = (number * 1_234_567) % (len(bits) - region.numel + 1)
         tensor = bits[start : start + region.numel].view(region.local_shape)
         writes.append(TensorWrite((name,), ShardKey(name, MODEL), region, tensor, region.local_shape))
-    plan = plan_file(WriteRequest(file_names.model_file(tp, pp), "model", tuple(writes)), 0, ImageCache())
+    plan = plan_file(WriteRequest(file_names.model_file(tp, pp), "model", tuple(writes)), 0, StructureCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in writes])])
     with ImageWriter(staging, capture.writes, _Alone()) as writer:
         writer.start()

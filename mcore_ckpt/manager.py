@@ -19,16 +19,16 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
-from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_checkpoint
+from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide, same_everywhere
-from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.guards import Guards
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.save import Save, SaveContext
-from mcore_ckpt.state.model import as_chunks, chunk_layers, read_model, unwrap
+from mcore_ckpt.state.model import as_chunks, chunk_layers, model_shards, unwrap
 from mcore_ckpt.state.optimizer import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
@@ -39,10 +39,10 @@ from mcore_ckpt.state.unsupported import (
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.remote_steps import RemoteSteps
-from mcore_ckpt.steps.retention import Policy
+from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
-from mcore_ckpt.steps.upload_queue import Uploads
+from mcore_ckpt.steps.upload_queue import UploadQueue
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class CheckpointManager:
     ) -> None:
         config = config or CheckpointConfig()
         # First: what one rank fails in after that all are told.
-        agreement = take_seat(f"{role}/trainer", config.timeout_s, _SETTING_UP)
-        commits = take_seat(f"{role}/saves", config.timeout_s, _SETTING_UP)
+        agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
+        commits = rendezvous(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
             trainer, remote = _read_trainer(
                 agreement,
@@ -165,7 +165,7 @@ class CheckpointManager:
             policy = _policy(self._trainer.config, max_to_keep)
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
-            busy, failure = self._unsettled()
+            busy, failure = self._earlier_save()
             parts = (self._context, step, extra_state, declared, started, policy if counts else None)
             # While another save is under way the host memory is its own.
             save = None if busy or failure else Save(*parts)
@@ -202,16 +202,14 @@ class CheckpointManager:
         """
         with self._in_step("finding a checkpoint"):
             self._check_open()
-            self._background.settle()
+            self._background.wait_until_idle()
             self._check_contents("load_contents")
             if step is not None and path is not None:
                 raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
         with self._telling_of_earlier_save():
-            return load_checkpoint(
-                self._trainer, self._remote, step, _full_path(path), self._background.failure(), verify
-            )
+            return load_state(self._trainer, self._remote, step, _full_path(path), self._background.failure(), verify)
 
     @property
     def root(self) -> Path:
@@ -275,7 +273,7 @@ class CheckpointManager:
             CheckpointError: the save that was under way has failed, and nobody was told yet.
         """
         self._check_open()
-        self._background.settle()
+        self._background.wait_until_idle()
         uploads = self._context.uploads
         if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
             logger.warning("an upload is still under way, and goes on: upload_timeout_s is over")
@@ -291,7 +289,7 @@ class CheckpointManager:
         """
         if self._closed:
             return
-        self._background.settle()
+        self._background.wait_until_idle()
         self._guards.remove()
         self._context.host_images.close()
         self._closed = True
@@ -354,11 +352,11 @@ class CheckpointManager:
             self._background.was_told()
             raise earlier.error from None
 
-    def _unsettled(self) -> tuple[bool, Record | None]:
+    def _earlier_save(self) -> tuple[bool, Record | None]:
         """Whether an earlier save is still under way, or has failed without anyone being told."""
         if self._trainer.config.if_busy == "raise" and self._background.busy:
             return True, None
-        self._background.settle()
+        self._background.wait_until_idle()
         return False, self._background.failure()
 
     def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
@@ -433,13 +431,13 @@ def _read_trainer(
     return trainer, remote
 
 
-def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> Uploads | None:
+def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue | None:
     """The queue of uploads; None without a store and on other ranks than 0."""
     if remote is None or not trainer.agreement.is_coordinator:
         return None
     config = trainer.config
-    policy = Policy(config.max_to_keep, config.keep_every) if config.prune_remote else Policy()
-    return Uploads(remote, trainer.root, trainer.role, policy)
+    policy = PreservationPolicy(config.max_to_keep, config.keep_every) if config.prune_remote else PreservationPolicy()
+    return UploadQueue(remote, trainer.root, trainer.role, policy)
 
 
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> None:
@@ -448,7 +446,7 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
 
     def work() -> Record:
         refuse_unsupported_model(chunks)
-        model = read_model(chunks)
+        model = model_shards(chunks)
         refuse_unsupported_experts(trainer.topology, model)
         if "hf_model" in config.save_contents:
             check_exportable(trainer, model)
@@ -489,12 +487,12 @@ def _vocab_size(hf_config: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _policy(config: CheckpointConfig, max_to_keep: int | None) -> Policy:
+def _policy(config: CheckpointConfig, max_to_keep: int | None) -> PreservationPolicy:
     if max_to_keep is None:
-        return Policy(config.max_to_keep, config.keep_every)
+        return PreservationPolicy(config.max_to_keep, config.keep_every)
     if not isinstance(max_to_keep, int) or isinstance(max_to_keep, bool) or max_to_keep < 1:
         raise InvalidArgumentError(f"max_to_keep is {max_to_keep!r}: use 1 or more, or None for config.max_to_keep")
-    return Policy(max_to_keep, config.keep_every)
+    return PreservationPolicy(max_to_keep, config.keep_every)
 
 
 def _is_lazy(config: CheckpointConfig) -> bool:

@@ -91,7 +91,7 @@ def test_a_handle_of_a_save_under_way_and_of_one_that_is_committed() -> None:
     assert handle.progress == (1000, 1000)
     assert save.stall_s == 0.125
     assert save.thread not in (None, threading.current_thread())
-    background.settle()
+    background.wait_until_idle()
     assert not background.busy
     assert background.failure() is None
     background.raise_failure()
@@ -103,7 +103,7 @@ def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
     background = saves()
     background.run(handle)
     assert (handle.wait(), save.thread, save.stall_s) == (REPORT, threading.current_thread(), None)
-    background.settle()
+    background.wait_until_idle()
     assert save.deleting.is_set()
 
 
@@ -126,7 +126,7 @@ def test_a_failed_save_deletes_nothing() -> None:
     save = FakeSave(CommitError("rank 1: full"))
     background = saves()
     background.run(handle_of(save))
-    background.settle()
+    background.wait_until_idle()
     assert not save.deleting.is_set()
 
 
@@ -177,7 +177,7 @@ def test_committed_is_known_before_old_checkpoints_are_gone() -> None:
     assert handle.wait(LONG_S) is REPORT
     assert not background.busy, "a save that is committed is not under way: if_busy would refuse the next one"
     save.may_delete.set()
-    background.settle()
+    background.wait_until_idle()
 
 
 def test_where_no_thread_is_granted_the_save_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_where_no_thread_is_granted_the_save_ends_all_the_same(monkeypatch: pyte
         handle = launched(background, save)
     assert handle.committed
     assert save.thread is threading.current_thread()
-    background.settle()
+    background.wait_until_idle()
 
 
 # -- one after the other, and failures ----------------------------------------------------------------------------
@@ -202,8 +202,8 @@ def test_settle_waits_for_the_save_and_for_what_follows_it() -> None:
     assert save.begun.wait(LONG_S)
     settled = threading.Event()
 
-    def settle() -> None:
-        background.settle()
+    def reconcile() -> None:
+        background.wait_until_idle()
         settled.set()
 
     thread = threading.Thread(target=settle, daemon=True)
@@ -213,15 +213,15 @@ def test_settle_waits_for_the_save_and_for_what_follows_it() -> None:
     assert settled.wait(LONG_S)
     assert handle.committed
     assert save.deleting.is_set()
-    background.settle()
+    background.wait_until_idle()
     background.launch(handle_of(FakeSave()), 0.0)
-    background.settle()
+    background.wait_until_idle()
 
 
 def failed(warns: bool = False) -> tuple[BackgroundSaves, SaveHandle]:
     background = saves(warns)
     handle = launched(background, FakeSave(CheckpointCorruptError("x.pt: is bad")))
-    background.settle()
+    background.wait_until_idle()
     return background, handle
 
 
@@ -255,7 +255,7 @@ def test_a_rank_is_named_once() -> None:
     error.names_rank = True
     background = saves()
     launched(background, FakeSave(error))
-    background.settle()
+    background.wait_until_idle()
     record = background.failure()
     assert record is not None
     assert record["message"] == "an earlier save, of step 7, has failed: rank 1: full"
@@ -278,7 +278,7 @@ def test_a_later_save_that_succeeds_does_not_bring_back_an_old_failure() -> None
     background, _ = failed()
     background.was_told()
     launched(background, FakeSave())
-    background.settle()
+    background.wait_until_idle()
     assert background.failure() is None
 
 

@@ -115,14 +115,14 @@ def _seat() -> Iterator[Agreement]:
     """Among the processes that torchrun started; alone where it did not."""
     import torch.distributed as dist
 
-    from mcore_ckpt.ranks.seats import take_seat
+    from mcore_ckpt.ranks.rendezvous import rendezvous
 
     with torchruns_variables():
         under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if under_torchrun:
             dist.init_process_group("gloo")
     try:
-        yield take_seat("convert", _TIMEOUT_S)
+        yield rendezvous("convert", _TIMEOUT_S)
     finally:
         if under_torchrun:
             dist.destroy_process_group()

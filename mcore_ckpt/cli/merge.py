@@ -74,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     """Merge; 0 when the folder is in place, and uploaded if that was asked for."""
     # torch takes a second to import, which `--help` need not wait for.
     from mcore_ckpt.errors import InvalidArgumentError
-    from mcore_ckpt.tools.hub_upload import can_upload, upload
+    from mcore_ckpt.tools.hub_upload import can_push_to_hub, push_to_hub
     from mcore_ckpt.tools.merge import merge, ranks_of_torchrun
 
     check_patterns("--ignore", args.ignore)
     request = _request(args)
     if args.private and args.hf_upload_path is None:
         raise UsageError("--private is said of a repository to upload to: give --hf_upload_path")
-    if args.hf_upload_path is not None and not can_upload():
+    if args.hf_upload_path is not None and not can_push_to_hub():
         raise UsageError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
     with torchruns_variables():
         ranks = ranks_of_torchrun()
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_first:
         return 0
     if args.hf_upload_path is not None:
-        upload(report.target, args.hf_upload_path, args.private)
+        push_to_hub(report.target, args.hf_upload_path, args.private)
     if args.json:
         print(json.dumps(as_json(report)))
     else:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Delete, or say what would be deleted; 0 when that is done."""
     # torch takes a second to import, which `--help` need not wait for.
     from mcore_ckpt.steps.pins import pin, unpin
-    from mcore_ckpt.steps.retention import Policy
+    from mcore_ckpt.steps.retention import PreservationPolicy
     from mcore_ckpt.tools.prune import prune
 
     if args.keep_every is not None and args.max_to_keep is None:
@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
             pin(args.root, step)
         for step in args.unpin:
             unpin(args.root, step)
-        folders = prune(args.root, Policy(args.max_to_keep, args.keep_every), role=args.role, dry_run=args.dry_run)
+        folders = prune(
+            args.root, PreservationPolicy(args.max_to_keep, args.keep_every), role=args.role, dry_run=args.dry_run
+        )
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     if args.json:

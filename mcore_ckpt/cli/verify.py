@@ -14,7 +14,7 @@ from mcore_ckpt.cli import UsageError
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.verify import Report, Verdict
+    from mcore_ckpt.tools.verify import Report, VerifiedRole
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -66,7 +66,7 @@ def _show(report: Report) -> None:
     console.print(f"{nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
 
 
-def _show_verdict(console: Console, verdict: Verdict) -> None:
+def _show_verdict(console: Console, verdict: VerifiedRole) -> None:
     if not verdict.damages:
         console.print(f"{verdict.path}: sound, {verdict.files} files", markup=False)
         return

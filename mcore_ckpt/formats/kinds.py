@@ -9,7 +9,7 @@ from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.pt_archive import ArchiveError, PtArchive
-from mcore_ckpt.checkpoint.pt_image import INDEX_RECORD
+from mcore_ckpt.checkpoint.pt_skeleton import INDEX_RECORD
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits

@@ -73,10 +73,10 @@ class PtDTensor:
 
     local: PtTensor
     shape: Shape
-    spec: Record
+    spec: PickledObject
 
 
-class Record:
+class PickledObject:
     """Stands in for an object of some class: what it was made from, and its fields."""
 
     def __init__(self, *args: Any) -> None:
@@ -96,7 +96,7 @@ class Record:
 def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
     """The object in a file of `torch.save`, with `PtTensor` and `PtDTensor` for its tensors.
 
-    Objects of the few classes that may be in it are `Record`s.
+    Objects of the few classes that may be in it are `PickledObject`s.
 
     Args:
         path: the file.
@@ -175,19 +175,19 @@ class _Finder(TensorFinder):
 
 
 def _build(made: Any, state: Any) -> None:
-    if not isinstance(made, Record):
+    if not isinstance(made, PickledObject):
         raise PickleError(f"a state for a {type(made).__name__}")
     made.set_state(state)
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         return (*value.args, value.state)
     return (value.spec,) if isinstance(value, PtDTensor) else ()
 
 
 def _stand_in(name: str) -> Call:
-    return Call(type(name, (Record,), {}))
+    return Call(type(name, (PickledObject,), {}))
 
 
 _STAND_INS = {name: _stand_in(name) for name in _DTENSOR_CLASSES}
@@ -200,10 +200,10 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     made = function(*args)
     if kind is not _STAND_INS["DTensor"]:
         return made
-    fields = Record()
+    fields = PickledObject()
     fields.set_state(state)
     local, spec = fields.fields.get("_local_tensor"), fields.fields.get("_spec")
-    if not isinstance(local, PtTensor) or not isinstance(spec, Record) or not isinstance(made, tuple):
+    if not isinstance(local, PtTensor) or not isinstance(spec, PickledObject) or not isinstance(made, tuple):
         raise PickleError(f"a DTensor of {local!r} and {spec!r}")
     return PtDTensor(local, made, spec)
 

@@ -14,7 +14,7 @@ from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
-from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import check_scheduler
@@ -118,7 +118,7 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
 
     Raises UnsupportedError if a part of the optimizer is not megatron's DistributedOptimizer.
     """
-    names = {id(shard.tensor): shard.key.name for shard in read_model(trainer.chunks)}
+    names = {id(shard.tensor): shard.key.name for shard in model_shards(trainer.chunks)}
     owned = []
     for part in optimizer_state.optimizer_parts(trainer.optimizer):
         if part.inner is not None and not part.is_sharded:

@@ -20,13 +20,13 @@ from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.load.scatter import Request, scatter
 from mcore_ckpt.models.mcore_config import check_model
 from mcore_ckpt.models.table import MCORE_HEAD
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard, runs
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
-from mcore_ckpt.state.model import as_chunks, read_model, unwrap
+from mcore_ckpt.state.model import as_chunks, model_shards, unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.unsupported import refuse_unsupported_experts, refuse_unsupported_model
 
@@ -128,7 +128,7 @@ def load_hf(
         >>> load_hf(model, "Qwen3-8B", optimizer=optimizer)  # doctest: +SKIP
     """
     started = time.monotonic()
-    agreement = take_seat("load_hf", timeout_s, f"loading {path}")
+    agreement = rendezvous("load_hf", timeout_s, f"loading {path}")
     path = Path(path)
     topic = f"checking {path}"
     try:
@@ -193,7 +193,7 @@ def _plan_together(here: _Here, contents: FolderContents, source: Source, ignore
 
 def _plan(here: _Here, contents: FolderContents, source: Source, ignore: Sequence[str]) -> _Plan:
     refuse_unsupported_model(here.chunks)
-    shards = read_model(here.chunks)
+    shards = model_shards(here.chunks)
     refuse_unsupported_experts(here.topology, shards)
     catalog = FolderCatalog(contents, ignore)
     _check_config(here, catalog)

@@ -73,7 +73,7 @@ class LoadResult:
 VERIFY_WORDS = ("full", "read", "off")
 
 
-def load_checkpoint(
+def load_state(
     trainer: Trainer,
     remote: RemoteSteps | None,
     step: int | None,

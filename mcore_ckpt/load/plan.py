@@ -23,7 +23,7 @@ from mcore_ckpt.load.fill import TensorFill
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, runs
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.model import EXTRA_STATE, read_model
+from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
 from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler
@@ -88,7 +88,7 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
 def _plan(trainer: Trainer, catalog: Catalog) -> LoadPlan:
     wanted = trainer.config.load_contents
     sources = Sources(catalog, trainer.topology, trainer.coordinates, trainer.vocab_size)
-    model = read_model(trainer.chunks)
+    model = model_shards(trainer.chunks)
     by_part = _states(trainer, model)
     fills: list[TensorFill] = []
     unstepped: list[tuple[OptimizerPart, ParameterState]] = []

@@ -3,7 +3,7 @@
 An architecture of one's own is a table of names, what the table needs to know from `config.json`, and what the fields
 of `config.json` are in megatron:
 
-    from mcore_ckpt.models import Architecture, ModelFacts, Row, Table, read_model, register_architecture
+    from mcore_ckpt.models import Architecture, ModelFacts, Row, Table, model_from_config, register_architecture
     from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
     from mcore_ckpt.models.config_rules import DENSE
     from mcore_ckpt.models.rope_rules import ROPE
@@ -26,9 +26,9 @@ of `config.json` are in megatron:
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts, read_config
 from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors
 from mcore_ckpt.models.mcore_config import McoreConfig, check_model, gpt_arguments, to_hf_config, to_mcore_config
-from mcore_ckpt.models.registry import known_architectures, read_model, register_architecture
+from mcore_ckpt.models.reconcile import reconcile
+from mcore_ckpt.models.registry import known_architectures, model_from_config, register_architecture
 from mcore_ckpt.models.table import Row, Table
-from mcore_ckpt.models.variants import settle
 
 __all__ = [
     "Architecture",
@@ -44,9 +44,9 @@ __all__ = [
     "hf_tensors",
     "known_architectures",
     "read_config",
-    "read_model",
+    "model_from_config",
     "register_architecture",
-    "settle",
+    "reconcile",
     "to_hf_config",
     "to_mcore_config",
 ]

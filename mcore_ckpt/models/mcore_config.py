@@ -51,7 +51,7 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
         UnsupportedError: a field of its `config.json` says what megatron-core 0.16.1 cannot do.
 
     Example:
-        >>> config = to_mcore_config(read_model(read_config(folder)))  # doctest: +SKIP
+        >>> config = to_mcore_config(model_from_config(read_config(folder)))  # doctest: +SKIP
         >>> model = GPTModel(config.transformer_config(tensor_model_parallel_size=2), spec, **config.gpt)
     """
     import torch
@@ -169,7 +169,7 @@ def check_model(model: Any, hf_model: HfModel) -> None:
     Args:
         model: an unwrapped `GPTModel`, or another module with megatron's `config`. What it does not show (a
             pipeline stage without embedding has no vocabulary) is not compared; multi-token prediction may be left out.
-        hf_model: from `read_model`.
+        hf_model: from `model_from_config`.
     """
     wanted = to_mcore_config(hf_model)
     gpt = gpt_arguments(model)

@@ -31,7 +31,7 @@ def known_architectures() -> dict[str, Architecture]:
     return dict(_architectures)
 
 
-def read_model(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
+def model_from_config(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
     """What a `config.json` describes.
 
     Args:

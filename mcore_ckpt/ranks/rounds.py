@@ -212,7 +212,7 @@ class Round:
 
     def claim(self, default: type[CheckpointError]) -> None:
         """Rank 0: from here on it is decided that rank 0 goes on. Raises `default` if a rank has already given up."""
-        outcome = self._settle({"going_on": True})
+        outcome = self._set_outcome({"going_on": True})
         if "error" in outcome:
             raise from_record(outcome["error"], default)
 
@@ -226,7 +226,7 @@ class Round:
         Returns another one, if a rank had given up before: then that is what all others raise.
         """
         message = {"error": to_record(error, self._rank)}
-        settled: Record | None = self._settle(message).get("error")
+        settled: Record | None = self._set_outcome(message).get("error")
         self._put(f"{self._prefix}/done", message)
         return None if settled == message["error"] else settled
 
@@ -240,7 +240,7 @@ class Round:
         """
         done = f"{self._prefix}/done"
         if not self._wait(lambda: self._store.check([done])):
-            outcome = self._settled() or self._settle(
+            outcome = self._outcome_so_far() or self._set_outcome(
                 {"error": {"type": default.__name__, "message": self._why_nothing_came()}}
             )
             if "error" in outcome:
@@ -250,15 +250,15 @@ class Round:
                 raise default(f"{self._why_nothing_came()}, after it had begun to act")
         message = unpack(self._store.get(done))
         if "error" in message:
-            first: Record = (self._settled() or message).get("error") or message["error"]
+            first: Record = (self._outcome_so_far() or message).get("error") or message["error"]
             raise from_record(first, default)
         return message["record"]
 
-    def _settled(self) -> Record | None:
+    def _outcome_so_far(self) -> Record | None:
         key = f"{self._prefix}/outcome"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def _settle(self, message: Record) -> Record:
+    def _set_outcome(self, message: Record) -> Record:
         """Sets the outcome if nobody has; returns what it is."""
         key = f"{self._prefix}/outcome"
         return json.loads(self._store.compare_set(key, "", _encode(message).decode()))

@@ -12,7 +12,7 @@ from mcore_ckpt.errors import CheckpointError, CommitError, from_record, to_reco
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.save import Save, SaveReport
-from mcore_ckpt.steps.upload_queue import StepUpload
+from mcore_ckpt.steps.upload_queue import UploadHandle
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class SaveHandle:
         self._progress = save.progress()
         self._report: SaveReport | None = None
         self._exception: CheckpointError | None = None
-        self._upload: StepUpload | None = None
+        self._upload: UploadHandle | None = None
         self.told = False
         """Whether the trainer has been told of a failure."""
 
@@ -58,7 +58,7 @@ class SaveHandle:
         return self._report
 
     @property
-    def upload(self) -> StepUpload | None:
+    def upload(self) -> UploadHandle | None:
         """How the copy in the remote store comes on, once the checkpoint is committed; None but on rank 0, and without
         `remote`.
         """
@@ -167,7 +167,7 @@ class BackgroundSaves:
             self._thread = None
             run()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Waits until no save is under way, which every save sees to by its deadlines."""
         if self._thread is not None:
             self._thread.join()
@@ -207,4 +207,4 @@ def _finish_all() -> None:
     for each in saves:
         each.shorten()
     for each in saves:
-        each.settle()
+        each.wait_until_idle()

@@ -20,16 +20,16 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
 from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, write_config, written_assets
 from mcore_ckpt.formats.huggingface.export_plan import plan_export
-from mcore_ckpt.formats.huggingface.writer import write_files, write_index
+from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.source import CheckpointSource
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, write_file
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.mcore_config import check_model
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.reconcile import reconcile
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.table import MCORE_HEAD
-from mcore_ckpt.models.variants import settle
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Shape
@@ -103,7 +103,7 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
 
 def described_model(trainer: Trainer) -> HfModel:
     """What `hf_config` describes. Raises UnsupportedError if there is no table for it."""
-    return read_model(config_of(trainer.hf_config))
+    return model_from_config(config_of(trainer.hf_config))
 
 
 def _as_value_model(model: HfModel) -> HfModel:
@@ -114,7 +114,7 @@ def _as_value_model(model: HfModel) -> HfModel:
             f"hf_config: transformers has no value model of {model.architecture.model_type}: leave 'hf_model' out of "
             "save_contents"
         )
-    return read_model({**model.config, "architectures": [wanted]})
+    return model_from_config({**model.config, "architectures": [wanted]})
 
 
 def export_together(
@@ -176,13 +176,15 @@ def _export(trainer: Trainer, source: CheckpointSource, folder: Path) -> list[Wr
     tensors = source.tensors()
     shapes = {name: info.shape for name, info in tensors.items()}
     # What is trained is known; frameworks hand over the language model's config for a critic, too.
-    model = settle(described_model(trainer), shapes, is_value_model=MCORE_HEAD in shapes and shapes[MCORE_HEAD][0] == 1)
+    model = reconcile(
+        described_model(trainer), shapes, is_value_model=MCORE_HEAD in shapes and shapes[MCORE_HEAD][0] == 1
+    )
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
     useful = max(1, min(trainer.topology.world_size, nbytes // tuning.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     # A training that has diverged has a checkpoint all the same.
-    weights = write_files(plan, _own_files(trainer, len(plan.files)), source, folder, allow_nan=True)
+    weights = write_weights(plan, _own_files(trainer, len(plan.files)), source, folder, allow_nan=True)
     index = write_index(plan, folder) if trainer.agreement.is_coordinator else None
     written = [replace(file, path=f"{folder.name}/{file.path}") for file in (*weights, *((index,) if index else ()))]
     if trainer.agreement.is_coordinator:

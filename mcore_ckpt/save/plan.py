@@ -18,13 +18,13 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
-from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.offloaded import HostCopies, host_copies, in_host_memory
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
@@ -144,7 +144,7 @@ class SavePlanner:
     """Keeps the last plan, and finds out whether it still holds."""
 
     def __init__(self) -> None:
-        self._images = ImageCache()
+        self._images = StructureCache()
         self._kept: _Kept | None = None
 
     def plan(self, trainer: Trainer) -> SavePlan:
@@ -191,9 +191,9 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
             )
 
 
-def _new_plan(trainer: Trainer, images: ImageCache) -> SavePlan:
+def _new_plan(trainer: Trainer, images: StructureCache) -> SavePlan:
     contents = trainer.config.save_contents
-    model = read_model(trainer.chunks)
+    model = model_shards(trainer.chunks)
     requests: list[WriteRequest] = []
     # The HuggingFace model is made from the same files.
     if "model" in contents or "hf_model" in contents:

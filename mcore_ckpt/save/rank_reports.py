@@ -79,7 +79,7 @@ def report(
     }
 
 
-def describe(
+def build_manifest(
     trainer: Trainer,
     names: TensorNames,
     staging: Path,

@@ -22,17 +22,17 @@ from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import SavePlanner
-from mcore_ckpt.save.rank_reports import TensorNames, describe, read_common, report
+from mcore_ckpt.save.rank_reports import TensorNames, build_manifest, read_common, report
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
-from mcore_ckpt.steps.upload_queue import StepUpload, Uploads
+from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class SaveContext:
     commits: Agreement
     host_images: HostImages
     lock: TrainerLock
-    uploads: Uploads | None
+    uploads: UploadQueue | None
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
 
@@ -128,7 +128,7 @@ class Save:
         extra_state: Mapping[str, Any] | None,
         roles: tuple[str, ...],
         called: float,
-        policy: Policy | None,
+        policy: PreservationPolicy | None,
     ) -> None:
         self._called, self._started = called, time.perf_counter()
         trainer = context.trainer
@@ -220,7 +220,7 @@ class Save:
         # Of a file shared by several ranks, this rank's part.
         return self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
 
-    def upload(self) -> StepUpload | None:
+    def upload(self) -> UploadHandle | None:
         """Lets the committed checkpoint go to the remote store. None where there is none, and but on rank 0."""
         uploads, policy = self._context.uploads, self._policy
         if uploads is None or policy is None:
@@ -288,7 +288,7 @@ class Save:
     def _describe(self, records: Any) -> Any:
         assert self._attempt is not None
         self._keep_place()
-        return describe(
+        return build_manifest(
             self._trainer,
             self._context.names,
             self._attempt.staging,
@@ -356,7 +356,7 @@ def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:
         )
 
 
-def _delete_old(root: Path, policy: Policy, step: int) -> None:
+def _delete_old(root: Path, policy: PreservationPolicy, step: int) -> None:
     if policy.max_to_keep is None:
         return
     try:

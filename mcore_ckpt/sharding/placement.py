@@ -14,7 +14,7 @@ _FIRST = ("embedding.",)
 _LAST = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
 
 
-class Placement:
+class PipelinePlacement:
     """Where tensors are in a pipeline.
 
     Args:

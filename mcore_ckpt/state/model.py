@@ -116,7 +116,7 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
     return ChunkNames(tuple(layers), tuple(experts))
 
 
-def read_model(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
+def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
     """All parameters, persistent buffers and `_extra_state`s of this rank, as live tensors: no copy, no communication.
 
     Raises:

@@ -87,7 +87,7 @@ def check_parts(by_rank: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def seal(staging: Path, manifest: Manifest) -> None:
+def write_manifest(staging: Path, manifest: Manifest) -> None:
     """Makes the names of all files durable, then writes the manifest.
 
     Raises:

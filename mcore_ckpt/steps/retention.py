@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Policy:
+class PreservationPolicy:
     """What stays beside pinned steps.
 
     Attributes:
@@ -62,7 +62,7 @@ Step = TypeVar("Step", bound=Judged)
 
 
 @dataclass(frozen=True)
-class Verdict(Generic[Step]):
+class RetentionDecision(Generic[Step]):
     """Whether a step stays, and why."""
 
     status: Step
@@ -70,12 +70,14 @@ class Verdict(Generic[Step]):
     reason: str
 
 
-def too_old(statuses: Sequence[Step], policy: Policy, committed: int | None = None) -> list[Step]:
+def too_old(statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None) -> list[Step]:
     """Those that `judge` lets go."""
-    return [verdict.status for verdict in judge(statuses, policy, committed) if not verdict.stays]
+    return [decision.status for decision in judge(statuses, policy, committed) if not decision.stays]
 
 
-def judge(statuses: Sequence[Step], policy: Policy, committed: int | None = None) -> list[Verdict[Step]]:
+def judge(
+    statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None
+) -> list[RetentionDecision[Step]]:
     """The rule, for each of the statuses, which are ordered by step.
 
     What is not understood stays: folders without a manifest of ours, and manifests that are damaged, of a newer
@@ -89,16 +91,16 @@ def judge(statuses: Sequence[Step], policy: Policy, committed: int | None = None
     newest = _newest(statuses, policy.max_to_keep)
     # While nothing is complete, another role may still be on its way to the first step.
     oldest_needed = min([*newest, *([] if committed is None else [committed])]) if newest else 0
-    verdicts = []
+    decisions = []
     for status in statuses:
         reason = _why_it_stays(status, policy, newest, oldest_needed, committed)
         if reason is not None:
-            verdicts.append(Verdict(status, True, reason))
+            decisions.append(RetentionDecision(status, True, reason))
         elif status.is_complete:
-            verdicts.append(Verdict(status, False, f"not among the newest {policy.max_to_keep} of any role"))
+            decisions.append(RetentionDecision(status, False, f"not among the newest {policy.max_to_keep} of any role"))
         else:
-            verdicts.append(Verdict(status, False, f"older than all that are needed, and {status.reason}"))
-    return verdicts
+            decisions.append(RetentionDecision(status, False, f"older than all that are needed, and {status.reason}"))
+    return decisions
 
 
 def _newest(statuses: Sequence[Judged], count: int | None) -> dict[int, list[str]]:
@@ -116,7 +118,7 @@ def _newest(statuses: Sequence[Judged], count: int | None) -> dict[int, list[str
 
 def _why_it_stays(
     status: Judged,
-    policy: Policy,
+    policy: PreservationPolicy,
     newest: dict[int, list[str]],
     oldest_needed: int,
     committed: int | None,
@@ -138,20 +140,20 @@ def _why_it_stays(
     return "saved last" if status.step == committed else None
 
 
-def delete_old_steps(root: Path, policy: Policy, committed: int | None = None) -> list[int]:
+def delete_old_steps(root: Path, policy: PreservationPolicy, committed: int | None = None) -> list[int]:
     """Deletes what `judge` lets go; returns the steps deleted. What cannot go now is left for the next time.
 
     Raises OSError if the steps cannot be listed.
     """
     deleted = []
-    for verdict in judge(list_steps(root), policy, committed):
-        if verdict.stays:
+    for decision in judge(list_steps(root), policy, committed):
+        if decision.stays:
             continue
-        obstacle = delete_step(verdict.status)
+        obstacle = delete_step(decision.status)
         if obstacle is None:
-            deleted.append(verdict.status.step)
+            deleted.append(decision.status.step)
         else:
-            logger.info("step %d is too old, but stays for now: %s", verdict.status.step, obstacle)
+            logger.info("step %d is too old, but stays for now: %s", decision.status.step, obstacle)
     return deleted
 
 

@@ -126,7 +126,7 @@ def commit_together(
     """
 
     def combine(records: Sequence[Record]) -> Record:
-        commit.seal(attempt.staging, describe(records))
+        commit.write_manifest(attempt.staging, describe(records))
         return {}
 
     def act() -> None:

@@ -23,7 +23,7 @@ from mcore_ckpt.io.files import drop_from_cache
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
-from mcore_ckpt.steps.retention import Policy, too_old
+from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def tidy_up(
     remote: RemoteSteps,
     uploaded: Manifest,
     pending: Collection[str],
-    policy: Policy,
+    policy: PreservationPolicy,
     pinned: Mapping[int, bool],
     latest: int,
 ) -> None:

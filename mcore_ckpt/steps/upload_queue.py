@@ -1,4 +1,4 @@
-"""Uploads beside the training: the thread, what is still to go, and what the trainer may learn of it."""
+"""UploadQueue beside the training: the thread, what is still to go, and what the trainer may learn of it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
-from mcore_ckpt.steps.retention import Judged, Policy, too_old
+from mcore_ckpt.steps.retention import Judged, PreservationPolicy, too_old
 from mcore_ckpt.steps.upload import Upload, tidy_up
 
 logger = logging.getLogger(__name__)
 
 
-class StepUpload:
+class UploadHandle:
     """The upload of one committed checkpoint, as its handle shows it.
 
     Attributes:
@@ -55,7 +55,7 @@ class StepUpload:
         self._done.set()
 
 
-class Uploads:
+class UploadQueue:
     """Copies one role's checkpoints to a remote store, one after the other, on a thread that lives while there is work.
 
     Args:
@@ -65,13 +65,13 @@ class Uploads:
         policy: what is to stay there.
     """
 
-    def __init__(self, remote: RemoteSteps, root: Path, role: str, policy: Policy) -> None:
+    def __init__(self, remote: RemoteSteps, root: Path, role: str, policy: PreservationPolicy) -> None:
         self._remote = remote
         self._root = root
         self._role = role
         self._policy = policy
         self._lock = threading.Lock()
-        self._waiting: dict[int, StepUpload] = {}  # committed here, and not in the store yet
+        self._waiting: dict[int, UploadHandle] = {}  # committed here, and not in the store yet
         self._begun: dict[str, Upload] = {}  # by folder: what a failed one has sent need not go again
         self._pins: dict[int, bool] = {}  # of steps that are here, or were when the store was told last
         self._latest = -1
@@ -79,12 +79,12 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def committed(self, step: int, policy: Policy | None = None) -> StepUpload:
+    def committed(self, step: int, policy: PreservationPolicy | None = None) -> UploadHandle:
         """A checkpoint is there: it goes to the store, beside the training. Returns at once, raises nothing.
 
         `policy`: what is to stay there from now on; None: as before.
         """
-        upload = StepUpload(step)
+        upload = UploadHandle(step)
         self._look_at_pins()
         with self._lock:
             self._policy = policy or self._policy
@@ -172,7 +172,7 @@ class Uploads:
 
     def _upload(self, step: int, there: RemoteStep) -> Manifest | None:
         """What is in the store now; None if this step cannot be. Raises RemoteError: so will be what comes after."""
-        told = self._waiting.get(step, StepUpload(step))
+        told = self._waiting.get(step, UploadHandle(step))
         started = time.monotonic()
         try:
             role_dir = _role_dir(self._root, step, self._role)
@@ -193,12 +193,12 @@ class Uploads:
         self._forget(step, told)
         return upload.manifest
 
-    def _give_up(self, step: int, told: StepUpload, error: Exception) -> None:
+    def _give_up(self, step: int, told: UploadHandle, error: Exception) -> None:
         told.exception = CheckpointError(f"step {step} is not uploaded: {error}")
         self._forget(step, told)
         logger.warning("%s: %s", self._remote.store.url, told.exception)
 
-    def _forget(self, step: int, told: StepUpload) -> None:
+    def _forget(self, step: int, told: UploadHandle) -> None:
         with self._lock:
             # Another save of the same step may have been committed meanwhile.
             if self._waiting.get(step) is told:
@@ -216,7 +216,7 @@ def _is_there(manifest: Manifest, there: RemoteStep) -> bool:
 
 
 # Keeps them alive: a trainer may have dropped its manager with an upload under way.
-_open: set[Uploads] = set()
+_open: set[UploadQueue] = set()
 
 
 @atexit.register

@@ -28,10 +28,10 @@ from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
-from mcore_ckpt.tools.reshard.heads import check_heads
+from mcore_ckpt.tools.reshard.attention_heads import check_heads
 from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
-from mcore_ckpt.tools.reshard.reshard import describe
-from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_files
+from mcore_ckpt.tools.reshard.reshard import build_manifest
+from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_planned_files
 from mcore_ckpt.tools.reshard.survey import SavedTensor
 from mcore_ckpt.tools.reshard.target import Target, WantedLayout, resolve
 
@@ -50,7 +50,7 @@ def convert_to_native(
 ) -> ConversionReport:
     """Writes `root/global_steps_0/<role>`, which is there when all of it is. Every process calls it.
 
-    Takes the memory of `write_files`, whatever the size of the model. Files are divided among the processes.
+    Takes the memory of `write_planned_files`, whatever the size of the model. Files are divided among the processes.
 
     Args:
         source: the folder of the HuggingFace model; every process sees it.
@@ -133,7 +133,7 @@ def _write(
 
     def work() -> Record:
         origin = Origin(catalog.read_numbers, planner.sources)
-        written = write_files(origin, [files[number] for number in mine], staging, wrote)
+        written = write_planned_files(origin, [files[number] for number in mine], staging, wrote)
         return {"files": [_as_record(names) for names in written]}
 
     def combine(records: Sequence[Record]) -> Record:
@@ -143,8 +143,8 @@ def _write(
         folder.mkdir(FOLDER_MODE)
         assets = [(0, file) for file in written_assets(folder, copy_assets(catalog.contents.folder, folder))]
         target, role_dir, attempt = where
-        manifest = describe(catalog.manifest, target, indexed, assets, (role_dir.name,), attempt)
-        commit.seal(staging, manifest)
+        manifest = build_manifest(catalog.manifest, target, indexed, assets, (role_dir.name,), attempt)
+        commit.write_manifest(staging, manifest)
         return {}
 
     decide(agreement, f"writing {staging}", work, combine)

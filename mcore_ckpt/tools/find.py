@@ -18,7 +18,7 @@ from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps.listing import StepStatus, list_steps, step_status
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 
@@ -112,7 +112,7 @@ def open_source(found: FoundCheckpoint, config: HfConfig) -> TensorSource:
         return open_fsdp(found.path)
     if found.kind == "torch_dist":
         return open_torch_dist(found.path)
-    slabs = [slab for tensor in hf_tensors(read_model(config)) for slab in tensor.slabs if slab.mcore]
+    slabs = [slab for tensor in hf_tensors(model_from_config(config)) for slab in tensor.slabs if slab.mcore]
     return open_verl_ranks(
         found.path,
         {slab.mcore: slab.region.global_shape for slab in slabs},

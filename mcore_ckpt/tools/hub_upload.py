@@ -8,13 +8,13 @@ from pathlib import Path
 from mcore_ckpt.errors import CheckpointError
 
 
-def can_upload() -> bool:
+def can_push_to_hub() -> bool:
     """Whether huggingface_hub is installed: to be asked before hours of writing."""
     return importlib.util.find_spec("huggingface_hub") is not None
 
 
-def upload(folder: Path, repository: str, private: bool) -> None:
-    """Uploads a model's folder; the repository is made if it is not there.
+def push_to_hub(folder: Path, repository: str, private: bool) -> None:
+    """UploadQueue a model's folder; the repository is made if it is not there.
 
     Raises:
         CheckpointError: it did not arrive. The folder is as it was.

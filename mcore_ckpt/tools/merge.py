@@ -23,17 +23,17 @@ from mcore_ckpt.formats.contract import TensorInfo, TensorSource
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, read_copied_model
 from mcore_ckpt.formats.huggingface.assets import check_code, copy_assets, write_config
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
-from mcore_ckpt.formats.huggingface.writer import write_files, write_index
+from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.source import CheckpointSource
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HF_LAYER, HfTensor
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.reconcile import reconcile
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.table import HF_HEAD
-from mcore_ckpt.models.variants import settle
+from mcore_ckpt.ranks.rendezvous import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
-from mcore_ckpt.ranks.seats import seat_at
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.read_lock import reading
@@ -160,7 +160,7 @@ def _merge(
     def work() -> Record:
         if not staging.is_dir():
             raise CommitError(f"{staging}, made by rank 0, cannot be seen: all ranks must write to one file system")
-        files = write_files(job.plan, numbers, job.source, staging, wrote, allow_nan=request.allow_nan)
+        files = write_weights(job.plan, numbers, job.source, staging, wrote, allow_nan=request.allow_nan)
         return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
 
     def combine(records: Sequence[Record]) -> Record:
@@ -243,7 +243,7 @@ def ranks_of_torchrun() -> Agreement | None:
 
     # What is waited for is what this package's rounds wait for: no process group is needed.
     store, rank, world_size = next(rendezvous("env://"))
-    return seat_at(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S, "merge")
+    return rendezvous_at(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S, "merge")
 
 
 # -- what is there -----------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
     try:
         source = open_source(found, config)
         tensors = _without(request.ignore, source.tensors())
-        read = read_copied_model if found.has_hf_names else read_model
+        read = read_copied_model if found.has_hf_names else model_from_config
         model = _settled(read, config, tensors, request)
         check_code(config_dir, model.config)
         dtype = request.dtype
@@ -318,7 +318,7 @@ def _settled(
     if model.is_tied:
         # FSDP's names are those of modules: one tensor has two. Whether it is one is looked at by `fsdp_tensors`.
         shapes.pop(HF_HEAD, None)
-    return settle(model, shapes, request.tied, request.value)
+    return reconcile(model, shapes, request.tied, request.value)
 
 
 def _said_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

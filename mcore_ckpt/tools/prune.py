@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.listing import StepStatus, list_steps
-from mcore_ckpt.steps.retention import Policy, delete_step, judge, obstacle_to
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge, obstacle_to
 from mcore_ckpt.steps.tracker import read_tracker
 
 
@@ -24,7 +24,9 @@ class PrunedFolder:
     nbytes: int
 
 
-def prune(root: Path, policy: Policy, *, role: str | None = None, dry_run: bool = False) -> list[PrunedFolder]:
+def prune(
+    root: Path, policy: PreservationPolicy, *, role: str | None = None, dry_run: bool = False
+) -> list[PrunedFolder]:
     """Deletes what a trainer with this policy would, and remains of dead processes; tells what of each folder.
 
     Args:
@@ -36,8 +38,8 @@ def prune(root: Path, policy: Policy, *, role: str | None = None, dry_run: bool 
     Raises OSError.
     """
     folders = []
-    for verdict in judge(list_steps(root), policy, read_tracker(root)):
-        status, stays, reason = verdict.status, verdict.stays, verdict.reason
+    for decision in judge(list_steps(root), policy, read_tracker(root)):
+        status, stays, reason = decision.status, decision.stays, decision.reason
         if role is not None and role not in status.committed | status.declared:
             stays, reason = True, f"without {role}"
         nbytes = _nbytes(status.path)

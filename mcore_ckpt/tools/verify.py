@@ -23,7 +23,7 @@ from mcore_ckpt.steps.read_lock import reading
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifiedRole:
     """What was found of one role of one step; `files` and `nbytes` are the manifest's."""
 
     path: Path
@@ -42,7 +42,7 @@ class Report:
         seconds: it took.
     """
 
-    roles: tuple[Verdict, ...]
+    roles: tuple[VerifiedRole, ...]
     problems: tuple[str, ...]
     seconds: float
 
@@ -55,7 +55,7 @@ def verify_role(
     role_dir: Path,
     deep: bool = False,
     progress: Progress = lambda nbytes: None,
-) -> Verdict:
+) -> VerifiedRole:
     """Reads all of a checkpoint once (with `deep`, its tensors twice).
 
     Args:
@@ -66,7 +66,7 @@ def verify_role(
     try:
         manifest = read_manifest(role_dir)
     except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-        return Verdict(role_dir, 0, 0, (Damage(str(error), file_names.MANIFEST_FILE),))
+        return VerifiedRole(role_dir, 0, 0, (Damage(str(error), file_names.MANIFEST_FILE),))
     damages = [*_missing_files(role_dir, manifest), *verify_files(role_dir, manifest.files, progress)]
     if not damages:
         damages += _incomplete_tensors(role_dir, manifest)
@@ -74,7 +74,7 @@ def verify_role(
         from mcore_ckpt.tools.verify_deep import as_torch_sees_it
 
         damages += [damage for file in manifest.files for damage in as_torch_sees_it(role_dir, file)]
-    return Verdict(role_dir, len(manifest.files), manifest.nbytes, tuple(damages))
+    return VerifiedRole(role_dir, len(manifest.files), manifest.nbytes, tuple(damages))
 
 
 def verify(

@@ -9,7 +9,7 @@ from training import Step, Training
 
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.state.model import read_model, sync_parameters
+from mcore_ckpt.state.model import model_shards, sync_parameters
 from mcore_ckpt.state.optimizer import optimizer_parts, read_optimizer, read_step
 
 GlobalState = dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
-    model = read_model(training.model)
+    model = model_shards(training.model)
     for shard in model:
         if shard.key.kind != OPAQUE:
             yield f"{shard.key.name} model", shard.region, shard.tensor.detach().reshape(-1).clone()

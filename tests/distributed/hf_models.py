@@ -21,11 +21,11 @@ from training import ON_CPU, Layout, RMSNorm
 
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mcore_config import McoreConfig, to_mcore_config
-from mcore_ckpt.models.registry import read_model as read_hf_model
+from mcore_ckpt.models.registry import model_from_config as read_hf_model
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import synonyms
-from mcore_ckpt.state.model import read_model, unwrap
+from mcore_ckpt.state.model import model_from_config, unwrap
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
 from global_tensors import to_mcore
@@ -172,7 +172,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_holds(chunks: Sequence[torch.nn.Module], wanted: dict[str, torch.Tensor]) -> None:
     """Every tensor of this rank is its part of the global one, bit for bit; what pads the vocabulary is zero."""
-    for shard in read_model(chunks):
+    for shard in model_from_config(chunks):
         if shard.key.kind != MODEL:
             continue
         name = next(name for name in synonyms(shard.key.name) if name in wanted)

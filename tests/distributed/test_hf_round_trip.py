@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.io import tuning
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.models import read_model, to_mcore_config
+from mcore_ckpt.models import model_from_config, to_mcore_config
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
 
@@ -83,4 +83,6 @@ def assert_same_model(folder: Path, wanted: Path) -> None:
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert to_mcore_config(read_model(read_config(folder))) == to_mcore_config(read_model(read_config(wanted)))
+    assert to_mcore_config(model_from_config(read_config(folder))) == to_mcore_config(
+        model_from_config(read_config(wanted))
+    )

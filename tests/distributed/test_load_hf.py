@@ -38,8 +38,8 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.io import tuning
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.ranks.seats import take_seat
-from mcore_ckpt.state.model import read_model, unwrap
+from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.state.model import model_shards, unwrap
 from mcore_ckpt.tools.convert_native import convert_to_native
 from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 from mcore_ckpt.tools.reshard.target import WantedLayout
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_refused_by_all_and_nothing_changes(case: str, sour
         error = error_of(lambda: load_hf(chunks, other, source=source))  # type: ignore[arg-type]
         assert_names(raised_everywhere(expected, error), words)
         with everywhere():
-            assert all(s.tensor.isnan().all() for s in read_model(chunks) if s.key.kind == "model")
+            assert all(s.tensor.isnan().all() for s in model_shards(chunks) if s.key.kind == "model")
 
 
 @pytest.mark.world(2)
@@ -242,7 +242,7 @@ def test_what_is_said_to_have_no_counterpart_is_left_alone(shared_path: Path) ->
         chunks = build_model(folder, shape)
         load_hf(chunks, other, ignore=(r"model\.extra", r"lm_head\.weight", r"output_layer\.weight"))
         with everywhere():
-            for shard in read_model(chunks):
+            for shard in model_shards(chunks):
                 if shard.key.kind == "model":
                     assert bool(shard.tensor.isnan().all()) == (shard.key.name == "output_layer.weight")
 
@@ -315,7 +315,7 @@ _conversions = [0]
 
 def _seat() -> object:
     _conversions[0] += 1
-    return take_seat(f"test-convert/{_conversions[0]}", 60.0)
+    return rendezvous(f"test-convert/{_conversions[0]}", 60.0)
 
 
 @pytest.mark.parametrize(("name", "shape"), marked(CONVERTED))

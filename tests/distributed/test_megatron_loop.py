@@ -457,7 +457,7 @@ def test_a_save_that_fails_beside_the_training_is_told(shared_path: Path, monkey
         loop.save()
         drop_in.maybe_finalize_async_save(blocking=True)
         with monkeypatch.context() as patched:
-            patched.setattr("mcore_ckpt.steps.commit.seal", broken)
+            patched.setattr("mcore_ckpt.steps.commit.write_manifest", broken)
             loop.iteration = 1
             loop.save()
             drop_in.maybe_finalize_async_save()  # it may not have ended yet

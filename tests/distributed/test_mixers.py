@@ -26,7 +26,7 @@ from mcore_ckpt.sharding.cuts import find_cut
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
-from mcore_ckpt.state.model import read_model, unwrap
+from mcore_ckpt.state.model import model_shards, unwrap
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.merge import MergeRequest, merge
 from mcore_ckpt.tools.reshard.reshard import reshard
@@ -38,7 +38,7 @@ KINDS = ("native", "torch_dist", "verl_ranks")
 
 
 def regions_of(model: Any) -> dict[str, Region]:
-    return {shard.key.name: shard.region for shard in read_model([model]) if shard.key.kind == MODEL}
+    return {shard.key.name: shard.region for shard in model_shards([model]) if shard.key.kind == MODEL}
 
 
 def assert_cuts(one: dict[str, Region], two: list[dict[str, Region]]) -> None:

@@ -14,7 +14,7 @@ from training import build, parallel
 
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.load import load as loading
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -36,7 +36,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
     def late(*args: object, **options: object) -> int:
         """All ranks have their plans, none has read a tensor; another process has saved step 2 and keeps one."""
         if dist.get_rank() == 0:
-            deleted.extend(delete_old_steps(shared_path, Policy(1)))
+            deleted.extend(delete_old_steps(shared_path, PreservationPolicy(1)))
         dist.barrier()
         return apply(*args, **options)  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded(
                 assert error is None
                 assert deleted == []
                 assert_same(found, states[0])
-            assert gather(dist.get_rank() or delete_old_steps(shared_path, Policy(1))) == [[1], 1]
+            assert gather(dist.get_rank() or delete_old_steps(shared_path, PreservationPolicy(1))) == [[1], 1]
         else:
             assert gather(deleted) == [[1], []]
             for message in raised_everywhere(CheckpointCorruptError, error):

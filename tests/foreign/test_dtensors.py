@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from mcore_ckpt.formats.fsdp.dtensors import Placement
+from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement
 
 
 @given(
@@ -21,7 +21,7 @@ def test_as_torch_cuts(shape: list[int], cuts: list[tuple[int, int | None]]) -> 
     ranks = tuple(10 + rank for rank in range(prod(mesh)))
     seen = torch.zeros(shape, dtype=torch.int64)
     for position, rank in enumerate(ranks):
-        region = Placement(mesh, ranks, axes).region(tuple(shape), rank)
+        region = DTensorPlacement(mesh, ranks, axes).region(tuple(shape), rank)
         region.check()
         coordinate = [int(at) for at in torch.unravel_index(torch.tensor(position), mesh)]
         local, offset = _compute_local_shape_and_global_offset(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.save.guards import Guards
@@ -37,7 +37,7 @@ def plan_of(tensors: list[torch.Tensor]) -> FilePlan:
         TensorWrite((str(i),), ShardKey(str(i), "model"), Region.whole((t.numel(),)), t, (t.numel(),))
         for i, t in enumerate(tensors)
     )
-    return plan_file(WriteRequest("model.pt", "model", writes), 0, ImageCache())
+    return plan_file(WriteRequest("model.pt", "model", writes), 0, StructureCache())
 
 
 def image_at(address: int, plan: FilePlan) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from global_tensors import to_mcore
 
 from mcore_ckpt.models.architecture import HfModel, read_config
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
 
@@ -32,7 +32,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def model_of(folder: Path) -> HfModel:
-    return read_model(read_config(folder))
+    return model_from_config(read_config(folder))
 
 
 def mcore_tensors(folder: Path) -> dict[str, torch.Tensor]:

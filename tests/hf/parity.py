@@ -22,7 +22,7 @@ from tiny_models import VOCAB, make_hf_folder, make_hf_model, read_config
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mcore_config import check_model, to_mcore_config
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 
 PADDED_VOCAB = 136
 TOKENS = 24
@@ -54,7 +54,7 @@ def reference(folder: Path, name: str) -> torch.Tensor:
 
 
 def difference(folder: Path, wanted: torch.Tensor) -> float:
-    hf_model = read_model(read_config(folder))
+    hf_model = model_from_config(read_config(folder))
     model = build(hf_model)
     check_model(model, hf_model)
     load(model, to_mcore(hf_model, load_file(folder / "model.safetensors")))

@@ -26,7 +26,7 @@ from mcore_ckpt.formats.contract import PartRead, TensorInfo, TensorSource
 from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import read_file
-from mcore_ckpt.formats.huggingface.writer import write_files, write_index
+from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.source import CheckpointSource
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models.mapping import HfTensor, Slab
@@ -84,7 +84,7 @@ def source_of(role_dir: Path) -> CheckpointSource:
 
 def exported(plan: ExportPlan, source: TensorSource, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
-    written = write_files(plan, range(len(plan.files)), source, folder)
+    written = write_weights(plan, range(len(plan.files)), source, folder)
     for file in written:
         data = (folder / file.path).read_bytes()
         assert (len(data), zlib.crc32(data)) == (file.size, file.crc32)
@@ -257,7 +257,7 @@ def test_what_is_not_a_number(
     with pytest.raises(CheckpointCorruptError, match=rf"layers.2.mlp.down_proj.weight: element {40 * 96 + 7} is NaN"):
         exported(plan, Memory(tensors), tmp_path / "refused")
     (tmp_path / "asked for").mkdir()
-    write_files(plan, [0], Memory(tensors), tmp_path / "asked for", allow_nan=True)
+    write_weights(plan, [0], Memory(tensors), tmp_path / "asked for", allow_nan=True)
     found = weights(tmp_path / "asked for")["model.layers.2.mlp.down_proj.weight"]
     assert found.isnan().nonzero().tolist() == [[40, 7]]
 

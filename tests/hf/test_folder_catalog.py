@@ -17,7 +17,7 @@ from mcore_ckpt.formats.huggingface.reader import FolderCatalog, FolderContents,
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.locate import Sources, Wanted
 from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
@@ -44,7 +44,7 @@ def random_folder(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
-    tensors = {t.name: torch.randn(t.shape, generator=generator) for t in hf_tensors(read_model(config))}
+    tensors = {t.name: torch.randn(t.shape, generator=generator) for t in hf_tensors(model_from_config(config))}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 

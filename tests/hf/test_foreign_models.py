@@ -20,7 +20,7 @@ from mcore_ckpt.errors import (
     InvalidArgumentError,
 )
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import axes_of
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.tools.find import find_checkpoint
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def mcore_of(hf: Path) -> Tensors:
-    return to_mcore(read_model(read_config(hf)), load_file(hf / "model.safetensors"))
+    return to_mcore(model_from_config(read_config(hf)), load_file(hf / "model.safetensors"))
 
 
 def assert_same_model(folder: Path, reference: Path) -> None:

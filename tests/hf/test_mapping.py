@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import NAMES, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.models import read_model
+from mcore_ckpt.models import model_from_config
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
 
 SMALL = st.integers(1, 4)
@@ -71,7 +71,7 @@ def numbered(tensors: list[HfTensor]) -> dict[str, torch.Tensor]:
 @settings(max_examples=15)
 @given(overrides=sizes())
 def test_every_element_is_covered_once_and_comes_back(name: str, overrides: dict[str, Any]) -> None:
-    model = read_model(make_config(name, **overrides))
+    model = model_from_config(make_config(name, **overrides))
     tensors = hf_tensors(model)
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     assert all(tensor.numel == sum(slab.numel for slab in tensor.slabs) for tensor in tensors)
@@ -86,7 +86,7 @@ def test_every_element_is_covered_once_and_comes_back(name: str, overrides: dict
 
 
 def test_a_multi_token_prediction_that_is_partly_there_is_an_error() -> None:
-    model = read_model(make_config("deepseek_v3-mtp"))
+    model = model_from_config(make_config("deepseek_v3-mtp"))
     names = {tensor.name for tensor in hf_tensors(model)}
     without_copies = {n for n in names if not n.endswith(("layers.4.embed_tokens.weight", "shared_head.head.weight"))}
     check_names(model, hf_tensors_in(model, without_copies), without_copies, "here")
@@ -99,7 +99,7 @@ def test_a_multi_token_prediction_that_is_partly_there_is_an_error() -> None:
 
 def test_rows_of_a_group_are_queries_key_value() -> None:
     """Against the order written out by hand, not the code under test backwards."""
-    model = read_model(
+    model = model_from_config(
         make_config(
             "llama", num_hidden_layers=1, head_dim=2, hidden_size=4, num_attention_heads=4, num_key_value_heads=2
         )

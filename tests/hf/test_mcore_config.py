@@ -11,7 +11,7 @@ import torch
 from tiny_models import NAMES, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.models import check_model, read_model, to_hf_config, to_mcore_config
+from mcore_ckpt.models import check_model, model_from_config, to_hf_config, to_mcore_config
 
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
@@ -32,18 +32,18 @@ def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpt_of(name: str, **overrides: Any) -> dict[str, Any]:
-    return to_mcore_config(read_model({**make_config(name), **overrides})).gpt
+    return to_mcore_config(model_from_config({**make_config(name), **overrides})).gpt
 
 
 def transformer_of(name: str, **overrides: Any) -> dict[str, Any]:
-    return to_mcore_config(read_model({**make_config(name), **overrides})).transformer
+    return to_mcore_config(model_from_config({**make_config(name), **overrides})).transformer
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_versions_of_transformers_say_the_same(name: str) -> None:
     config = {**make_config(name), "dtype": "bfloat16"}
-    known = to_mcore_config(read_model(config))
-    assert to_mcore_config(read_model(as_transformers_4(config))) == known
+    known = to_mcore_config(model_from_config(config))
+    assert to_mcore_config(model_from_config(as_transformers_4(config))) == known
     assert (known.transformer["params_dtype"], known.transformer["bf16"]) == (torch.bfloat16, True)
     assert known.gpt["vocab_size"] == 131
     of_theta = known.transformer if known.transformer.get("multi_latent_attention") else known.gpt
@@ -54,7 +54,7 @@ def test_both_versions_of_transformers_say_the_same(name: str) -> None:
 def test_arguments_are_those_of_megatron(name: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    known = to_mcore_config(read_model(make_config(name)))
+    known = to_mcore_config(model_from_config(make_config(name)))
     assert known.transformer.keys() <= {field.name for field in fields(MLATransformerConfig)}
     built = known.transformer_config(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
     for key, value in known.transformer.items():
@@ -66,14 +66,14 @@ def test_arguments_are_those_of_megatron(name: str) -> None:
 def test_back_it_is_the_config_it_came_from(name: str, old: bool) -> None:
     config = {**make_config(name), "dtype": "bfloat16", "house_mark": [1]}
     base = as_transformers_4(config) if old else config
-    model = read_model(base)
+    model = model_from_config(base)
     known = to_mcore_config(model)
     back = to_hf_config(model.architecture, known.transformer_config(), known.gpt, base)
     assert {key: back[key] for key in base} == base
     # What the other version of transformers reads has come to it.
-    assert read_model(back).known == model.known
+    assert model_from_config(back).known == model.known
     for version in (as_transformers_4, as_transformers_5):
-        assert to_mcore_config(read_model(version(back))) == known
+        assert to_mcore_config(model_from_config(version(back))) == known
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
@@ -84,16 +84,16 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_can_be_made_without_a_source(name: str) -> None:
-    model = read_model(make_config(name))
+    model = model_from_config(make_config(name))
     known = to_mcore_config(model)
     fresh = to_hf_config(model.architecture, known.transformer_config(), known.gpt, {}, is_value=model.is_value)
-    assert to_mcore_config(read_model(fresh)) == known
-    assert read_model(fresh).known == model.known
+    assert to_mcore_config(model_from_config(fresh)) == known
+    assert model_from_config(fresh).known == model.known
 
 
 def test_what_training_changed_is_patched_and_nothing_else() -> None:
     base = make_config("qwen3_moe", head_dim=16)
-    model = read_model(base)
+    model = model_from_config(base)
     known = to_mcore_config(model)
     changed = {
         **known.transformer,
@@ -132,7 +132,7 @@ def test_what_training_changed_is_patched_and_nothing_else() -> None:
     ],
 )
 def test_what_the_architecture_cannot_say_is_refused(name: str, changes: dict[str, Any], message: str | None) -> None:
-    model = read_model(make_config(name))
+    model = model_from_config(make_config(name))
     known = to_mcore_config(model)
     transformer = {**known.transformer, **changes}
     if message is None:
@@ -145,16 +145,16 @@ def test_what_the_architecture_cannot_say_is_refused(name: str, changes: dict[st
 
 def test_the_class_follows_the_head() -> None:
     base = make_config("llama")
-    model = read_model(base)
+    model = model_from_config(base)
     known = to_mcore_config(model)
     critic = to_hf_config(model.architecture, known.transformer, known.gpt, base, is_value=True)
     assert critic["architectures"] == ["LlamaForTokenClassification"]
     assert len(critic["id2label"]) == 1
-    assert read_model(critic).is_value
+    assert model_from_config(critic).is_value
     assert (
         to_hf_config(model.architecture, known.transformer, known.gpt, base)["architectures"] == base["architectures"]
     )
-    glm = read_model(make_config("glm4_moe"))
+    glm = model_from_config(make_config("glm4_moe"))
     known = to_mcore_config(glm)
     with pytest.raises(UnsupportedError, match=r"glm4_moe has no class \.\.\.ForTokenClassification"):
         to_hf_config(glm.architecture, known.transformer, known.gpt, glm.config, is_value=True)
@@ -192,9 +192,9 @@ def test_windows() -> None:
     assert transformer_of("qwen2-window")["window_attn_skip_freq"] == [0, 0, 1, 1]
     # Qwen's configs name a window that is switched off.
     old = as_transformers_4(make_config("qwen2"))
-    assert to_mcore_config(read_model({**old, "sliding_window": 4096})).transformer["window_size"] is None
+    assert to_mcore_config(model_from_config({**old, "sliding_window": 4096})).transformer["window_size"] is None
     del old["use_sliding_window"]
-    assert to_mcore_config(read_model({**old, "sliding_window": 4096})).transformer["window_size"] is None
+    assert to_mcore_config(model_from_config({**old, "sliding_window": 4096})).transformer["window_size"] is None
     assert transformer_of("gpt_oss")["window_attn_skip_freq"] == [1, 0, 1, 0]
 
 
@@ -228,16 +228,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
 def test_what_megatron_cannot_do_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        to_mcore_config(read_model({**make_config(name), **changes}))
+        to_mcore_config(model_from_config({**make_config(name), **changes}))
 
 
 @pytest.mark.parametrize("field", ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
 def test_other_frequencies_of_llama_3_are_refused(field: str) -> None:
     config = make_config("llama-3")
-    assert to_mcore_config(read_model(config)).gpt["rope_scaling"] is True
+    assert to_mcore_config(model_from_config(config)).gpt["rope_scaling"] is True
     rope = {**config["rope_parameters"], field: 2.0}
     with pytest.raises(UnsupportedError, match=f"{field} of llama3 rotary embeddings is 2.0: megatron-core"):
-        to_mcore_config(read_model({**config, "rope_parameters": rope}))
+        to_mcore_config(model_from_config({**config, "rope_parameters": rope}))
 
 
 # --- A live model
@@ -245,7 +245,7 @@ def test_other_frequencies_of_llama_3_are_refused(field: str) -> None:
 
 def live(name: str, gpt: dict[str, Any] | None = None, **changes: Any) -> Any:
     """What `check_model` looks at of a GPTModel."""
-    known = to_mcore_config(read_model(make_config(name)))
+    known = to_mcore_config(model_from_config(make_config(name)))
     arguments = {**known.gpt, **(gpt or {})}
     arguments["rotary_scaling"] = arguments.pop("rope_scaling", None)
     return SimpleNamespace(config=known.transformer_config(**changes), **arguments)
@@ -253,7 +253,7 @@ def live(name: str, gpt: dict[str, Any] | None = None, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_agrees_passes(name: str) -> None:
-    model = read_model(make_config(name))
+    model = model_from_config(make_config(name))
     check_model(
         live(name, tensor_model_parallel_size=2, expert_tensor_parallel_size=1, hidden_dropout=0.1, bf16=True), model
     )
@@ -275,8 +275,8 @@ def test_a_model_that_agrees_passes(name: str) -> None:
 )
 def test_a_model_that_differs_is_refused(name: str, changes: dict[str, Any], gpt: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=message):
-        check_model(live(name, gpt, **changes), read_model(make_config(name)))
+        check_model(live(name, gpt, **changes), model_from_config(make_config(name)))
 
 
 def test_multi_token_prediction_may_be_left_out() -> None:
-    check_model(live("deepseek_v3-mtp", mtp_num_layers=None), read_model(make_config("deepseek_v3-mtp")))
+    check_model(live("deepseek_v3-mtp", mtp_num_layers=None), model_from_config(make_config("deepseek_v3-mtp")))

@@ -11,7 +11,7 @@ from tiny_models import LAYERS, NAMES, VOCAB, make_hf_folder, read_config
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.models.mcore_config import to_mcore_config
-from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.tools.convert_native import convert_to_native
 from mcore_ckpt.tools.merge import MergeRequest, merge
 from mcore_ckpt.tools.reshard.target import WantedLayout
@@ -72,7 +72,7 @@ def test_a_model_comes_back_from_every_layout(
 
 def there_and_back(folder: Path, layout: dict[str, int | str], tmp_path: Path) -> None:
     wanted = wanted_layout(folder, layout)
-    report = convert_to_native(folder, tmp_path / "steps", wanted, take_seat("round-trip", 60.0))
+    report = convert_to_native(folder, tmp_path / "steps", wanted, rendezvous("round-trip", 60.0))
     assert_written_as(report.path, wanted, is_value=model_of(folder).is_value)
     merge(MergeRequest(report.path, tmp_path / "merged"))
     assert_same_model(tmp_path / "merged", folder)

@@ -18,7 +18,7 @@ from tiny_models import LAYERS, NAMES, make_hf_folder
 
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer
 from mcore_ckpt.formats.huggingface.assets import save_assets, write_config
-from mcore_ckpt.models import read_model
+from mcore_ckpt.models import model_from_config
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
 HERE = Path(__file__).parent
@@ -200,7 +200,7 @@ def test_what_transformers_4_makes_of_a_config_is_exported_for_5(name: str, load
     # As a trainer with transformers 4 hands it over.
     given = dict(load("4", name)["config"])
     del given["rope_parameters"]  # a field that it has read without knowing it
-    write_config(tmp_path, read_model(given), torch.float32, has_mtp=name.endswith("-mtp"))
+    write_config(tmp_path, model_from_config(given), torch.float32, has_mtp=name.endswith("-mtp"))
     found = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
     wanted = load("source", name)["config"]
     assert differences(found, wanted, wanted.keys() - NOT_COMPARED) == {}

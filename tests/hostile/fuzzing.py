@@ -53,7 +53,7 @@ from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -405,7 +405,7 @@ def hf_config(sample: Sample) -> Case:
         (folder / "config.json").write_bytes(data)
 
         def read() -> None:
-            list(hf_tensors(read_model(read_config(folder))))
+            list(hf_tensors(model_from_config(read_config(folder))))
 
         return read
 
@@ -415,7 +415,7 @@ def hf_config(sample: Sample) -> Case:
 def safetensors(sample: Sample) -> Case:
     folder = sample.root / "safetensors"
     folder.mkdir()
-    named = [(tensor.name, torch.float32, tuple(tensor.shape)) for tensor in hf_tensors(read_model(CONFIG))]
+    named = [(tensor.name, torch.float32, tuple(tensor.shape)) for tensor in hf_tensors(model_from_config(CONFIG))]
     header = encode_header(named)
     body = bytes(4 * sum(torch.Size(shape).numel() for _, _, shape in named))
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -28,11 +28,11 @@ from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io.store import Remote
 from mcore_ckpt.models.architecture import read_config
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.steps import commit, retention, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.upload_queue import Uploads
+from mcore_ckpt.steps.upload_queue import UploadQueue
 
 
 @pytest.fixture
@@ -251,9 +251,9 @@ def test_a_header_length_that_lies(length: int, tmp_path: Path) -> None:
 def test_a_config_that_no_model_has(change: dict[str, Any]) -> None:
     from mcore_ckpt.models.mapping import hf_tensors
 
-    assert hf_tensors(read_model(CONFIG))
+    assert hf_tensors(model_from_config(CONFIG))
     with pytest.raises(UnsupportedError, match=r"config\.json"):
-        hf_tensors(read_model(CONFIG | change))
+        hf_tensors(model_from_config(CONFIG | change))
 
 
 @pytest.mark.parametrize("text", [b'{"a":' * 100_000, b"[]", b"\xff", b'{"a":1,"a":2}'])
@@ -300,7 +300,9 @@ def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_p
         sample = Sample.make(tmp_path / "deep" / "root")
         tracker.update_tracker(sample.root)
         retention.pin(sample.root, steps.complete_steps(sample.root)[0].step)
-        uploads = Uploads(Remote(f"file://{tmp_path}/deep/remote"), sample.root, "actor", retention.Policy())
+        uploads = UploadQueue(
+            Remote(f"file://{tmp_path}/deep/remote"), sample.root, "actor", retention.PreservationPolicy()
+        )
         assert uploads.committed(steps.complete_steps(sample.root)[0].step).wait(60)
         assert uploads.wait(60)
         with commit.kept_for_upload(sample.role_dir, "a" * 32):

@@ -20,7 +20,7 @@ from test_hostile_pickles import PICKLES
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.models.mapping import hf_tensors
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 
 WORKER = Path(__file__).with_name("read_everything.py")
 CHANGES = re.compile(r"os\.(?!listdir|scandir|walk|fspath)|subprocess\.|socket\.|shutil\.|ctypes\.dlopen|import")
@@ -36,7 +36,7 @@ def sound(folder: Path) -> Path:
     make_torch_dist(folder / "dist")
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(CONFIG))
-    tensors = {t.name: torch.zeros(t.shape) for t in hf_tensors(read_model(CONFIG))}
+    tensors = {t.name: torch.zeros(t.shape) for t in hf_tensors(model_from_config(CONFIG))}
     save_file(tensors, folder / "hf" / "model.safetensors")
     (folder / "file.pt").write_bytes(pt_of({"a": torch.arange(3)}))
     return folder

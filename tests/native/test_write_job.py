@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from images import PAGE, Reference, page_cuts, references
 
-from mcore_ckpt.checkpoint.pt_image import build_image
+from mcore_ckpt.checkpoint.pt_skeleton import build_skeleton
 from mcore_ckpt.io import _native
 
 MEBIBYTE = 1 << 20
@@ -225,7 +225,7 @@ def test_what_goes_to_a_disk_goes_past_the_page_cache(tmp_path: Path, in_place: 
 def test_a_file_of_torch(folder: Path) -> None:
     tree = {"weights": {f"layer.{i}": torch.randn(200 + i, 301) for i in range(30)}, "none": torch.empty(0), "step": 7}
     tensors = [*tree["weights"].values(), tree["none"]]  # type: ignore[attr-defined]
-    image = build_image(tree, tensors)
+    image = build_skeleton(tree, tensors)
     layout = _native.FileImage(
         [slot.offset for slot in image.slots],
         [slot.nbytes for slot in image.slots],

@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
-from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import ImageWriter
@@ -148,7 +148,7 @@ def make(
             for rank, f, held in files
         ),
     )
-    commit.seal(staging, manifest)
+    commit.write_manifest(staging, manifest)
     commit.publish(staging, role_dir, attempt)
     tracker.update_tracker(root)
     return role_dir
@@ -172,7 +172,7 @@ def _alias(name: str, region: Region) -> Alias:
 
 
 def _write_file(staging: Path, request: WriteRequest) -> WrittenFile:
-    plan = plan_file(request, 0, ImageCache())
+    plan = plan_file(request, 0, StructureCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in request.tensors])])
     with ImageWriter(staging, capture.writes, Alone()) as writer:
         writer.start()

@@ -21,7 +21,7 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
 )
-from mcore_ckpt.integrations.parts import manifest_of as part_manifest
+from mcore_ckpt.integrations.extra_roles import manifest_of as part_manifest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders, write_file
 from mcore_ckpt.sharding.cuts import Cut
@@ -333,7 +333,7 @@ def test_a_killed_run_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
     script = (
         "import os\nfrom pathlib import Path\nfrom mcore_ckpt.tools.reshard import reshard as module\n"
         "from mcore_ckpt.tools.reshard.target import WantedLayout\n"
-        "module.commit.seal = lambda *_: os.kill(os.getpid(), 9)\n"
+        "module.commit.write_manifest = lambda *_: os.kill(os.getpid(), 9)\n"
         f"module.reshard(module.select(Path({str(source)!r})), Path({str(tmp_path / 'b')!r}), WantedLayout(tp=2))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
@@ -394,7 +394,7 @@ def make_part(root: Path, roles: tuple[str, ...]) -> Path:
     make_folders(staging, "sub/step_info.json")
     write_file(staging / "sub" / "step_info.json", [data])
     file = WrittenFile("sub/step_info.json", "recover_info", len(data), zlib.crc32(data))
-    commit.seal(staging, part_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1))
+    commit.write_manifest(staging, part_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1))
     commit.publish(staging, role_dir, attempt)
     return role_dir
 

@@ -19,8 +19,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.store import Remote
-from mcore_ckpt.steps.retention import Policy
-from mcore_ckpt.steps.upload_queue import Uploads
+from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps.upload_queue import UploadQueue
 
 POINTS = 20
 SEED = 6
@@ -59,8 +59,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "local"
 
 
-def uploads_of(remote: Remote, root: Path, keep: int | None = None) -> Uploads:
-    return Uploads(remote, root, "actor", Policy(keep))
+def uploads_of(remote: Remote, root: Path, keep: int | None = None) -> UploadQueue:
+    return UploadQueue(remote, root, "actor", PreservationPolicy(keep))
 
 
 def test_steps_arrive_are_replaced_and_pruned(remote: Remote, root: Path) -> None:
@@ -156,7 +156,7 @@ def test_only_what_is_wanted_is_fetched(
 
 
 def killed_uploading(remote: Remote, root: Path, step: int) -> int:
-    """Uploads in a process of its own; its exit status, negative if it was killed."""
+    """UploadQueue in a process of its own; its exit status, negative if it was killed."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

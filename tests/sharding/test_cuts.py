@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.sharding.cuts import Cut, axes_of, find_cut
 from mcore_ckpt.sharding.pipeline import StageLayers, parse_layout
-from mcore_ckpt.sharding.placement import Placement, even_ranges
+from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import padded_rows
 
@@ -175,14 +175,14 @@ def test_even_ranges_have_each_element_once(sizes: list[int], parts: int) -> Non
 
 def test_where_tensors_are_in_a_pipeline() -> None:
     stages = {(0, 0): StageLayers((0, 1), ()), (1, 0): StageLayers((2,), ()), (2, 0): StageLayers((), ())}
-    placement = Placement(stages)
+    placement = PipelinePlacement(stages)
     assert placement.rank_of("embedding.word_embeddings.weight") == 0
     assert placement.rank_of("decoder.layers.2.mlp.linear_fc1.weight") == 1
     assert placement.rank_of("decoder.layers.7.mlp.linear_fc1.weight") is None
     assert placement.rank_of("decoder.final_layernorm.weight") == 2
     assert placement.rank_of("vision.patch.weight") is None
     # With MTP the norm stands behind the last layer.
-    with_mtp = Placement({**stages, (2, 0): StageLayers((), (0,))})
+    with_mtp = PipelinePlacement({**stages, (2, 0): StageLayers((), (0,))})
     assert with_mtp.rank_of("decoder.final_layernorm.weight") == 1
     assert with_mtp.rank_of("mtp.layers.0.eh_proj.weight") == 2
 

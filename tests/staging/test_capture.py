@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
@@ -73,7 +73,7 @@ def plan_of(tensors: list[torch.Tensor], world: int, rank: int, path: str = "a.p
         TensorWrite((f"t{i}",), ShardKey(f"t{i}", "model"), Region.whole(tuple(t.shape)), t, tuple(t.shape))
         for i, t in enumerate(tensors)
     )
-    return plan_file(WriteRequest(path, "model", writes, writers=tuple(range(world))), rank, ImageCache())
+    return plan_file(WriteRequest(path, "model", writes, writers=tuple(range(world))), rank, StructureCache())
 
 
 layouts = st.lists(st.lists(pieces, max_size=8), min_size=1, max_size=3)

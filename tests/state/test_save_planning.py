@@ -15,7 +15,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.save.plan import SavePlan, SavePlanner
-from mcore_ckpt.state.model import read_model
+from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.trainer import Session
 
 
@@ -382,7 +382,7 @@ class Adapted(torch.nn.Module):
 
 def test_the_extra_state_of_a_layer_with_an_adapter_is_the_layers() -> None:
     adapted = Adapted(Tiny())
-    (shard,) = [shard for shard in read_model([adapted]) if shard.refresh is not None]
+    (shard,) = [shard for shard in model_shards([adapted]) if shard.refresh is not None]
     assert shard.restore is not None
     shard.restore(torch.ones(3, dtype=torch.uint8))
     refreshed = shard.refresh()

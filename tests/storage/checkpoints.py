@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
-from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import Exchange, ImageWriter
@@ -26,7 +26,7 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together, open_together
 
 ROLE = "actor"
@@ -77,7 +77,7 @@ def _write(path: tuple[str, ...], tensor: torch.Tensor) -> TensorWrite:
 
 def write_files(staging: Path, exchange: Exchange, version: int, world: int) -> list[WrittenFile]:
     """One rank's part: what of all files of tensors is its to write, and a small file."""
-    rank, images = exchange.rank, ImageCache()
+    rank, images = exchange.rank, StructureCache()
     wanted = requests(version, rank, world)
     plans = [plan_file(request, rank, images) for request in wanted]
     capture = capture_in_place(
@@ -155,7 +155,7 @@ def finish(
 
 def delete_old(root: Path, step: int, keep: int | None) -> None:
     if keep is not None:
-        delete_old_steps(root, Policy(keep), step)
+        delete_old_steps(root, PreservationPolicy(keep), step)
 
 
 def _written(item: Record) -> WrittenFile:
@@ -175,9 +175,9 @@ class Alone:
         raise AssertionError(f"there is no rank {rank}")
 
 
-def write_alone(folder: Path, request: WriteRequest, images: ImageCache | None = None) -> WrittenFile:
+def write_alone(folder: Path, request: WriteRequest, images: StructureCache | None = None) -> WrittenFile:
     """One file, written by one rank from where its tensors are."""
-    plan = plan_file(request, Alone.rank, images or ImageCache())
+    plan = plan_file(request, Alone.rank, images or StructureCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in request.tensors])])
     with ImageWriter(folder, capture.writes, Alone()) as writer:
         writer.start()
@@ -198,7 +198,7 @@ def stage(role_dir: Path, version: int, roles: Sequence[str] | None = None) -> t
     staging = commit.open_staging(role_dir, attempt)
     files = [(0, file) for file in write_files(staging, Alone(), version, 1)]
     manifest = manifest_of(files, 1, step, attempt, role, roles or (role,))
-    commit.seal(staging, manifest)
+    commit.write_manifest(staging, manifest)
     return staging, attempt
 
 

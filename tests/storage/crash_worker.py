@@ -225,7 +225,7 @@ def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, 
         watch.phase = str(number)
         started = time.monotonic()
         try:
-            background.settle()
+            background.wait_until_idle()
             attempt = begin(agreement, Path(job.root), step)
             handle = SaveHandle(RankSave(job, commits, attempt, step, version))  # type: ignore[arg-type]
             if job.background:
@@ -240,7 +240,7 @@ def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, 
             report["seconds"] = time.monotonic() - started
             return
         report["saved"] += 1
-    background.settle()
+    background.wait_until_idle()
 
 
 def run_job(job: Job) -> None:

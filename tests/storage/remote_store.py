@@ -11,7 +11,7 @@ from checkpoints import ROLE
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io.store import Remote
-from mcore_ckpt.steps.upload_queue import StepUpload, Uploads
+from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
 
 # Longer than any upload of the tests.
 LONG_S = 60.0
@@ -25,7 +25,7 @@ def save(root: Path, step: int, version: int) -> None:
     checkpoints.make(role_dir(root, step), version)
 
 
-def upload(uploads: Uploads, step: int) -> StepUpload:
+def upload(uploads: UploadQueue, step: int) -> UploadHandle:
     told = uploads.committed(step)
     assert uploads.wait(LONG_S)
     return told

@@ -76,13 +76,13 @@ def test_a_manifest_that_nobody_could_read_is_not_written(role_dir: Path, monkey
         (replace(manifest, step=-1), "step"),
     ):
         with pytest.raises(CommitError, match=why):
-            commit.seal(staging, wrong)
+            commit.write_manifest(staging, wrong)
     with monkeypatch.context() as patched:
         patched.setattr(limits, "MANIFEST_BYTES", 100)
         with pytest.raises(CommitError, match="more than 100"):
-            commit.seal(staging, manifest)
+            commit.write_manifest(staging, manifest)
     assert not (staging / file_names.MANIFEST_FILE).exists()
-    commit.seal(staging, manifest)
+    commit.write_manifest(staging, manifest)
     assert read_manifest(staging) == manifest
 
 

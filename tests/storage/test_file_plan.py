@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint.index import Alias
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.replica_shares import share_out
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.io import tuning
@@ -65,7 +65,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(0, 5 * PAGE_BYTES), max_size=12), writers=ranks)
 def test_the_writers_parts_are_all_of_every_tensor_once(sizes: list[int], writers: tuple[int, ...]) -> None:
-    images, request = ImageCache(), request_of(sizes, writers)
+    images, request = StructureCache(), request_of(sizes, writers)
     plans = [plan_file(request, rank, images) for rank in writers]
     by_tensor: dict[int, list[tuple[int, int]]] = {number: [] for number, size in enumerate(sizes) if size}
     for plan in sorted(plans, key=lambda plan: plan.start):
@@ -86,7 +86,7 @@ def test_the_writers_parts_are_all_of_every_tensor_once(sizes: list[int], writer
 
 
 def plans_of(*requests: WriteRequest) -> list[FilePlan]:
-    return [plan_file(request, 0, ImageCache()) for request in requests]
+    return [plan_file(request, 0, StructureCache()) for request in requests]
 
 
 def test_the_structure_is_the_same_for_replicas_and_for_nobody_else() -> None:

@@ -14,7 +14,7 @@ from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.pins import pin
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.prune import prune
 from mcore_ckpt.tools.verify import verify
@@ -47,9 +47,9 @@ def test_a_flat_step_is_a_step(tmp_path: Path, name: str) -> None:
     assert not report.problems
     assert verify(flat(tmp_path, 2, name), 2).roles[0].path == flat(tmp_path, 2, name)
     pin(tmp_path, 1)
-    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
     (flat(tmp_path, 1, name) / file_names.PINNED_FILE).unlink()
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
     assert read_version(flat(tmp_path, 2, name)) == 2
     assert remains(tmp_path) == []
 
@@ -63,7 +63,7 @@ def test_roles_and_flat_steps_beside_each_other(tmp_path: Path) -> None:
         (2, {ROLE}),
         (3, {"critic"}),
     ]
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
 
 
 def test_a_flat_step_copied_from_another_does_not_count(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_flat_step_with_a_damaged_manifest(tmp_path: Path) -> None:
     (flat(tmp_path, 1) / file_names.MANIFEST_FILE).write_text("{")
     (status,) = steps.list_steps(tmp_path)
     assert not status.is_complete
-    assert delete_old_steps(tmp_path, Policy(1)) == []  # what is not understood stays
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []  # what is not understood stays
     report = verify(tmp_path, None)
     assert [bool(verdict.damages) for verdict in report.roles] == [True]
 
@@ -141,7 +141,9 @@ def test_remains_of_a_flat_step_are_swept(tmp_path: Path) -> None:
     own(dead, dead_owner(2**22 + 1))
     living, _ = stage(flat(tmp_path, 3), 3)
     assert commit.find_remains(tmp_path) == [dead]
-    assert [folder.path for folder in prune(tmp_path, Policy(), dry_run=True) if folder.step is None] == [dead]
+    assert [folder.path for folder in prune(tmp_path, PreservationPolicy(), dry_run=True) if folder.step is None] == [
+        dead
+    ]
     commit.sweep(tmp_path, ROLE, alone=True)
     assert not dead.exists()
     assert living.exists()
@@ -152,9 +154,9 @@ def test_a_flat_step_that_is_being_saved_again_is_not_deleted(tmp_path: Path) ->
     for step in (1, 2):
         make(flat(tmp_path, step), step)
     staging, attempt = stage(flat(tmp_path, 1), 11)
-    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
     commit.publish(staging, flat(tmp_path, 1), attempt)
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
 
 
 @pytest.mark.parametrize("trainer_is_back", [False, True])

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex, decode_index
 from mcore_ckpt.checkpoint.manifest import WrittenFile
-from mcore_ckpt.checkpoint.pt_image import INDEX_RECORD, build_image
-from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.checkpoint.pt_skeleton import INDEX_RECORD, build_skeleton
+from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import ImageWriter
 from mcore_ckpt.io.host_memory import HostMemory
@@ -64,7 +64,9 @@ def request_of(tensors: Tensors, tree: tuple[str, ...] = ()) -> WriteRequest:
     return WriteRequest(PATH, "optimizer", writes, tree=tree)
 
 
-def write(folder: Path, tensors: Tensors, images: ImageCache | None = None, tree: tuple[str, ...] = ()) -> WrittenFile:
+def write(
+    folder: Path, tensors: Tensors, images: StructureCache | None = None, tree: tuple[str, ...] = ()
+) -> WrittenFile:
     return write_alone(folder, request_of(tensors, tree), images)
 
 
@@ -164,7 +166,7 @@ def test_views_of_a_bucket_do_not_drag_it_along(tmp_path: Path) -> None:
 
 
 def test_an_image_serves_other_values_and_only_the_same_structure(tmp_path: Path) -> None:
-    images = ImageCache()
+    images = StructureCache()
 
     def some(seed: int, shape: tuple[int, ...] = (3, 100), dtype: torch.dtype = torch.float32) -> Tensors:
         return {("a", "param"): random_tensor(shape, dtype, seed), ("b", "param"): random_tensor((7,), dtype, seed + 1)}
@@ -183,7 +185,7 @@ def test_an_image_serves_other_values_and_only_the_same_structure(tmp_path: Path
 def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
     """The arena holds an older, larger save: nothing of it may be left in the gaps. In place there is no arena."""
     tensors: Tensors = {(f"t{i}", "param"): random_tensor((i,), torch.int16, i) for i in range(40)}
-    plan = plan_file(request_of(tensors), Alone.rank, ImageCache())
+    plan = plan_file(request_of(tensors), Alone.rank, StructureCache())
     (tmp_path / "in place").mkdir()
     files = [write(tmp_path / "in place", tensors)]
     for poison in (0x00, 0xFF):
@@ -204,7 +206,7 @@ def test_beyond_4_gib_it_is_zip64(tmp_path: Path) -> None:
     """A sparse file: nothing of the payload is written, and only the small tensors' CRCs are asked for."""
     small = random_tensor((100,), torch.float32)
     big = torch.empty(5 << 30, dtype=torch.uint8)
-    image = build_image({"first": small, "big": big, "last": small.clone()}, [small, big, small.clone()])
+    image = build_skeleton({"first": small, "big": big, "last": small.clone()}, [small, big, small.clone()])
     crc = zlib.crc32(bits(small))
     index = b'{"some":"index"}'
     tail = image.tail([crc, 0x1234ABCD, crc], index, zlib.crc32(index))
@@ -235,7 +237,7 @@ def test_beyond_4_gib_it_is_zip64(tmp_path: Path) -> None:
 
 def test_payloads_and_gaps_are_the_whole_file_up_to_its_directory() -> None:
     tensors = [random_tensor((n,), torch.float32) for n in (3, 0, 70_000, 1)]
-    image = build_image({str(i): tensor for i, tensor in enumerate(tensors)}, tensors)
+    image = build_skeleton({str(i): tensor for i, tensor in enumerate(tensors)}, tensors)
     spans = sorted([(offset, len(gap)) for offset, gap in image.gaps] + [(s.offset, s.nbytes) for s in image.slots])
     spans.append((image.records_end, 0))
     assert spans[0][0] == 0
@@ -246,6 +248,6 @@ def test_payloads_and_gaps_are_the_whole_file_up_to_its_directory() -> None:
 def test_tensors_that_are_not_those_of_the_tree_are_refused(named: int) -> None:
     tensor = torch.zeros(10)
     with pytest.raises(ValueError, match="archive"):
-        build_image({"a": tensor}, [tensor] * named)
+        build_skeleton({"a": tensor}, [tensor] * named)
     with pytest.raises(ValueError, match="is not record"):
-        build_image({"a": tensor}, [torch.zeros(11)])
+        build_skeleton({"a": tensor}, [torch.zeros(11)])

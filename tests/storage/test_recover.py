@@ -21,7 +21,7 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.load.load import LoadReport, LoadResult
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.recover import Recovery, recover, resumable_steps
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 
 BOTH = ("actor", "critic")
 
@@ -288,11 +288,11 @@ def test_retention_leaves_the_step_until_all_roles_have_it(tmp_path: Path) -> No
 
     def others_save(step: int) -> None:
         make_steps(tmp_path, [2])
-        assert delete_old_steps(tmp_path, Policy(1)) == []
+        assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
 
     actor.while_loading = others_save
     assert recover([actor, critic]).step == 1
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
 
 
 # -- what is asked for ------------------------------------------------------------------------------------------

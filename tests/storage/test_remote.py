@@ -24,9 +24,9 @@ from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.store import Remote, public_url
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.upload import SentBytes, Upload, part_size
-from mcore_ckpt.steps.upload_queue import Uploads
+from mcore_ckpt.steps.upload_queue import UploadQueue
 
 POINTS = 20
 
@@ -48,8 +48,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "local"
 
 
-def uploads_of(remote: Remote, root: Path, keep: int | None = None, role: str = ROLE) -> Uploads:
-    return Uploads(remote, root, role, Policy(keep))
+def uploads_of(remote: Remote, root: Path, keep: int | None = None, role: str = ROLE) -> UploadQueue:
+    return UploadQueue(remote, root, role, PreservationPolicy(keep))
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------
@@ -171,10 +171,10 @@ def test_what_was_unpinned_is_told_although_it_is_deleted_here_at_once(remote: R
     unpin(root, 1)
     save(root, 2, version=2)
     told = uploads.committed(2)
-    assert delete_old_steps(root, Policy(1)) in ([1], [])
+    assert delete_old_steps(root, PreservationPolicy(1)) in ([1], [])
     assert told.wait(LONG_S)
     assert uploads.wait(LONG_S)
-    delete_old_steps(root, Policy(1))
+    delete_old_steps(root, PreservationPolicy(1))
     assert versions(remote) == {2: 2}
 
 
@@ -407,7 +407,7 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, r
         assert begun.wait(LONG_S)
         for step in (2, 3):
             save(root, step, version=step)
-            delete_old_steps(root, Policy(1), step)
+            delete_old_steps(root, PreservationPolicy(1), step)
             later = uploads.committed(step)
         commit.sweep(root, ROLE, alone=True)  # as another manager's first save does
         assert set(file_names.step_dirs(root)) == {1, 3}
@@ -416,7 +416,7 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, r
     assert first.done
     assert later.done
     assert versions(remote) == {1: 1, 3: 3}
-    delete_old_steps(root, Policy(1), 3)
+    delete_old_steps(root, PreservationPolicy(1), 3)
     assert set(file_names.step_dirs(root)) == {3}
 
 

@@ -22,16 +22,16 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.steps import commit, retention
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.steps.retention import Policy, delete_old_steps, judge
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, judge
 from mcore_ckpt.tools.prune import prune
 
 
 def test_retention_counts_what_is_on_disk(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
-    assert delete_old_steps(tmp_path, Policy(2)) == [1, 2]
+    assert delete_old_steps(tmp_path, PreservationPolicy(2)) == [1, 2]
     assert checkpoints(tmp_path) == {3: 3, 10: 10}
-    assert delete_old_steps(tmp_path, Policy(2)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(2)) == []
     assert sorted(os.listdir(tmp_path)) == ["global_steps_10", "global_steps_3"]
 
 
@@ -43,7 +43,7 @@ def test_retention_keeps_what_is_not_of_ours(tmp_path: Path) -> None:
     (tmp_path / "iter_0000001").mkdir()
     for step in (9, 10, 11):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
-    assert delete_old_steps(tmp_path, Policy(1)) == [9, 10]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [9, 10]
     assert (foreign / "model_world_size_8_rank_0.pt").read_bytes() == b"of verl"
     assert sorted(os.listdir(tmp_path)) == ["global_step_7", "global_steps_11", "global_steps_8", "iter_0000001"]
 
@@ -55,8 +55,8 @@ def test_retention_does_not_count_incomplete_steps(tmp_path: Path) -> None:
     make(file_names.step_dir(tmp_path, 3) / ROLE, 3)
     make(file_names.step_dir(tmp_path, 4) / ROLE, 4, ("actor", "critic"))
     (file_names.step_dir(tmp_path, 5) / ROLE).mkdir(parents=True)
-    assert delete_old_steps(tmp_path, Policy(2)) == []
-    assert delete_old_steps(tmp_path, Policy(1)) == [1, 2]
+    assert delete_old_steps(tmp_path, PreservationPolicy(2)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1, 2]
     assert checkpoints(tmp_path) == {3: 3}
     assert file_names.step_dir(tmp_path, 4).is_dir()
 
@@ -66,7 +66,7 @@ def test_retention_keeps_a_step_that_a_role_is_saving(tmp_path: Path) -> None:
     staging, attempt = stage(file_names.step_dir(tmp_path, 1) / "critic", 4)
     for step in (2, 3):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
-    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [2]
     commit.publish(staging, file_names.step_dir(tmp_path, 1) / "critic", attempt)
     assert read_version(file_names.step_dir(tmp_path, 1) / "critic") == 4
 
@@ -77,7 +77,7 @@ def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", crash)
         with pytest.raises(Crash):
-            delete_old_steps(tmp_path, Policy(1))
+            delete_old_steps(tmp_path, PreservationPolicy(1))
     assert checkpoints(tmp_path) == {2: 2}
     (deleted,) = [path for path in tmp_path.iterdir() if file_names.is_deleted_dir(path.name)]
     commit.sweep(tmp_path, ROLE, alone=False)
@@ -90,7 +90,7 @@ def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypa
 def test_the_step_just_saved_stays_after_a_rollback(tmp_path: Path) -> None:
     for step in (60, 100):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
-    assert delete_old_steps(tmp_path, Policy(1), committed=60) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1), committed=60) == []
     assert checkpoints(tmp_path) == {60: 60, 100: 100}
 
 
@@ -99,7 +99,7 @@ def test_a_role_s_retention_leaves_another_role_its_newest(tmp_path: Path) -> No
         for role in (ROLE, "critic"):
             make(file_names.step_dir(tmp_path, step) / role, step, roles=(role,))
     make(file_names.step_dir(tmp_path, 10) / ROLE, 10, roles=(ROLE,))
-    assert delete_old_steps(tmp_path, Policy(1), committed=10) == [8]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1), committed=10) == [8]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_steps_10", "global_steps_9"]
 
 
@@ -128,7 +128,7 @@ def complete_of(found: list[StepStatus], role: str) -> list[int]:
 @given(statuses(), st.integers(1, 4), st.none() | st.integers(1, 20), st.data())
 def test_what_stays(found: list[StepStatus], keep: int, every: int | None, data: st.DataObject) -> None:
     committed = data.draw(st.none() | st.sampled_from([status.step for status in found] or [0]))
-    verdicts = judge(found, Policy(keep, every), committed)
+    verdicts = judge(found, PreservationPolicy(keep, every), committed)
     assert [verdict.status for verdict in verdicts] == found
     gone = [verdict.status for verdict in verdicts if not verdict.stays]
     wanted = {step for role in ROLES for step in complete_of(found, role)[-keep:]}
@@ -152,25 +152,29 @@ def test_what_stays(found: list[StepStatus], keep: int, every: int | None, data:
 @given(statuses(), st.integers(1, 4), st.none() | st.integers(1, 20))
 def test_judging_again_changes_nothing(found: list[StepStatus], keep: int, every: int | None) -> None:
     """As after a restart: what is counted is what is there."""
-    policy = Policy(keep, every)
+    policy = PreservationPolicy(keep, every)
     left = [verdict.status for verdict in judge(found, policy) if verdict.stays]
     assert all(verdict.stays for verdict in judge(left, policy))
 
 
 @given(statuses(), st.integers(1, 3), st.none() | st.integers(1, 20))
 def test_keeping_more_deletes_less(found: list[StepStatus], keep: int, every: int | None) -> None:
-    def gone(policy: Policy) -> set[int]:
+    def gone(policy: PreservationPolicy) -> set[int]:
         return {verdict.status.step for verdict in judge(found, policy) if not verdict.stays}
 
-    assert gone(Policy(keep + 1, every)) <= gone(Policy(keep, every)) <= gone(Policy(keep))
-    assert gone(Policy(None)) == gone(Policy(None, every)) == set()
+    assert (
+        gone(PreservationPolicy(keep + 1, every))
+        <= gone(PreservationPolicy(keep, every))
+        <= gone(PreservationPolicy(keep))
+    )
+    assert gone(PreservationPolicy(None)) == gone(PreservationPolicy(None, every)) == set()
 
 
 def test_while_nothing_is_complete_nothing_goes(tmp_path: Path) -> None:
     """The critic is late for step 1; the actor has saved steps 1 and 2."""
     for step in (1, 2):
         make(file_names.step_dir(tmp_path, step) / "actor", step, ("actor", "critic"))
-    assert delete_old_steps(tmp_path, Policy(1), committed=2) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1), committed=2) == []
     make(file_names.step_dir(tmp_path, 1) / "critic", 1, ("actor", "critic"))
     assert [status.step for status in complete_steps(tmp_path)] == [1]
 
@@ -178,7 +182,7 @@ def test_while_nothing_is_complete_nothing_goes(tmp_path: Path) -> None:
 def test_every_n_th(tmp_path: Path) -> None:
     for step in (0, 50, 100, 150, 200, 250):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
-    assert delete_old_steps(tmp_path, Policy(1, keep_every=100)) == [50, 150]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1, keep_every=100)) == [50, 150]
     assert checkpoints(tmp_path) == {0: 0, 100: 100, 200: 200, 250: 250}
 
 
@@ -193,7 +197,7 @@ def test_what_is_not_understood_stays(tmp_path: Path, how: str) -> None:
         manifest.write_bytes(manifest.read_bytes()[:-20])
     else:
         shutil.copy(file_names.step_dir(tmp_path, 2) / ROLE / file_names.MANIFEST_FILE, manifest)
-    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [2]
     assert manifest.exists()
 
 
@@ -204,7 +208,7 @@ def test_a_step_that_is_a_link_stays(tmp_path: Path) -> None:
     for step in (3, 4):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     file_names.step_dir(tmp_path, 1).symlink_to(file_names.step_dir(tmp_path / "elsewhere", 1))
-    assert delete_old_steps(tmp_path, Policy(1)) == [3]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [3]
     assert checkpoints(tmp_path) == {1: 1, 4: 4}
 
 
@@ -216,9 +220,9 @@ def test_a_step_that_is_protected_stays_whole(tmp_path: Path, which: str, caplog
     folder = file_names.step_dir(tmp_path, 2) if which == "step" else file_names.step_dir(tmp_path, 2) / ROLE
     folder.chmod(0o555)
     with without_privileges():
-        told = {found.step: found for found in prune(tmp_path, Policy(1), dry_run=True)}
-        assert delete_old_steps(tmp_path, Policy(1)) == [1, 3]
-        pruned = {found.step: found for found in prune(tmp_path, Policy(1))}
+        told = {found.step: found for found in prune(tmp_path, PreservationPolicy(1), dry_run=True)}
+        assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1, 3]
+        pruned = {found.step: found for found in prune(tmp_path, PreservationPolicy(1))}
     assert checkpoints(tmp_path) == {2: 2, 4: 4}
     for found in (told[2], pruned[2]):
         assert found.stays
@@ -242,8 +246,8 @@ def test_a_step_that_cannot_go_does_not_keep_others(
         rename(old, new)
 
     monkeypatch.setattr("os.rename", refuse)
-    assert delete_old_steps(tmp_path, Policy(1)) == [2]
-    (found, *_) = prune(tmp_path, Policy(1))
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [2]
+    (found, *_) = prune(tmp_path, PreservationPolicy(1))
     assert found.stays
     assert os.strerror(number) in found.reason
     assert checkpoints(tmp_path) == {1: 1, 3: 3}
@@ -255,12 +259,12 @@ def test_remains_that_cannot_be_removed_are_not_said_to_be(tmp_path: Path, dead_
     own(staging, dead_owner(dead_pid))
     staging.chmod(0o555)
     with without_privileges():
-        *_, found = prune(tmp_path, Policy(1))
+        *_, found = prune(tmp_path, PreservationPolicy(1))
     assert found.path == staging
     assert found.stays
     assert "not all of it could be removed" in found.reason
     staging.chmod(0o755)
-    *_, found = prune(tmp_path, Policy(1))
+    *_, found = prune(tmp_path, PreservationPolicy(1))
     assert not found.stays
     assert not staging.exists()
 
@@ -269,7 +273,7 @@ def test_by_hand_the_step_saved_last_stays_after_a_rollback(tmp_path: Path) -> N
     for step in (1, 2, 3):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     (tmp_path / file_names.TRACKER_FILE).write_text("1")
-    assert [found.step for found in prune(tmp_path, Policy(1)) if not found.stays] == [2]
+    assert [found.step for found in prune(tmp_path, PreservationPolicy(1)) if not found.stays] == [2]
 
 
 # -- pins ---------------------------------------------------------------------------------------------------
@@ -281,14 +285,14 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     pin(tmp_path, 2)
     pin(str(tmp_path), 2)
     assert [status.pinned for status in list_steps(tmp_path)] == [False, True, False, False]
-    assert delete_old_steps(tmp_path, Policy(1)) == [1, 3]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1, 3]
     # A pin is of the step, whoever saves it again.
     make(file_names.step_dir(tmp_path, 2) / ROLE, 22)
-    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
     assert checkpoints(tmp_path) == {2: 22, 4: 4}
     unpin(tmp_path, 2)
     unpin(tmp_path, 2)
-    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [2]
 
 
 def test_what_cannot_be_pinned(tmp_path: Path) -> None:
@@ -335,7 +339,7 @@ def test_a_step_comes_back_if_something_has_come_into_it(
 
     obstacle_to = retention.obstacle_to
     monkeypatch.setattr(retention, "obstacle_to", late)
-    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
     assert len(looks) == 2
     assert read_version(first / ROLE) == 1
     assert not (first / file_names.OWNER_FILE).exists()
@@ -346,7 +350,7 @@ def test_two_that_delete_at_once(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     old = list_steps(tmp_path)[0]
-    assert delete_old_steps(tmp_path, Policy(2)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(2)) == [1]
     assert retention.delete_step(old) == "another process is deleting it"
     assert checkpoints(tmp_path) == {2: 2, 3: 3}
 
@@ -359,7 +363,7 @@ def test_a_full_disk_does_not_keep_a_step(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(retention, "write_owner", full)
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
 
 
 # -- readers ------------------------------------------------------------------------------------------------
@@ -377,11 +381,11 @@ def test_a_step_that_another_process_reads_stays_until_it_has_read(tmp_path: Pat
             os.read(may_end, 1)
         os._exit(0)
     assert os.read(begun, 1) == b"x"
-    assert delete_old_steps(tmp_path, Policy(1)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
     assert checkpoints(tmp_path) == {1: 1, 2: 2}
     os.close(end)
     os.waitpid(pid, 0)
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
 
 
 def test_a_reader_that_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
@@ -395,8 +399,8 @@ def test_a_reader_that_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None
             os.close(theirs)
             os.read(ours, 1)
             os._exit(0)
-        assert delete_old_steps(tmp_path, Policy(1)) == []
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+        assert delete_old_steps(tmp_path, PreservationPolicy(1)) == []
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
     os.close(theirs)
     os.waitpid(pid, 0)
 
@@ -444,7 +448,7 @@ def test_without_locks_a_step_that_goes_while_it_is_read_is_read_whole_or_not_at
         if str(path).startswith(str(role_dir)):
             left[0] -= 1
             if left[0] == -1:
-                assert delete_old_steps(tmp_path, Policy(1)) == [1]
+                assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
         return open_file(path, *args, **kwargs)
 
     monkeypatch.setattr(reader.os, "open", counting)
@@ -459,5 +463,5 @@ def test_a_file_that_is_open_stays_readable(tmp_path: Path) -> None:
     path = file_names.step_dir(tmp_path, 1) / ROLE / file_names.model_file(0, 0)
     data = path.read_bytes()
     with path.open("rb") as file:
-        assert delete_old_steps(tmp_path, Policy(1)) == [1]
+        assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
         assert file.read() == data

@@ -12,7 +12,7 @@ from role_program import run_together, save_role
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 
 BOTH = ("actor", "critic")
 
@@ -103,8 +103,8 @@ def test_retention_of_one_role_waits_for_the_other_s_step(tmp_path: Path, caplog
         for role in BOTH:
             make(file_names.step_dir(tmp_path, step) / role, step, BOTH)
     staging, attempt = stage(file_names.step_dir(tmp_path, 1) / "critic", 12, BOTH)
-    assert delete_old_steps(tmp_path, Policy(1)) == [2]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [2]
     assert "step 1 is too old, but stays for now: a save is under way in it" in caplog.text
     commit.publish(staging, file_names.step_dir(tmp_path, 1) / "critic", attempt)
     assert versions(tmp_path) == both(3) | {1: {"actor": 1, "critic": 12}}
-    assert delete_old_steps(tmp_path, Policy(1)) == [1]
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]

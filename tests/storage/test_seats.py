@@ -9,8 +9,8 @@ import torch.distributed as dist
 from test_agreement import LONG_S, SHORT_S, messages, together
 
 from mcore_ckpt.errors import AgreementError
+from mcore_ckpt.ranks.rendezvous import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
-from mcore_ckpt.ranks.seats import seat_at
 
 WORLD = 3
 NAME = "mcore_ckpt/actor"
@@ -26,7 +26,7 @@ def seats(store: Any, timeout_s: float = LONG_S) -> list[Callable[[], Agreement]
     """Each rank's, with a client of its own, as processes of one life take them."""
     clients = [store.clone() for _ in range(WORLD)]
     return [
-        lambda rank=rank: seat_at(clients[rank], rank, WORLD, NAME, timeout_s, "taking a seat")  # type: ignore[misc]
+        lambda rank=rank: rendezvous_at(clients[rank], rank, WORLD, NAME, timeout_s, "taking a seat")  # type: ignore[misc]
         for rank in range(WORLD)
     ]
 
@@ -84,7 +84,7 @@ def test_seats_taken_at_once_one_after_the_other_are_the_same_ones_on_all_ranks(
 
     def many(rank: int) -> list[Agreement]:
         client = store.clone()
-        return [seat_at(client, rank, WORLD, NAME, LONG_S, "taking a seat") for _ in range(50)]
+        return [rendezvous_at(client, rank, WORLD, NAME, LONG_S, "taking a seat") for _ in range(50)]
 
     taken = together([lambda rank=rank: many(rank) for rank in range(WORLD)])  # type: ignore[misc]
     names = [[seat._namespace for seat in of_rank] for of_rank in taken]
@@ -93,7 +93,7 @@ def test_seats_taken_at_once_one_after_the_other_are_the_same_ones_on_all_ranks(
 
 
 def test_a_rank_alone_waits_for_nobody(store: Any) -> None:
-    seat = seat_at(store.clone(), 0, 1, NAME, LONG_S, "taking a seat")
+    seat = rendezvous_at(store.clone(), 0, 1, NAME, LONG_S, "taking a seat")
     assert decide(seat, "a round", lambda: {"a": 1}, lambda records: {"all": list(records)}) == {"all": [{"a": 1}]}
 
 

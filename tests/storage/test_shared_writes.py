@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.formats.native.file_plan import ImageCache, plan_file
+from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import ImageWriter
 from mcore_ckpt.io.host_memory import HostMemory
@@ -91,7 +91,7 @@ def writing(
     """A rank's part: what of the files is its to write, from where the tensors are or from a copy."""
 
     def part(agreement: Agreement) -> Record:
-        images = ImageCache()
+        images = StructureCache()
         planned = [(plan_file(request, agreement.rank, images), request) for request in requests]
         planned = [(plan, request) for plan, request in planned if plan.nbytes]
         plans, own = [plan for plan, _ in planned], [request for _, request in planned]

@@ -23,7 +23,7 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 
 # -- which steps count ------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ def test_one_that_cannot_be_read_is_its_own_problem(
         assert tracker.update_tracker(tmp_path) == 2
         commit.sweep(tmp_path, ROLE, alone=True)
         assert commit.find_remains(tmp_path) == []
-        assert delete_old_steps(tmp_path, Policy(1)) == [1]
+        assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
         assert os.path.lexists(strange)
         assert main(["list", str(tmp_path)]) == 0
         capsys.readouterr()

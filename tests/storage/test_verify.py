@@ -27,7 +27,7 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.io import checksums
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.steps.retention import Policy, delete_old_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.tools.verify import verify, verify_role
 
 MODEL_FILE = file_names.model_file(0, 0)
@@ -250,7 +250,7 @@ def test_what_is_verified_is_not_deleted_and_what_comes_later_may_be(role_dir: P
     make(file_names.step_dir(root, 6) / ROLE, 6)
     tracker.update_tracker(root)
     deleted: list[list[int]] = []
-    report = verify(root, progress=lambda done, total: deleted.append(delete_old_steps(root, Policy(1))))
+    report = verify(root, progress=lambda done, total: deleted.append(delete_old_steps(root, PreservationPolicy(1))))
     assert report.is_sound
     # While the first one is read, the second goes; the first goes when it has been read.
     assert list(itertools.chain(*deleted)) == [5, 3]

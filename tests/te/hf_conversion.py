@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.models import HfModel, read_config, read_model, to_mcore_config
-from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.models import HfModel, model_from_config, read_config, to_mcore_config
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 
 CONFIG = CheckpointConfig(save_contents=("hf_model",), load_contents=("model",), timeout_s=40.0)
@@ -44,7 +44,7 @@ def main(tiny_models: str, root: Path, names: Sequence[str]) -> None:
     # It is asked for when the module is made, and used in forward only.
     gated_delta_net.HAVE_FLA = True
     for name in names:
-        model = read_model(read_config(root / name / "hf"))
+        model = model_from_config(read_config(root / name / "hf"))
         experts = {"expert_model_parallel_size": world, "expert_tensor_parallel_size": 1}
         sizes = {"tensor_model_parallel_size": world, **(experts if "experts" in model.sizes else {})}
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
@@ -58,13 +58,13 @@ def there_and_back(root: Path, name: str, hf_model: HfModel, sizes: dict[str, in
     folder = root / "hf"
     loaded, restored = poisoned(hf_model, sizes), poisoned(hf_model, sizes)
     load_hf(loaded, folder)
-    convert_to_torch_dist(folder, root / "dist", take_seat(f"te/{name}", 40.0))
+    convert_to_torch_dist(folder, root / "dist", rendezvous(f"te/{name}", 40.0))
     restored.load_state_dict(dist_checkpointing.load(restored.sharded_state_dict(), str(root / "dist")))
     assert_same(name, tensors_of(restored), tensors_of(loaded))
     export(root / "steps", loaded, folder)
     exported = root / "steps" / "global_steps_1" / "actor" / "huggingface"
     assert_same(name, load_file(exported / "model.safetensors"), load_file(folder / "model.safetensors"))
-    assert to_mcore_config(read_model(read_config(exported))) == to_mcore_config(hf_model), name
+    assert to_mcore_config(model_from_config(read_config(exported))) == to_mcore_config(hf_model), name
 
 
 def poisoned(hf_model: HfModel, sizes: dict[str, int]) -> GPTModel:

@@ -26,11 +26,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.ssm import gated_delta_net  # noqa: E402
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu  # noqa: E402
-from mcore_ckpt.models import HfModel, check_model, read_model, to_mcore_config  # noqa: E402
+from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_config  # noqa: E402
 from mcore_ckpt.models.mapping import hf_tensors  # noqa: E402
 from mcore_ckpt.sharding.plan import MODEL  # noqa: E402
 from mcore_ckpt.sharding.synonyms import found_as  # noqa: E402
-from mcore_ckpt.state.model import read_model as read_shards  # noqa: E402
+from mcore_ckpt.state.model import model_from_config as read_shards  # noqa: E402
 
 
 def main(tiny_models: str) -> None:
@@ -39,7 +39,7 @@ def main(tiny_models: str) -> None:
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     # Made before CUDA seems to be there: transformers asks, too.
-    models = {name: read_model(make_config(name)) for name in NAMES if not name.endswith("-value")}
+    models = {name: model_from_config(make_config(name)) for name in NAMES if not name.endswith("-value")}
     enable_cpu()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -9,12 +9,12 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
-from mcore_ckpt.formats.pt_files import PtDTensor, PtTensor, Record, read_integers
+from mcore_ckpt.formats.pt_files import PickledObject, PtDTensor, PtTensor, read_integers
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 
 @dataclass(frozen=True)
-class Placement:
+class DTensorPlacement:
     """How a tensor lies on a mesh.
 
     Attributes:
@@ -34,7 +34,7 @@ class Placement:
         or empty; where two axes of the mesh cut the same axis, the second cuts what the first has left.
 
         Example:
-            >>> Placement((2,), (0, 1), (0,)).region((5, 3), 1).pieces[0].global_offset
+            >>> DTensorPlacement((2,), (0, 1), (0,)).region((5, 3), 1).pieces[0].global_offset
             (3, 0)
         """
         position = self.ranks.index(rank)
@@ -51,7 +51,7 @@ class Placement:
         return Region(shape, local, (Piece((0,) * len(shape), local, tuple(offset)),), (0, prod(local)))
 
 
-def placement_of(tensor: PtDTensor, name: str) -> Placement:
+def placement_of(tensor: PtDTensor, name: str) -> DTensorPlacement:
     """How a saved tensor lies on its mesh.
 
     Raises:
@@ -60,7 +60,7 @@ def placement_of(tensor: PtDTensor, name: str) -> Placement:
     """
     fields = tensor.spec.fields
     mesh, placements = fields.get("mesh"), fields.get("placements")
-    if not isinstance(mesh, Record) or not isinstance(placements, (tuple, list)):
+    if not isinstance(mesh, PickledObject) or not isinstance(placements, (tuple, list)):
         raise CheckpointCorruptError(f"{tensor.local.path}: tensor {name}: its DTensor has no mesh or no placements")
     axes = tuple(_axis(tensor, name, placement) for placement in placements)
     shape, ranks = _mesh(mesh, f"{tensor.local.path}: tensor {name}")
@@ -68,7 +68,7 @@ def placement_of(tensor: PtDTensor, name: str) -> Placement:
         raise CheckpointCorruptError(
             f"{tensor.local.path}: tensor {name}: {len(axes)} placements on a mesh of shape {shape}, {len(ranks)} ranks"
         )
-    return Placement(shape, ranks, axes)
+    return DTensorPlacement(shape, ranks, axes)
 
 
 def _axis(tensor: PtDTensor, name: str, placement: Any) -> int | None:
@@ -87,13 +87,13 @@ def _axis(tensor: PtDTensor, name: str, placement: Any) -> int | None:
     return axis
 
 
-def _mesh(mesh: Record, where: str) -> tuple[Shape, tuple[int, ...]]:
+def _mesh(mesh: PickledObject, where: str) -> tuple[Shape, tuple[int, ...]]:
     """Its shape and its ranks. Since torch 2.9 a mesh is a layout (lengths and strides) of a list of ranks."""
     ranks = mesh.fields.get("mesh")
     if isinstance(ranks, PtTensor):
         return ranks.shape, tuple(read_integers(ranks))
     layout, of_layout = mesh.fields.get("_layout"), mesh.fields.get("_rank_map")
-    if not isinstance(layout, Record) or not isinstance(of_layout, PtTensor):
+    if not isinstance(layout, PickledObject) or not isinstance(of_layout, PtTensor):
         raise CheckpointCorruptError(f"{where}: its DeviceMesh has neither ranks nor a layout of them")
     numbers = read_integers(of_layout)
     try:
@@ -108,7 +108,7 @@ def _mesh(mesh: Record, where: str) -> tuple[Shape, tuple[int, ...]]:
     return tuple(map(len, axes)), ranks_of_mesh
 
 
-def _layout_axes(layout: Record) -> Iterator[tuple[Shape, Shape]]:
+def _layout_axes(layout: PickledObject) -> Iterator[tuple[Shape, Shape]]:
     axes = layout.fields.get("axes")
     if axes is not None:
         yield from ((_flat(axis.fields["shape"]), _flat(axis.fields["stride"])) for axis in axes)

@@ -17,7 +17,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import TensorInfo, TensorSource
-from mcore_ckpt.formats.fsdp.dtensors import Placement, placement_of
+from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
 from mcore_ckpt.formats.pt_files import PtDTensor, PtTensor, read_pt
 from mcore_ckpt.formats.shard_reader import ShardSource, same_bytes, stored_shard
 from mcore_ckpt.io import json_fields as fields
@@ -27,7 +27,7 @@ from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures.common import facts_of
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, Slab, check_names, hf_tensors_in
-from mcore_ckpt.models.registry import known_architectures, read_model, refuse_quantized
+from mcore_ckpt.models.registry import known_architectures, model_from_config, refuse_quantized
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
@@ -49,7 +49,7 @@ class _Found:
 
     dtype: torch.dtype
     shape: Shape
-    placement: Placement | None
+    placement: DTensorPlacement | None
     local: PtTensor
 
     def same_tensor(self, other: _Found) -> bool:
@@ -86,7 +86,7 @@ def open_fsdp(folder: Path) -> ShardSource:
 
 
 def read_copied_model(config: HfConfig) -> HfModel:
-    """As `read_model`, of an architecture without a table too: what is not converted need not be known.
+    """As `model_from_config`, of an architecture without a table too: what is not converted need not be known.
 
     Its embedding is tied, and it is a value model, as the config says; all else about it is empty.
 
@@ -97,7 +97,7 @@ def read_copied_model(config: HfConfig) -> HfModel:
     refuse_quantized(config)
     known = known_architectures().get(str(config.get("model_type")))
     try:
-        return read_model(config)
+        return model_from_config(config)
     except UnsupportedError:
         if known is not None and known.table.layer:
             raise

@@ -19,7 +19,7 @@ from mcore_ckpt.formats.native.ranges import read_stored
 from mcore_ckpt.formats.shard_reader import same_bytes, source_of_folder
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
-from mcore_ckpt.models.registry import read_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, Section, ValueChange
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
@@ -109,7 +109,7 @@ class FolderCatalog(Catalog):
 
     def __init__(self, contents: FolderContents, ignore: Sequence[str] = (), role: str = "actor") -> None:
         self.contents = contents
-        self.model = read_model(contents.config, tuple(ignore))
+        self.model = model_from_config(contents.config, tuple(ignore))
         self._shards: dict[str, list[StoredShard]] = {}
         self._sections: dict[str, tuple[Section, ...]] = {}
         self._changed: dict[tuple[str, int], _Changed] = {}

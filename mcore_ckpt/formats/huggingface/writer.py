@@ -31,7 +31,7 @@ _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LOOK_CLOSER_ELEMENTS = 1 << 20
 
 
-def write_files(
+def write_weights(
     plan: ExportPlan,
     numbers: Sequence[int],
     source: TensorSource,

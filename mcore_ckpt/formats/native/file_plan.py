@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex, IndexTemplate
-from mcore_ckpt.checkpoint.pt_image import PtImage, build_image
+from mcore_ckpt.checkpoint.pt_skeleton import PtSkeleton, build_skeleton
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.replica_shares import Share, share_out
 from mcore_ckpt.formats.native.write_requests import WriteRequest
@@ -45,7 +45,7 @@ class FilePlan:
     """
 
     request: WriteRequest
-    pt: PtImage
+    pt: PtSkeleton
     image: _native.FileImage
     index: IndexTemplate
     share: Share
@@ -93,30 +93,30 @@ def _digest(value: Any) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class FileImage:
+class FileStructure:
     """What of a file does not depend on who writes it: see FilePlan."""
 
-    pt: PtImage
+    pt: PtSkeleton
     native: _native.FileImage
     index: IndexTemplate
 
 
-class ImageCache:
+class StructureCache:
     """File images by structure: making one takes torch a while, and most saves are of the same tensors.
 
     Of other tensors of the same structure too: a trainer that offloads its optimizer has new ones at each save.
     """
 
     def __init__(self) -> None:
-        self._images: dict[str, tuple[object, FileImage]] = {}
+        self._images: dict[str, tuple[object, FileStructure]] = {}
 
-    def get(self, request: WriteRequest) -> FileImage:
+    def get(self, request: WriteRequest) -> FileStructure:
         structure = ([(t.path, t.shape, t.tensor.dtype, t.key, t.region) for t in request.tensors], request.aliases)
         cached = self._images.get(request.path)
         if cached is None or cached[0] != structure:
             _refuse_names(request)
-            pt = _new_image(request)
-            cached = (structure, FileImage(pt, _native_image(pt), _index_template(request, pt)))
+            pt = _new_skeleton(request)
+            cached = (structure, FileStructure(pt, _native_image(pt), _index_template(request, pt)))
             self._images[request.path] = cached
         return cached[1]
 
@@ -139,7 +139,7 @@ class ImageWrite:
     ready: list[tuple[int, int]]
 
 
-def plan_file(request: WriteRequest, rank: int, images: ImageCache) -> FilePlan:
+def plan_file(request: WriteRequest, rank: int, images: StructureCache) -> FilePlan:
     """The plan of a file of which world rank `rank` is one writer.
 
     Raises:
@@ -166,7 +166,7 @@ def _refuse_names(request: WriteRequest) -> None:
             ) from None
 
 
-def _native_image(pt: PtImage) -> _native.FileImage:
+def _native_image(pt: PtSkeleton) -> _native.FileImage:
     return _native.FileImage(
         [slot.offset for slot in pt.slots],
         [slot.nbytes for slot in pt.slots],
@@ -177,7 +177,7 @@ def _native_image(pt: PtImage) -> _native.FileImage:
     )
 
 
-def _index_template(request: WriteRequest, pt: PtImage) -> IndexTemplate:
+def _index_template(request: WriteRequest, pt: PtSkeleton) -> IndexTemplate:
     shards = (
         StoredShard(w.key, w.region, dtype_name(w.tensor.dtype), request.path, slot.offset, slot.nbytes, ())
         for w, slot in zip(request.tensors, pt.slots, strict=True)
@@ -185,7 +185,7 @@ def _index_template(request: WriteRequest, pt: PtImage) -> IndexTemplate:
     return IndexTemplate(FileIndex(tuple(shards), request.aliases))
 
 
-def _new_image(request: WriteRequest) -> PtImage:
+def _new_skeleton(request: WriteRequest) -> PtSkeleton:
     # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store
     # that.
     copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
@@ -203,7 +203,7 @@ def _new_image(request: WriteRequest) -> PtImage:
     if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
         # torch numbers its records in the order of the tree: slots would go to other tensors.
         raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
-    return build_image(tree, copies)
+    return build_skeleton(tree, copies)
 
 
 def _leaves(tree: dict[str, Any]) -> Iterator[torch.Tensor]:

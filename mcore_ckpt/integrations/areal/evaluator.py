@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from areal.utils import evaluator as areal
 
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Evaluator(areal.Evaluator):
         self.config = config
         self.ft_sepc = ft_spec  # sic
         self._schedule = Schedule(frequency_of(config))
-        self._agree = agree_with(take_seat("areal/evaluator", timeout_s))
+        self._agree = agree_with(rendezvous("areal/evaluator", timeout_s))
         # With `eval_before_train` the first call evaluates, after a restart no more.
         self._is_first = config.eval_before_train
 

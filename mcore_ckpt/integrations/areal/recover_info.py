@@ -16,7 +16,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import open_file, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
-from mcore_ckpt.integrations.parts import manifest_of
+from mcore_ckpt.integrations.extra_roles import manifest_of
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.checksums import crc32

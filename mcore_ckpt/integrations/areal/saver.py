@@ -13,7 +13,7 @@ from areal.utils import saver as areal
 from mcore_ckpt.integrations.areal.engine import HF_ASYNC, CheckpointedEngine, is_checkpointed
 from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.ranks.seats import take_seat
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.schedule import RoleSchedules
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Saver(areal.Saver):
         self.config = config
         self.ft_spec = ft_spec
         self._schedules = RoleSchedules(frequency_of(config))
-        self._agree = agree_with(take_seat("areal/saver", timeout_s))
+        self._agree = agree_with(rendezvous("areal/saver", timeout_s))
         self._exporting: dict[str, Any] = {}
         self._engines: dict[str, Any] = {}
 

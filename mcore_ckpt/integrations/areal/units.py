@@ -29,12 +29,12 @@ from mcore_ckpt.integrations.areal import stock_files
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, STEP_FILE, Progress, write
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small, replace_file, sync_dir
+from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree
-from mcore_ckpt.ranks.seats import take_seat
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
-from mcore_ckpt.steps.retention import Policy, delete_old_steps, delete_step
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import open_together
 
@@ -65,9 +65,9 @@ class RecoverUnits:
 
     def __init__(self, root: Path, keep: int, timeout_s: float) -> None:
         self._root = root
-        self._policy = Policy(keep)
+        self._policy = PreservationPolicy(keep)
         self._timeout_s = timeout_s
-        self._seat = take_seat("areal/units", timeout_s)
+        self._seat = rendezvous("areal/units", timeout_s)
         self._lock = TrainerLock(root, INFO_ROLE)
         self._has_saved = False
         self._current: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.steps.retention import Policy
+from mcore_ckpt.steps.retention import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # what ROLL calls the driver's part of a checkpoint, and its folder
 
@@ -49,10 +49,10 @@ class RollOptions:
     keep_every: int | None
     config: CheckpointConfig
 
-    def policy(self, pipeline_config: Any) -> Policy:
+    def policy(self, pipeline_config: Any) -> PreservationPolicy:
         """What `max_ckpt_to_keep` lets stay."""
         count = getattr(pipeline_config, "max_ckpt_to_keep", 0)  # 0 is for all
-        return Policy(count, self.keep_every) if count else Policy()
+        return PreservationPolicy(count, self.keep_every) if count else PreservationPolicy()
 
 
 def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:

@@ -21,7 +21,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.formats.native.folder import LocalFolder
-from mcore_ckpt.integrations.parts import manifest_of
+from mcore_ckpt.integrations.extra_roles import manifest_of
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, sync_dir, write_file

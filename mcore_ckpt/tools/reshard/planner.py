@@ -18,7 +18,7 @@ from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology, coordinates_of
 from mcore_ckpt.sharding.cuts import Cut, find_cut
 from mcore_ckpt.sharding.names import expert_of
-from mcore_ckpt.sharding.placement import Placement, even_ranges
+from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padded_rows
@@ -275,7 +275,7 @@ def _by_stage(catalog: Catalog, tensors: Iterable[SavedTensor], target: Target) 
     """The tensors of each pipeline rank."""
     saved = {(stage.pp, stage.vp): (stage.decoder, stage.mtp) for stage in catalog.manifest.stages}
     as_saved = saved == {place: (stage.decoder, stage.mtp) for place, stage in target.stages.items()}
-    placement = Placement(target.stages)
+    placement = PipelinePlacement(target.stages)
     by_stage: dict[int, list[SavedTensor]] = defaultdict(list)
     for tensor in tensors:
         pp = tensor.pp if as_saved else placement.rank_of(tensor.name)

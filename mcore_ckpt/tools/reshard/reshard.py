@@ -24,10 +24,10 @@ from mcore_ckpt.sharding.plan import runs
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
-from mcore_ckpt.tools.reshard.heads import check_heads, config_beside
+from mcore_ckpt.tools.reshard.attention_heads import check_heads, config_beside
 from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
 from mcore_ckpt.tools.reshard.small_files import SmallFiles, checked_bytes, plan_small_files, write_small_files
-from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_files
+from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_planned_files
 from mcore_ckpt.tools.reshard.survey import survey
 from mcore_ckpt.tools.reshard.target import Target, WantedLayout, resolve
 
@@ -178,14 +178,14 @@ def _write_all(
             staging = commit.open_staging(role_dir, attempt)
             staged.append((role_dir, staging))
             _copy_part(part, staging)
-            commit.seal(staging, replace(part.manifest, roles=roles, attempt=attempt))
+            commit.write_manifest(staging, replace(part.manifest, roles=roles, attempt=attempt))
         for job in jobs:
             # What a killed run has left; other processes may be saving here.
             commit.sweep(root, job.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
             staged.append((job.role_dir, staging))
             manifest = _write_role(job, staging, roles, attempt, wrote)
-            commit.seal(staging, manifest)
+            commit.write_manifest(staging, manifest)
             reports.append(_report(job, manifest))
         for role_dir, staging in staged:
             commit.publish(staging, role_dir, attempt)
@@ -216,14 +216,14 @@ def _write_role(
 ) -> Manifest:
     files = {file.path: file for file in job.manifest.files}
     origin = Origin(partial(read_ranges, job.source, files), job.planner.sources)
-    indexed = list(write_files(origin, job.files, staging, progress))
+    indexed = list(write_planned_files(origin, job.files, staging, progress))
     small = list(write_small_files(job.source, job.small, staging))
     for folder in {(staging / path).parent for path in (*(f.file.path for f in indexed), *(f.path for _, f in small))}:
         sync_dir(folder)
-    return describe(job.manifest, job.target, indexed, small, roles, attempt)
+    return build_manifest(job.manifest, job.target, indexed, small, roles, attempt)
 
 
-def describe(
+def build_manifest(
     source: Manifest,
     target: Target,
     indexed: Sequence[FileNames],

@@ -13,7 +13,7 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.formats.contract import Read
 from mcore_ckpt.formats.locate import Sources, Wanted
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageCache, ImageWrite, plan_file
+from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite, StructureCache, plan_file
 from mcore_ckpt.formats.native.replica_shares import Share
 from mcore_ckpt.formats.native.write_requests import TensorWrite
 from mcore_ckpt.formats.native.writer import ImageWriter
@@ -76,7 +76,9 @@ class _AllWriters:
         return self._given.pop((key, rank))
 
 
-def write_files(origin: Origin, files: Iterable[PlannedFile], staging: Path, progress: Progress) -> Iterator[FileNames]:
+def write_planned_files(
+    origin: Origin, files: Iterable[PlannedFile], staging: Path, progress: Progress
+) -> Iterator[FileNames]:
     """Writes the files durably, and yields each when it is there.
 
     Takes two buffers of STREAM_BYTES, and what reading takes, whatever the sizes of the files.
@@ -99,7 +101,7 @@ def write_files(origin: Origin, files: Iterable[PlannedFile], staging: Path, pro
 
 def _parts(file: PlannedFile) -> list[_Part]:
     # Not kept: the images of all files together are as large as their indexes.
-    plan = plan_file(file.request, 0, ImageCache())
+    plan = plan_file(file.request, 0, StructureCache())
     cuts = cuts_of(plan.pt.records_end)
     share = Share(tuple(range(len(cuts) - 1)), cuts)
     return [

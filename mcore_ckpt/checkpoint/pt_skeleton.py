@@ -45,11 +45,11 @@ class PayloadSlot:
 
 
 @dataclass(frozen=True)
-class PtImage:
+class PtSkeleton:
     """Everything of a `.pt` file that does not depend on the tensors' values.
 
     Attributes:
-        slots: one per tensor, in the order given to `build_image`, ascending in offset.
+        slots: one per tensor, in the order given to `build_skeleton`, ascending in offset.
         gaps: `(offset, bytes)` between the payloads, up to `records_end`.
         records_end: where the zip directory of torch began: the index record goes here.
         directory: the zip directory's entries, CRCs of payloads still 0.
@@ -116,7 +116,7 @@ def _end_records(entries: int, size: int, offset: int) -> bytes:
     return end_64 + locator + end
 
 
-def build_image(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PtImage:
+def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PtSkeleton:
     """The image of `torch.save(tree)`.
 
     Args:
@@ -146,7 +146,7 @@ def build_image(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PtI
 
 def _read_image(
     memory: int, records: list[zipfile.ZipInfo], directory_at: int, tensors: Sequence[torch.Tensor]
-) -> PtImage:
+) -> PtSkeleton:
     crc_places = _directory_crc_places(records)
     by_name = {record.filename: record for record in records}
     slots = []
@@ -159,7 +159,7 @@ def _read_image(
         raise ValueError(f"the archive holds more than the {len(tensors)} tensors named")
     gaps = tuple(_gaps(memory, slots, directory_at))
     directory = os.pread(memory, crc_places[""], directory_at)
-    return PtImage(tuple(slots), gaps, directory_at, directory, len(records))
+    return PtSkeleton(tuple(slots), gaps, directory_at, directory, len(records))
 
 
 def _directory_crc_places(records: Iterable[zipfile.ZipInfo]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from mcore_ckpt.sharding.regions import Shape
 _HF_VALUE, _HF_BIAS = "score.weight", "score.bias"
 
 
-def settle(
+def reconcile(
     model: HfModel,
     tensors: Mapping[str, Shape],
     tie_word_embedding: bool | None = None,
@@ -23,7 +23,7 @@ def settle(
     """The model as it is: what `config.json` says, checked against the tensors that there are.
 
     Args:
-        model: from `read_model`.
+        model: from `model_from_config`.
         tensors: shapes by name, of a HuggingFace folder or of an mcore checkpoint (global names); all of them.
         tie_word_embedding: what the user says: the head is the embedding. None: nothing.
         is_value_model: what the user says: the head gives one value. None: nothing. Trainers leave the language model's
@@ -37,13 +37,13 @@ def settle(
         CheckpointMismatchError: user, config and data do not agree.
 
     Example:
-        >>> model = settle(read_model(read_config(folder)), {t.name: t.shape for t in stored})  # doctest: +SKIP
+        >>> model = reconcile(model_from_config(read_config(folder)), {t.name: t.shape for t in stored})  # doctest: +SKIP
     """
     ignored = [re.compile(pattern) for pattern in model.ignored]
     there = {name: shape for name, shape in tensors.items() if not any(p.fullmatch(name) for p in ignored)}
     is_mcore = any(name.startswith(("embedding.", "decoder.")) for name in there)
-    value = _settle_value(model, _value_in(there, is_mcore), is_value_model)
-    tied = not value and _settle_tied(model, _tied_in(there, is_mcore), tie_word_embedding)
+    value = _reconcile_value(model, _value_in(there, is_mcore), is_value_model)
+    tied = not value and _reconcile_tied(model, _tied_in(there, is_mcore), tie_word_embedding)
     facts = model.facts - {"value", "score_bias", "tied"}
     if value:
         # ...ForTokenClassification, which an export of a model whose config does not say makes, has a bias.
@@ -51,7 +51,7 @@ def settle(
         facts |= {"value", *(("score_bias",) if has_bias else ())}
     elif tied:
         facts |= {"tied"}
-    known = replace(model.known, facts=frozenset(facts), mtp_layers=_settle_mtp(model, there, is_mcore))
+    known = replace(model.known, facts=frozenset(facts), mtp_layers=_reconcile_mtp(model, there, is_mcore))
     return replace(model, known=known)
 
 
@@ -71,7 +71,7 @@ def _tied_in(there: Mapping[str, Shape], is_mcore: bool) -> bool:
     return (MCORE_HEAD if is_mcore else HF_HEAD) not in there
 
 
-def _settle_value(model: HfModel, data: bool, user: bool | None) -> bool:
+def _reconcile_value(model: HfModel, data: bool, user: bool | None) -> bool:
     named = bool(model.config.get("architectures"))
     if user is not None and user != data:
         raise CheckpointMismatchError(
@@ -90,7 +90,7 @@ def _head(is_value: bool) -> str:
     return "value head" if is_value else "language model's head"
 
 
-def _settle_tied(model: HfModel, data: bool, user: bool | None) -> bool:
+def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
     says = bool(model.config.get("tie_word_embeddings"))
     head = (
         "no head of its own (lm_head.weight or output_layer.weight)"
@@ -111,7 +111,7 @@ def _settle_tied(model: HfModel, data: bool, user: bool | None) -> bool:
     return data
 
 
-def _settle_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
+def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
     """transformers does not save multi-token prediction though its configs announce it: none is no contradiction."""
     first = "mtp.layers.0." if is_mcore else f"model.layers.{len(model.layers)}."
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

@@ -15,7 +15,7 @@ from mcore_ckpt.errors import AgreementError
 from mcore_ckpt.ranks.rounds import Agreement, Limit, missing, no_word, patience, poll, store_failures
 
 
-def take_seat(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
+def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
     """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process.
 
     Every rank calls it, for the same names in the same order: it waits for all of them.
@@ -33,13 +33,15 @@ def take_seat(name: str, timeout_s: float, topic: str | None = None) -> Agreemen
     if not (dist.is_available() and dist.is_initialized()):
         return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
     host: Any = dist.distributed_c10d._get_default_store()
-    return seat_at(host.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, topic or name, host)
+    return rendezvous_at(
+        host.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, topic or name, host
+    )
 
 
-def seat_at(
+def rendezvous_at(
     store: Any, rank: int, world_size: int, namespace: str, timeout_s: float, topic: str, host: Any = None
 ) -> Agreement:
-    """As `take_seat`, at a store that ranks without a process group share; the arguments are those of `Agreement`."""
+    """As `rendezvous`, at a store that ranks without a process group share; the arguments are those of `Agreement`."""
     with store_failures(topic, AgreementError):
         meet = _call if rank == 0 else _answer
         met = meet(store, namespace, rank, world_size, timeout_s, topic)
