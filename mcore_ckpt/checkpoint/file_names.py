@@ -116,7 +116,7 @@ def is_own(name: str) -> bool:
 
 
 def check_role(role: str) -> str:
-    """A role is a folder's name. Raises InvalidArgumentError if it could be anything else, such as a path, or is too long."""
+    """The role. Raises InvalidArgumentError if it cannot be the name of a role's folder (a path, a step, too long)."""
     if not _ROLE.fullmatch(role):
         raise InvalidArgumentError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
     if parse_step(role) is not None:
@@ -129,8 +129,9 @@ def check_role(role: str) -> str:
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
     """The roles of a step, each once.
 
-    Raises InvalidArgumentError for a string, which would be one role per letter, and for roles that are one folder where the file
-    system does not tell capital letters from small ones.
+    Raises:
+        InvalidArgumentError: a name cannot be a folder's, it is a string (which would be one role per letter), or two
+            names are one folder where the file system does not tell capital letters from small ones.
     """
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")

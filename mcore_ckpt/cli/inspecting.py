@@ -16,7 +16,7 @@ from mcore_ckpt.cli import UsageError, check_patterns
 
 if TYPE_CHECKING:
     from mcore_ckpt.checkpoint.manifest import Manifest
-    from mcore_ckpt.formats.native.catalog import Catalog
+    from mcore_ckpt.formats.native.reader import NativeReader
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -44,9 +44,8 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Inspect; 0 when it is shown."""
-    from mcore_ckpt.checkpoint.reading import read_manifest
     from mcore_ckpt.errors import InvalidArgumentError
-    from mcore_ckpt.formats.native.catalog import Catalog
+    from mcore_ckpt.formats.native.reader import NativeReader
     from mcore_ckpt.tools.find import select
 
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
@@ -56,23 +55,23 @@ def run(args: argparse.Namespace) -> int:
         selection = select(args.path, args.step)
     except InvalidArgumentError as error:
         raise UsageError(str(error)) from None
-    catalogs = [Catalog(folder, read_manifest(folder)) for folder in selection.role_dirs]
-    roles = [catalog.manifest.role for catalog in catalogs]
+    readers = [NativeReader.open(folder) for folder in selection.role_dirs]
+    roles = [reader.manifest.role for reader in readers]
     if args.role is not None and args.role not in roles:
         raise UsageError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")
-    chosen = [catalog for catalog in catalogs if args.role in (None, catalog.manifest.role)]
+    chosen = [reader for reader in readers if args.role in (None, reader.manifest.role)]
     if args.json:
-        print(json.dumps({"step": selection.step, "roles": [_as_json(catalog, args.tensors) for catalog in chosen]}))
+        print(json.dumps({"step": selection.step, "roles": [_as_json(reader, args.tensors) for reader in chosen]}))
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    for catalog in chosen:
-        _show(console, catalog, args.tensors)
+    for reader in chosen:
+        _show(console, reader, args.tensors)
     return 0
 
 
-def _show(console: Console, catalog: Catalog, wanted: str | None) -> None:
-    manifest = catalog.manifest
-    console.print(f"{catalog.role_dir}: step {manifest.step} of {manifest.role}", style="bold", markup=False)
+def _show(console: Console, reader: NativeReader, wanted: str | None) -> None:
+    manifest = reader.manifest
+    console.print(f"{reader.place}: step {manifest.step} of {manifest.role}", style="bold", markup=False)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     lines = (
         f"saved {manifest.created} with {versions}",
@@ -83,7 +82,7 @@ def _show(console: Console, catalog: Catalog, wanted: str | None) -> None:
     )
     for line in lines:
         console.print(f"  {line}", markup=False)
-    for tensor in _tensors(catalog, wanted):
+    for tensor in _tensors(reader, wanted):
         state = f"  {', '.join(tensor['optimizer'])}" if tensor["optimizer"] else ""
         console.print(f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}{state}", markup=False)
 
@@ -95,17 +94,17 @@ def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
     return {kind: (len(found), sum(file.size for file in found)) for kind, found in files.items()}
 
 
-def _tensors(catalog: Catalog, wanted: str | None) -> Iterator[dict[str, Any]]:
+def _tensors(reader: NativeReader, wanted: str | None) -> Iterator[dict[str, Any]]:
     from mcore_ckpt.sharding.names import natural_order
     from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
 
     if wanted is None:
         return
-    for name in sorted((name for name in catalog.manifest.tensors if re.search(wanted, name)), key=natural_order):
-        optimizer = catalog.files(ShardKey(name, "optimizer"))
-        kinds = [kind for kind in catalog.kinds(name, optimizer) if kind not in (MODEL, OPAQUE)]
+    for name in sorted((name for name in reader.manifest.tensors if re.search(wanted, name)), key=natural_order):
+        optimizer = reader.files(ShardKey(name, "optimizer"))
+        kinds = [kind for kind in reader.kinds_in(name, optimizer) if kind not in (MODEL, OPAQUE)]
         keys = [ShardKey(name, kind) for kind in (MODEL, OPAQUE, *kinds)]
-        shard = next((shard for key in keys for shard in catalog.shards(key, catalog.files(key)[:1])), None)
+        shard = next((shard for key in keys for shard in reader.shards(key, reader.files(key)[:1])), None)
         yield {
             "name": name,
             "dtype": None if shard is None else shard.dtype,
@@ -114,11 +113,11 @@ def _tensors(catalog: Catalog, wanted: str | None) -> Iterator[dict[str, Any]]:
         }
 
 
-def _as_json(catalog: Catalog, wanted: str | None) -> dict[str, Any]:
+def _as_json(reader: NativeReader, wanted: str | None) -> dict[str, Any]:
     """What a program may want to know."""
-    manifest = catalog.manifest
+    manifest = reader.manifest
     return {
-        "path": str(catalog.role_dir),
+        "path": str(reader.place),
         "role": manifest.role,
         "roles": list(manifest.roles),
         "created": manifest.created,
@@ -129,5 +128,5 @@ def _as_json(catalog: Catalog, wanted: str | None) -> dict[str, Any]:
         "files": [
             {"path": file.path, "kind": file.kind, "rank": file.rank, "bytes": file.size} for file in manifest.files
         ],
-        "tensors": None if wanted is None else list(_tensors(catalog, wanted)),
+        "tensors": None if wanted is None else list(_tensors(reader, wanted)),
     }

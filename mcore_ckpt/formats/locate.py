@@ -1,14 +1,17 @@
-"""Where in a checkpoint the parts of a wanted tensor are, whatever layout it was saved under."""
+"""Finds the stored ranges that make up a wanted region, whatever layout the checkpoint was saved under."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt.checkpoint.manifest import FileRecord
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
-from mcore_ckpt.formats.native.catalog import Catalog
-from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, RegionRead
+from mcore_ckpt.io.tuning import CONVERT_BYTES
+from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import found_as
@@ -20,129 +23,92 @@ class Wanted:
     """A part of the training state.
 
     Attributes:
-        key: global name, as this model has it, and kind.
-        region: what part of the global tensor.
-        expert: it belongs to routed experts.
-        file: where this layout would have it, for messages.
+        key: the global name, as the asking model has it, and the kind.
+        region: which part of the global tensor.
+        file: the file that would hold it in the asking layout, for messages.
     """
 
     key: ShardKey
     region: Region
-    expert: bool
     file: str
 
 
 @dataclass(frozen=True)
-class Source:
-    """Reads that fill a wanted tensor.
+class Located:
+    """The stored ranges that fill a wanted tensor.
 
     Attributes:
-        reads: each element once, but for those outside.
-        dtype: of what is stored.
-        outside: how many elements are padding that the saved vocabulary did not have.
+        reads: the ranges; each element is in one of them, except those outside.
+        dtype: the dtype of the stored elements.
+        outside: how many elements are padding that the stored vocabulary does not have.
     """
 
     reads: tuple[ReadRange, ...]
-    dtype: str
+    dtype: torch.dtype
     outside: int
 
 
-class Sources:
+class Locator:
     """Finds the stored parts of what one rank wants.
 
     Args:
-        catalog: what there is.
-        topology, coordinates: this rank's layout and place.
-        vocab_size: of the vocabulary without padding; None if nobody said.
+        reader: the checkpoint.
+        position: the asking rank. None: the files of all ranks are asked, and the caller has compared the sizes of the
+            vocabularies already.
+        vocab_size: how many tokens the vocabulary has without padding; None if nobody said.
     """
 
-    def __init__(
-        self, catalog: Catalog, topology: Topology, coordinates: RankCoordinates, vocab_size: int | None
-    ) -> None:
-        self.catalog = catalog
-        self._topology = topology
-        self._at = coordinates
+    def __init__(self, reader: CheckpointReader, position: RankPosition | None, vocab_size: int | None = None) -> None:
+        self.reader = reader
+        self._position = position
         self._vocab_size = vocab_size
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
-        """The key under the name that the checkpoint has for the tensor; None if it does not have it."""
-        name = found_as(key.name, self.catalog.positions)
+        """The key under the name that the checkpoint has for the tensor; None if it does not have the tensor."""
+        name = found_as(key.name, self.reader.names)
         return None if name is None else ShardKey(name, key.kind)
 
-    def find(self, wanted: Wanted) -> Source | None:
-        """Where the bytes are; None if the checkpoint has no such tensor.
+    def find(self, wanted: Wanted) -> Located | None:
+        """The ranges of a wanted tensor; None if the checkpoint does not have it.
 
         Raises:
-            CheckpointMismatchError: the tensor there has another shape.
+            CheckpointMismatchError: the stored tensor has another shape.
             CheckpointCorruptError: elements are in none of the files.
         """
         key = self.stored_key(wanted.key)
         if key is None:
             return None
-        for files in self._by_nearness(key, wanted.expert):
-            stored = self.catalog.shards(key, files)
-            if not stored and key.kind == PARAM and (alias := self.catalog.alias(key, files)) is not None:
-                return self.find(Wanted(alias, wanted.region, wanted.expert, wanted.file))
+        stored: Sequence[StoredShard] = ()
+        missing = 0
+        for stored in self.reader.parts(key, self._position):
             for shard in stored:
                 self._check_shape(wanted, shard)
             plan = plan_reads(wanted.region, stored)
-            if stored and not plan.missing:
-                return Source(plan.reads, _dtype(wanted, stored), plan.outside)
+            missing = plan.missing
+            if stored and not missing:
+                return Located(plan.reads, _dtype(wanted, stored), plan.outside)
         if not stored:
             return None
         raise CheckpointCorruptError(
-            f"{', '.join(sorted({shard.file for shard in stored}))}: tensor {wanted.key}: {plan.missing} elements of "
+            f"{', '.join(sorted({shard.file for shard in stored}))}: tensor {wanted.key}: {missing} elements of "
             f"{wanted.region.describe()} are in none of these files"
         )
 
-    def opaque(self, wanted: Wanted) -> StoredShard | None:
-        """Bytes that belong to a module whole: those of the rank that was in this one's place, or the first there are.
+    def opaque(self, key: ShardKey) -> StoredShard | None:
+        """The bytes of a module's `_extra_state`: those of the rank that was in this one's place, else the first found.
 
-        A module of grouped experts has one such state on each expert-parallel rank, under the same name.
+        The tensor-parallel and expert-parallel ranks each have a state of their own under the same name.
         """
-        assert wanted.key.kind == OPAQUE
-        key = self.stored_key(wanted.key)
-        if key is None:
-            return None
-        manifest = self.catalog.manifest
-        ep = self._at.ep * manifest.topology.ep // self._topology.ep if wanted.expert else None
-        for files in self._by_nearness(key, wanted.expert):
-            in_place = [file for file in files if ep is None or manifest.ranks[file.rank].ep == ep]
-            if found := self.catalog.shards(key, in_place or files):
-                return found[0]
-        return None
+        assert key.kind == OPAQUE
+        stored = self.stored_key(key)
+        parts = () if stored is None else self.reader.parts(stored, self._position)
+        return next((shards[0] for shards in parts if shards), None)
 
-    def moments(self, name: str, expert: bool) -> tuple[str, ...]:
-        """Kinds of optimizer state, but for the main parameter, that there are of a tensor."""
+    def moments(self, name: str) -> tuple[str, ...]:
+        """The kinds of optimizer state that the checkpoint has for a tensor, except the main parameter."""
         key = self.stored_key(ShardKey(name, PARAM))
-        if key is None:
-            return ()
-        for files in self._by_nearness(key, expert):
-            if kinds := self.catalog.kinds(key.name, files):
-                return tuple(kind for kind in kinds if kind != PARAM)
-        return ()
-
-    def _by_nearness(self, key: ShardKey, expert: bool) -> list[list[FileRecord]]:
-        """The files of the tensor-parallel ranks that should have this rank's part, then all: for what is cut unlike
-        the rest.
-
-        The lowest rank first: of what is replicated over tensor-parallel ranks, every part comes from one of them.
-        """
-        files = self.catalog.files(key)
-        saved, ranks = self.catalog.manifest.topology, self.catalog.manifest.ranks
-        size, wanted_size = (saved.etp, self._topology.etp) if expert else (saved.tp, self._topology.tp)
-        at = self._at.etp if expert else self._at.tp
-
-        def rank_of(file: FileRecord) -> int:
-            return ranks[file.rank].etp if expert else ranks[file.rank].tp
-
-        ordered = sorted(files, key=rank_of)
-        near = [
-            file
-            for file in ordered
-            if rank_of(file) * wanted_size < (at + 1) * size and at * size < (rank_of(file) + 1) * wanted_size
-        ]
-        return [near, ordered] if len(near) < len(ordered) else [near]
+        kinds = () if key is None else self.reader.kinds(key.name, self._position)
+        return tuple(kind for kind in kinds if kind != PARAM)
 
     def _check_shape(self, wanted: Wanted, shard: StoredShard) -> None:
         mine, theirs = wanted.region.global_shape, shard.region.global_shape
@@ -152,17 +118,67 @@ class Sources:
         only_rows = len(mine) == len(theirs) > 0 and mine[1:] == theirs[1:]
         if not (only_rows and has_vocabulary_rows(wanted.key.name)):
             raise CheckpointMismatchError(f"{shard.file}: tensor {wanted.key}: {described}")
-        sizes = (self.catalog.manifest.topology.tp, self._topology.tp)
-        if not only_padding_differs((theirs[0], mine[0]), sizes, self._vocab_size):
+        if not self._only_padding_differs(wanted, theirs[0]):
             known = "" if self._vocab_size is None else f" of the {self._vocab_size} tokens"
             raise CheckpointMismatchError(
                 f"{shard.file}: tensor {wanted.key}: {described}: the vocabularies differ by more than padding{known}. "
                 "If it is padding, say how many tokens there are (CheckpointConfig.vocab_size)"
             )
 
+    def _only_padding_differs(self, wanted: Wanted, rows: int) -> bool:
+        if self._position is None:
+            return True
+        expert = is_expert(wanted.key.name)
+        sizes = (self.reader.tp_size(expert), self._position.topology.tp)
+        return only_padding_differs((rows, wanted.region.global_shape[0]), sizes, self._vocab_size)
 
-def _dtype(wanted: Wanted, stored: Sequence[StoredShard]) -> str:
+
+def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int:
+    """Reads parts of a model's tensors into memory; returns how many bytes were read.
+
+    Raises:
+        CheckpointMismatchError: the tensor is missing, or has another shape or dtype than the memory.
+        CheckpointCorruptError: a file is missing or damaged, or elements are in none of the files.
+    """
+    locator = Locator(reader, None)
+    ranges: list[tuple[ReadRange, torch.Tensor]] = []
+    for part in regions:
+        wanted = Wanted(ShardKey(part.name, reader.weight_kind), part.region, str(reader.place))
+        ranges += ((read, part.memory) for read in _locate_exactly(locator, wanted, part.memory.dtype).reads)
+    return reader.read(ranges) if ranges else 0
+
+
+def _locate_exactly(locator: Locator, wanted: Wanted, dtype: torch.dtype) -> Located:
+    found = locator.find(wanted)
+    wants = f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()} of {dtype}"
+    if found is None:
+        raise CheckpointMismatchError(f"{wants}, found no such tensor")
+    if found.dtype != dtype or found.outside:
+        missing = f", without {found.outside} of the elements" if found.outside else ""
+        raise CheckpointMismatchError(f"{wants}, found {found.dtype}{missing}")
+    return found
+
+
+def same_bytes(reader: CheckpointReader, first: str, second: str) -> bool:
+    """Whether two tensors of a checkpoint are the same, bit for bit. Takes CONVERT_BYTES, whatever their sizes."""
+    infos = [reader.info(ShardKey(name, reader.weight_kind)) for name in (first, second)]
+    info = infos[0]
+    if info is None or info != infos[1]:
+        return False
+    region = Region.whole(info.shape)
+    step = CONVERT_BYTES // 2 // info.dtype.itemsize
+    memory = torch.empty(2, min(step, region.numel), dtype=info.dtype)
+    for start in range(0, region.numel, step):
+        part = region.with_flat(start, min(start + step, region.numel))
+        left, right = memory[:, : part.numel]
+        read_regions(reader, [RegionRead(first, part, left), RegionRead(second, part, right)])
+        if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
+            return False
+    return True
+
+
+def _dtype(wanted: Wanted, stored: Sequence[StoredShard]) -> torch.dtype:
     dtypes = {shard.dtype for shard in stored}
     if len(dtypes) > 1:
         raise CheckpointCorruptError(f"tensor {wanted.key} is stored with several dtypes: {', '.join(sorted(dtypes))}")
-    return dtypes.pop()
+    return torch_dtype(dtypes.pop())

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.contract import Read
 from mcore_ckpt.io import tuning
-from mcore_ckpt.sharding.plan import ReadRange
+from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,3 +81,17 @@ def _fill_together(fills: Sequence[TensorFill], read: Read) -> int:
         if fill.finish is not None:
             fill.finish(tensor)
     return nbytes
+
+
+def refuse_freed(key: ShardKey, tensor: torch.Tensor, call: str) -> None:
+    """Refuses to fill a tensor whose memory is freed; `call` is the user's call, for the message.
+
+    megatron's `offload_to_cpu` (0.16.1) frees the storage below a tensor. Its address then belongs to somebody else.
+
+    Raises:
+        UnsupportedError: the tensor has elements and no memory.
+    """
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise UnsupportedError(
+            f"tensor {key} has no memory: it is offloaded; bring model and optimizer back before {call}"
+        )

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog, FolderContents, read_contents
-from mcore_ckpt.formats.locate import Sources, Wanted
-from mcore_ckpt.load.broadcast import Batch, batches, broadcast, refuse_broadcast, to_read
-from mcore_ckpt.load.fill import TensorFill, fill_tensors
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from mcore_ckpt.formats.contract import RankPosition
+from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
+from mcore_ckpt.formats.locate import Locator, Wanted
+from mcore_ckpt.load.broadcast import refuse_broadcast
+from mcore_ckpt.load.fill import TensorFill, fill_tensors, refuse_freed
 from mcore_ckpt.load.scatter import Request, scatter
+from mcore_ckpt.load.together import Runs, fill_together, names_left_over, plan_together, positions_taken
 from mcore_ckpt.models.mcore_config import check_model
 from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.ranks.rendezvous import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
-from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard, runs
+from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
 from mcore_ckpt.state.model import as_chunks, model_shards, unwrap
@@ -67,7 +68,10 @@ class _Here:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    catalog: FolderCatalog
+    """This rank's plan: the folder, and each tensor to fill with its region."""
+
+    locator: Locator
+    reader: HuggingFaceReader
     requests: tuple[Request, ...]
 
     @property
@@ -136,13 +140,13 @@ def load_hf(
     except BaseException as error:
         agreement.withdraw(topic, error)
         raise
-    contents = _find(here, path, source, ignore)
+    contents = _read_contents_together(here, path, source, ignore)
     plan = _plan_together(here, contents, source, ignore, topic)
     nbytes = _apply_together(here, plan, source)
     if optimizer is not None:
         optimizer.reload_model_params()
     seconds = time.monotonic() - started
-    return HfLoadReport(path, plan.catalog.model.describe(), len(plan.requests), nbytes, seconds)
+    return HfLoadReport(path, plan.reader.model.describe(), len(plan.requests), nbytes, seconds)
 
 
 def _here(model: Any, agreement: Agreement) -> _Here:
@@ -151,7 +155,7 @@ def _here(model: Any, agreement: Agreement) -> _Here:
     return _Here(chunks, coordinates, topology, read_replicas(), agreement)
 
 
-def _find(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> FolderContents:
+def _read_contents_together(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> FolderContents:
     """What rank 0 sees in the folder, on all ranks: of thousands, each would open the same hundreds of files."""
 
     def work() -> Record:
@@ -172,156 +176,121 @@ def _find(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> Folder
 
 
 def _plan_together(here: _Here, contents: FolderContents, source: Source, ignore: Sequence[str], topic: str) -> _Plan:
-    plans: list[_Plan] = []
-
-    def work() -> Record:
+    def plan() -> tuple[_Plan, Record]:
         if source == "rank0":
             refuse_broadcast(here.chunks, here.replicas, 'source="rank0"')
-        plans.append(_plan(here, contents, source, ignore))
-        positions = plans[0].catalog.positions
-        names = (_stored_name(request, positions) for request in plans[0].requests)
-        return {"used": runs(positions[name] for name in names)}
+        own = _plan(here, contents, source, ignore)
+        return own, {"used": positions_taken(own.locator, (ShardKey(r.name, MODEL) for r in own.requests))}
 
-    def combine(records: Sequence[Record]) -> Record:
-        _check_all_used(plans[0].catalog, [record["used"] for record in records])
-        plans[0].catalog.check_left_out()
-        return {}
+    def check(own: _Plan, reports: Sequence[Record]) -> None:
+        _check_all_used(own, [report["used"] for report in reports])
+        own.reader.check_left_out()
 
-    decide(here.agreement, topic, work, combine)
-    return plans[0]
+    return plan_together(here.agreement, topic, plan, check)
 
 
 def _plan(here: _Here, contents: FolderContents, source: Source, ignore: Sequence[str]) -> _Plan:
     refuse_unsupported_model(here.chunks)
     shards = model_shards(here.chunks)
     refuse_unsupported_experts(here.topology, shards)
-    catalog = FolderCatalog(contents, ignore)
-    _check_config(here, catalog)
-    sources = Sources(catalog, here.topology, here.coordinates, catalog.model.sizes["vocab"])
+    reader = HuggingFaceReader(contents, ignore)
+    _check_config(here, reader)
+    locator = Locator(reader, RankPosition(here.topology, here.coordinates), reader.model.sizes["vocab"])
     requests = [
-        _request(here, shard, sources, source)
+        _request(here, shard, reader, locator, source)
         for shard in shards
-        if shard.key.kind == MODEL and not any(catalog.model.ignores(name) for name in synonyms(shard.key.name))
+        if shard.key.kind == MODEL and not any(reader.model.ignores(name) for name in synonyms(shard.key.name))
     ]
     if source == "shared":
-        catalog.check_visible(read.stored.file for request in requests for read in request.fill.reads)
-    return _Plan(catalog, tuple(requests))
+        reader.check_visible(read.stored.file for request in requests for read in request.fill.reads)
+    return _Plan(locator, reader, tuple(requests))
 
 
-def _check_config(here: _Here, catalog: FolderCatalog) -> None:
+def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
     """Shapes do not tell how heads are grouped, nor what a model does with its weights."""
-    for chunk in here.chunks if catalog.model.architecture.rules else ():
-        check_model(unwrap(chunk), catalog.model)
+    for chunk in here.chunks if reader.model.architecture.rules else ():
+        check_model(unwrap(chunk), reader.model)
 
 
-def _request(here: _Here, shard: LocalShard, sources: Sources, source: Source) -> Request:
-    catalog = sources.catalog
-    assert isinstance(catalog, FolderCatalog)
-    wanted = Wanted(shard.key, shard.region, shard.expert, str(catalog.contents.folder))
-    if shard.tensor.numel() and not shard.tensor.untyped_storage().nbytes():
-        raise UnsupportedError(f"tensor {shard.key} has no memory: it is offloaded; bring the model back first")
-    found = sources.find(wanted)
+def _request(here: _Here, shard: LocalShard, reader: HuggingFaceReader, locator: Locator, source: Source) -> Request:
+    wanted = Wanted(shard.key, shard.region, str(reader.place))
+    refuse_freed(shard.key, shard.tensor, "load_hf()")
+    found = locator.find(wanted)
     if found is None:
         raise CheckpointMismatchError(
-            f"{wanted.file}: {catalog.model.describe()} has nothing for tensor {shard.key}, "
-            f"{shard.region.describe()}{_hint(shard.key.name, catalog)}"
+            f"{wanted.file}: {reader.model.describe()} has nothing for tensor {shard.key}, "
+            f"{shard.region.describe()}{_hint(shard.key.name, reader)}"
         )
-    _check_vocabulary(shard, catalog, here.topology)
-    dtype = torch_dtype(found.dtype)
+    _check_vocabulary(shard, reader, here.topology)
     if not shard.tensor.dtype.is_floating_point:
-        raise CheckpointMismatchError(f"{wanted.file}: tensor {shard.key}: is {shard.tensor.dtype} here, {dtype} there")
-    fill = TensorFill(found.reads, dtype, lambda: shard.tensor, padded=bool(found.outside))
+        raise CheckpointMismatchError(
+            f"{wanted.file}: tensor {shard.key}: is {shard.tensor.dtype} here, {found.dtype} in the folder"
+        )
     replicas = _replicas(here, shard.expert) if source == "rank0" else ()
-    return Request(shard.key.name, shard.region, replace(fill, replicas=replicas))
+    fill = TensorFill(found.reads, found.dtype, lambda: shard.tensor, padded=bool(found.outside), replicas=replicas)
+    return Request(shard.key.name, shard.region, fill)
 
 
 def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
     return here.replicas.experts if expert and here.topology.experts_apart else here.replicas.dense
 
 
-def _hint(name: str, catalog: FolderCatalog) -> str:
-    if name == MCORE_HEAD and catalog.model.is_tied:
+def _hint(name: str, reader: HuggingFaceReader) -> str:
+    if name == MCORE_HEAD and reader.model.is_tied:
         return ": its embeddings are tied: make the model with share_embeddings_and_output_weights=True"
     return ". Say what may keep its values (ignore)"
 
 
-def _check_vocabulary(shard: LocalShard, catalog: FolderCatalog, topology: Topology) -> None:
-    tokens, rows = catalog.model.sizes["vocab"], shard.region.global_shape[0] if shard.region.global_shape else 0
-    if not has_vocabulary_rows(shard.key.name):
-        return
-    if _first_part(catalog, shard.key.name).region.global_shape[0] == rows:
+def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: Topology) -> None:
+    tokens, rows = reader.model.sizes["vocab"], shard.region.global_shape[0] if shard.region.global_shape else 0
+    stored = reader.info(shard.key)
+    if not has_vocabulary_rows(shard.key.name) or (stored is not None and stored.shape[0] == rows):
         return
     if not may_be_padded(tokens, rows, topology.tp):
         raise CheckpointMismatchError(
-            f"{catalog.contents.folder}: tensor {shard.key}: {catalog.model.describe()} has {tokens} tokens, this "
-            f"model has {rows} rows, which is more than padding for tp = {topology.tp}"
+            f"{reader.place}: tensor {shard.key}: {reader.model.describe()} has {tokens} tokens, this model has {rows} "
+            f"rows, which is more than padding for tp = {topology.tp}"
         )
 
 
-def _stored_name(request: Request, positions: Mapping[str, int]) -> str:
-    return next(name for name in synonyms(request.name) if name in positions)
-
-
-def _check_all_used(catalog: FolderCatalog, used: Sequence[Sequence[tuple[int, int]]]) -> None:
-    """What the folder holds and no rank takes would be lost without a word."""
-    taken = {at for runs_of_rank in used for first, last in runs_of_rank for at in range(first, last + 1)}
-    left = [name for name, position in catalog.positions.items() if position not in taken]
+def _check_all_used(plan: _Plan, used: Sequence[Runs]) -> None:
+    left = names_left_over(plan.locator, used)
     if left:
-        stored = _first_part(catalog, left[0])
+        stored = plan.reader.parts_of(left[0])[0]
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise CheckpointMismatchError(
-            f"{catalog.contents.folder / stored.file}: {catalog.model.describe()} has tensor {left[0]}, "
+            f"{plan.reader.place / stored.file}: {plan.reader.model.describe()} has tensor {left[0]}, "
             f"{stored.region.describe()}{more}, which no rank of this model wants. Say what to leave out (ignore)"
         )
-
-
-def _first_part(catalog: FolderCatalog, name: str) -> StoredShard:
-    key = ShardKey(name, MODEL)
-    return catalog.shards(key, catalog.files(key))[0]
 
 
 # -- apply ------------------------------------------------------------------------------------------------
 
 
 def _apply_together(here: _Here, plan: _Plan, source: Source) -> int:
-    nbytes: list[int] = []
-    shared: list[Batch] = []
-
-    def fill() -> Record:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what still uses the old weights must not meet the new ones
-        with torch.no_grad():
-            shared.extend(batches(plan.fills))
-            nbytes.append(_fill(here, plan, shared, source))
-        return {}
+    def fill(fills: Sequence[TensorFill]) -> int:
+        if source == "shared":
+            return fill_tensors(fills, plan.reader.read)
+        own = {id(fill) for fill in fills}
+        requests = [request for request in plan.requests if id(request.fill) in own]
+        return scatter(plan.reader, requests, here.agreement.rank, here.agreement.world_size)
 
     def look() -> Record:
         _refuse_nan(plan)
         return {}
 
-    topic = f"loading {plan.catalog.contents.folder}"
+    topic = f"loading {plan.reader.place}"
     try:
-        decide(here.agreement, topic, fill, lambda _: {})
-        broadcast(shared, here.replicas)
+        nbytes = fill_together(here.agreement, here.replicas, topic, plan.fills, fill)
         decide(here.agreement, topic, look, lambda _: {})
     except CheckpointError as error:
         raise type(error)(f"{error}. The model is now undefined: load it again before using it") from error
-    return nbytes[0]
-
-
-def _fill(here: _Here, plan: _Plan, shared: Sequence[Batch], source: Source) -> int:
-    if source == "shared":
-        return fill_tensors(plan.fills, plan.catalog.read)
-    own = {id(fill) for fill in to_read(plan.fills, shared, here.agreement.rank)}
-    requests = [request for request in plan.requests if id(request.fill) in own]
-    return scatter(plan.catalog, requests, here.agreement.rank, here.agreement.world_size)
+    return nbytes
 
 
 def _refuse_nan(plan: _Plan) -> None:
     for request in plan.requests:
         tensor = request.fill.target()
-        # The largest of numbers is a number; isnan() of a tensor would take a mask of its size.
+        # max() of a tensor with NaN is NaN. isnan() would take a mask of the tensor's size.
         if tensor.numel() and tensor.max().isnan():
-            raise CheckpointCorruptError(
-                f"{plan.catalog.contents.folder}: tensor {request.name}: is not all numbers (NaN)"
-            )
+            raise CheckpointCorruptError(f"{plan.reader.place}: tensor {request.name}: is not all numbers (NaN)")

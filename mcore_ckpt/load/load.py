@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -26,11 +24,12 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
-from mcore_ckpt.load.broadcast import Batch, batches, broadcast, refuse_broadcast, to_read
+from mcore_ckpt.load.broadcast import refuse_broadcast
 from mcore_ckpt.load.candidates import find_candidates, folder_of
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.load.plan import LoadPlan, check_all_used, plan_load
+from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
@@ -222,63 +221,48 @@ def _verify_together(trainer: Trainer, folder: Folder) -> None:
 
 
 def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
-    plans: list[LoadPlan] = []
-
-    def work() -> Record:
+    def plan() -> tuple[LoadPlan, Record]:
         if trainer.config.load_replicas == "broadcast":
             refuse_broadcast(trainer.chunks, trainer.replicas, "load_replicas='broadcast'")
         if _takes_hf_weights(trainer) and not isinstance(folder, LocalFolder):
             raise UnsupportedError(
-                f"{folder}: load_contents asks for the weights in {file_names.HUGGINGFACE_DIR}/, which are not read from a "
-                "remote store: ask for 'model', or copy the folder here"
+                f"{folder}: load_contents asks for the weights in {file_names.HUGGINGFACE_DIR}/, which are not read "
+                "from a remote store: ask for 'model', or copy the folder here"
             )
-        plans.append(plan_load(trainer, folder))
-        return {"attempt": plans[0].manifest.attempt, "used": plans[0].used}
+        own = plan_load(trainer, folder)
+        return own, {"attempt": own.manifest.attempt, "used": own.used}
 
-    def combine(records: Sequence[Record]) -> Record:
-        seen = [{"attempt": record["attempt"]} for record in records]
+    def check(own: LoadPlan, reports: Sequence[Record]) -> None:
+        seen = [{"attempt": report["attempt"]} for report in reports]
         same_everywhere(seen, f"{folder}: the checkpoint seen there (is it one shared file system?)")
-        check_all_used(trainer, plans[0], [record["used"] for record in records])
-        return {}
+        check_all_used(trainer, own, [report["used"] for report in reports])
 
-    decide(trainer.agreement, f"checking {folder}", work, combine)
-    return plans[0]
-
-
-# -- second round: apply -----------------------------------------------------------------------------------
+    return plan_together(trainer.agreement, f"checking {folder}", plan, check)
 
 
 def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
-    nbytes: list[int] = []
-    shared: list[Batch] = []
+    def fill(fills: Sequence[TensorFill]) -> int:
+        nbytes = fill_tensors(fills, partial(plan.reader.read, check=check))
+        _apply_small_state(trainer, plan)
+        return nbytes
 
-    def work() -> Record:
-        with torch.no_grad():
-            shared.extend(batches(plan.fills))
-        nbytes.append(_apply(trainer, plan, to_read(plan.fills, shared, trainer.agreement.rank), check))
-        return {}
-
-    decide(trainer.agreement, f"loading {plan.folder}", work, lambda _: {})
     try:
-        broadcast(shared, trainer.replicas)
+        nbytes = fill_together(trainer.agreement, trainer.replicas, f"loading {plan.folder}", plan.fills, fill)
         _make_consistent(trainer)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{plan.folder}: {type(error).__name__}: {error}") from error
-    return nbytes[0]
+    return nbytes
 
 
-def _apply(trainer: Trainer, plan: LoadPlan, fills: Sequence[TensorFill], check: bool) -> int:
-    files = plan.catalog.by_path
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what still uses the old state must not meet the new one
-    with torch.no_grad():
-        nbytes = fill_tensors(fills, partial(plan.folder.fill, files, check=check))
+def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
+    """Puts back what is no tensor of the model or the optimizer."""
     for part, state in plan.unstepped:
         optimizer_state.forget_state(part, state)
     if plan.common is not None:
         write_common(trainer.optimizer, trainer.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
     _apply_rng(trainer, plan)
-    return nbytes
 
 
 def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import Manifest
-from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.locate import Source, Sources, Wanted
-from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.contract import RankPosition
+from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
-from mcore_ckpt.load.fill import TensorFill
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.load.fill import TensorFill, refuse_freed
+from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.overlap import Rows
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, runs
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
@@ -44,7 +45,8 @@ class LoadPlan:
     """Everything known, checked, and not yet applied.
 
     Attributes:
-        catalog: the checkpoint.
+        locator: finds tensors in the checkpoint.
+        reader: the checkpoint.
         fills: the tensors of model and optimizer.
         unstepped: parameters that had not been stepped when they were saved.
         rng: the state of the generators; None if they are not loaded, or cannot go on where they were.
@@ -52,22 +54,23 @@ class LoadPlan:
         used: positions in the manifest's list of the tensors this rank takes, as runs: of the model, of the optimizer.
     """
 
-    catalog: Catalog
+    locator: Locator
+    reader: NativeReader
     fills: tuple[TensorFill, ...]
     unstepped: tuple[tuple[OptimizerPart, ParameterState], ...]
     common: CommonState | None
     rng: dict[str, Any] | None
     seed: int | None
     extra_state: dict[str, Any] | None
-    used: dict[str, list[tuple[int, int]]]
+    used: dict[str, Runs]
 
     @property
     def manifest(self) -> Manifest:
-        return self.catalog.manifest
+        return self.reader.manifest
 
     @property
     def folder(self) -> Folder:
-        return self.catalog.folder
+        return self.reader.folder
 
 
 def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
@@ -80,14 +83,14 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
     manifest = folder.manifest()
     try:
         _check_contents(trainer, manifest)
-        return _plan(trainer, Catalog(folder, manifest))
+        return _plan(trainer, NativeReader(folder, manifest))
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{folder}: {error}{_note(trainer, manifest)}") from error
 
 
-def _plan(trainer: Trainer, catalog: Catalog) -> LoadPlan:
+def _plan(trainer: Trainer, reader: NativeReader) -> LoadPlan:
     wanted = trainer.config.load_contents
-    sources = Sources(catalog, trainer.topology, trainer.coordinates, trainer.vocab_size)
+    locator = Locator(reader, RankPosition(trainer.topology, trainer.coordinates), trainer.vocab_size)
     model = model_shards(trainer.chunks)
     by_part = _states(trainer, model)
     fills: list[TensorFill] = []
@@ -95,50 +98,43 @@ def _plan(trainer: Trainer, catalog: Catalog) -> LoadPlan:
     common = rng = seed = extra = None
     if "model" in wanted:
         taken = [shard for shard in model if not (trainer.config.skip_frozen and shard.is_frozen)]
-        fills += [fill for shard in taken if (fill := _model_fill(trainer, shard, sources)) is not None]
+        fills += [fill for shard in taken if (fill := _model_fill(trainer, shard, locator)) is not None]
     if "optimizer" in wanted:
-        common = _read_common(trainer, catalog)
-        optimizer_fills, unstepped = _optimizer_fills(trainer, by_part, sources)
+        common = _read_common(trainer, reader)
+        optimizer_fills, unstepped = _optimizer_fills(trainer, by_part, locator)
         fills += optimizer_fills
     if "extra" in wanted:
-        rng, seed, extra = _read_extra(trainer, catalog)
-    _check_sizes(catalog, fills)
+        rng, seed, extra = _read_extra(trainer, reader)
+    _check_sizes(reader, fills)
     # Frozen parameters too, taken or not: they are known, and nothing of the checkpoint is lost.
     used = {
-        "model": _positions(sources, [shard.key for shard in model] if "model" in wanted else []),
-        "optimizer": _positions(sources, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
+        "model": positions_taken(locator, [shard.key for shard in model] if "model" in wanted else []),
+        "optimizer": positions_taken(locator, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
     }
-    return LoadPlan(catalog, tuple(fills), tuple(unstepped), common, rng, seed, extra, used)
+    return LoadPlan(locator, reader, tuple(fills), tuple(unstepped), common, rng, seed, extra, used)
 
 
-def _positions(sources: Sources, keys: Iterable[ShardKey]) -> list[tuple[int, int]]:
-    stored = (sources.stored_key(key) for key in keys)
-    return runs(sources.catalog.positions[key.name] for key in stored if key is not None)
-
-
-def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Any]]) -> None:
-    """What the checkpoint holds and no rank takes would be lost without a word.
+def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Runs]]) -> None:
+    """Refuses a load that would leave tensors of the checkpoint over.
 
     Args:
         trainer, plan: rank 0's.
-        used: what each rank's plan says.
+        used: the `used` of each rank's plan.
 
     Raises:
         CheckpointMismatchError: names such a tensor.
     """
-    catalog = plan.catalog
     for contents, kind, reason in (
         ("model", MODEL, "wanted no such tensor"),
         ("optimizer", PARAM, "wanted no such state, for no rank trains the parameter (is it frozen now?)"),
     ):
         if contents not in trainer.config.load_contents:
             continue
-        taken = {at for taker in used for first, last in taker[contents] for at in range(first, last + 1)}
-        for position, name in enumerate(plan.manifest.tensors):
+        for name in names_left_over(plan.locator, (by_rank[contents] for by_rank in used)):
             key = ShardKey(name, kind)
-            files = [] if position in taken or name.endswith(EXTRA_STATE) else catalog.files(key)
+            files = [] if name.endswith(EXTRA_STATE) else plan.reader.files(key)
             if files:
-                found = catalog.shards(key, files[:1])
+                found = plan.reader.shards(key, files[:1])
                 described = f", found {found[0].region.describe()}" if found else ""
                 raise CheckpointMismatchError(
                     f"{plan.folder}: {files[0].path}: tensor {key}: {reason}{described}{_note(trainer, plan.manifest)}"
@@ -170,14 +166,14 @@ def _states(trainer: Trainer, model: Sequence[LocalShard]) -> list[list[Paramete
 # -- model -------------------------------------------------------------------------------------------------
 
 
-def _model_fill(trainer: Trainer, shard: LocalShard, sources: Sources) -> TensorFill | None:
+def _model_fill(trainer: Trainer, shard: LocalShard, locator: Locator) -> TensorFill | None:
     at, apart = trainer.coordinates, trainer.topology.experts_apart and shard.expert
     file = file_names.expert_file(at.etp, at.pp, at.ep) if apart else file_names.model_file(at.tp, at.pp)
-    wanted = Wanted(shard.key, shard.region, shard.expert, file)
+    wanted = Wanted(shard.key, shard.region, file)
     if shard.key.kind == OPAQUE:
-        return _opaque_fill(shard, wanted, sources)
-    _refuse_freed(wanted, shard.tensor)
-    fill = _fill(wanted, shard.tensor.dtype, _model_source(wanted, shard, sources), lambda: shard.tensor)
+        return _opaque_fill(shard, wanted, locator)
+    refuse_freed(wanted.key, shard.tensor, "load()")
+    fill = _fill(wanted, shard.tensor.dtype, _locate_weight(wanted, shard, locator), lambda: shard.tensor)
     return replace(fill, replicas=_replicas(trainer, shard.expert))
 
 
@@ -187,12 +183,12 @@ def _replicas(trainer: Trainer, expert: bool) -> tuple[int, ...]:
     return trainer.replicas.experts if expert and trainer.topology.experts_apart else trainer.replicas.dense
 
 
-def _model_source(wanted: Wanted, shard: LocalShard, sources: Sources) -> Source:
+def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Located:
     """The model's own tensor; where that has another dtype or is not there, the main parameter, which is finer."""
-    source = sources.find(wanted)
-    if source is None or torch_dtype(source.dtype) != shard.tensor.dtype:
-        main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.expert, wanted.file)
-        source = sources.find(main) or source
+    source = locator.find(wanted)
+    if source is None or source.dtype != shard.tensor.dtype:
+        main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.file)
+        source = locator.find(main) or source
     if source is None:
         raise _not_there(wanted)
     return source
@@ -204,30 +200,22 @@ def _not_there(wanted: Wanted) -> CheckpointMismatchError:
     )
 
 
-def _refuse_freed(wanted: Wanted, tensor: torch.Tensor) -> None:
-    """megatron's `offload_to_cpu` (0.16.1) frees the storage below a tensor; its address is then somebody else's."""
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        raise UnsupportedError(
-            f"tensor {wanted.key} has no memory: it is offloaded; bring model and optimizer back before load()"
-        )
-
-
-def _opaque_fill(shard: LocalShard, wanted: Wanted, sources: Sources) -> TensorFill | None:
-    found = sources.opaque(wanted)
+def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorFill | None:
+    found = locator.opaque(wanted.key)
     if found is not None:
         read = ReadRange(found, Rows(0, 0, found.region.numel))
         memory = torch.empty(found.nbytes, dtype=torch.uint8)
         return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
     # Saved from layers that have no such state, or none of its own here: nothing to lose.
-    if not shard.tensor.numel() or not any(name.endswith(EXTRA_STATE) for name in sources.catalog.positions):
+    if not shard.tensor.numel() or not any(name.endswith(EXTRA_STATE) for name in locator.reader.names):
         return None
     raise CheckpointMismatchError(
         f"{wanted.file}: tensor {shard.key}: wanted {shard.tensor.nbytes} bytes, found no such tensor"
     )
 
 
-def _fill(wanted: Wanted, dtype: torch.dtype, source: Source, target: Callable[[], torch.Tensor]) -> TensorFill:
-    stored = torch_dtype(source.dtype)
+def _fill(wanted: Wanted, dtype: torch.dtype, source: Located, target: Callable[[], torch.Tensor]) -> TensorFill:
+    stored = source.dtype
     # An int16 beside bfloat16 weights is the lower half of a main parameter (`store_param_remainders`), not a number.
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise CheckpointMismatchError(
@@ -241,7 +229,7 @@ def _fill(wanted: Wanted, dtype: torch.dtype, source: Source, target: Callable[[
 
 
 def _optimizer_fills(
-    trainer: Trainer, by_part: Sequence[Sequence[ParameterState]], sources: Sources
+    trainer: Trainer, by_part: Sequence[Sequence[ParameterState]], locator: Locator
 ) -> tuple[list[TensorFill], list[tuple[OptimizerPart, ParameterState]]]:
     """The fills of main parameters and moments, and the parameters that had not been stepped when they were saved."""
     fills: list[TensorFill] = []
@@ -249,11 +237,11 @@ def _optimizer_fills(
     for part, states in zip(optimizer_state.optimizer_parts(trainer.optimizer), by_part, strict=True):
         for state in states:
             # Asked for in any case: a parameter that was frozen must not pass for one that was not stepped yet.
-            found = [_param_fill(trainer, state, sources)]
+            found = [_param_fill(trainer, state, locator)]
             if state.is_model_view and "model" in trainer.config.load_contents:
                 found.clear()
-            kinds = sources.moments(state.name, state.expert)
-            found += [_moment_fill(trainer, part, state, kind, sources) for kind in kinds]
+            kinds = locator.moments(state.name)
+            found += [_moment_fill(trainer, part, state, kind, locator) for kind in kinds]
             replicas = () if part.is_sharded else _replicas(trainer, state.expert)
             fills += [replace(fill, replicas=replicas) for fill in found]
             if not kinds:
@@ -261,12 +249,12 @@ def _optimizer_fills(
     return fills, unstepped
 
 
-def _param_fill(trainer: Trainer, state: ParameterState, sources: Sources) -> TensorFill:
+def _param_fill(trainer: Trainer, state: ParameterState, locator: Locator) -> TensorFill:
     wanted = _wanted(trainer, state, PARAM)
-    _refuse_freed(wanted, state.main)
-    source = sources.find(wanted)
-    in_model = sources.stored_key(ShardKey(state.name, MODEL))
-    if source is None and in_model is not None and sources.catalog.files(in_model):
+    refuse_freed(wanted.key, state.main, "load()")
+    source = locator.find(wanted)
+    in_model = locator.stored_key(ShardKey(state.name, MODEL))
+    if source is None and in_model is not None and any(locator.reader.parts(in_model)):
         raise CheckpointMismatchError(
             f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
             "such tensor: the parameter was frozen when it was saved"
@@ -277,26 +265,26 @@ def _param_fill(trainer: Trainer, state: ParameterState, sources: Sources) -> Te
 
 
 def _moment_fill(
-    trainer: Trainer, part: OptimizerPart, state: ParameterState, kind: str, sources: Sources
+    trainer: Trainer, part: OptimizerPart, state: ParameterState, kind: str, locator: Locator
 ) -> TensorFill:
     wanted = _wanted(trainer, state, kind)
-    source = sources.find(wanted)
+    source = locator.find(wanted)
     if source is None:
         raise _not_there(wanted)
     there = state.moments.get(kind)
     if there is not None:
-        _refuse_freed(wanted, there)
-    dtype = torch_dtype(source.dtype) if there is None else there.dtype
+        refuse_freed(wanted.key, there, "load()")
+    dtype = source.dtype if there is None else there.dtype
     return _fill(wanted, dtype, source, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
 
 
 def _wanted(trainer: Trainer, state: ParameterState, kind: str) -> Wanted:
     file = file_names.optimizer_file(*trainer.coordinates.place)
-    return Wanted(ShardKey(state.name, kind), state.region, state.expert, file)
+    return Wanted(ShardKey(state.name, kind), state.region, file)
 
 
-def _read_common(trainer: Trainer, catalog: Catalog) -> CommonState:
-    common = catalog.folder.plain(catalog.file(file_names.COMMON_FILE))
+def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
+    common = reader.plain(file_names.COMMON_FILE)
     parts = optimizer_state.optimizer_parts(trainer.optimizer)
     optimizers = optimizer_state.match_parts(parts, common["optimizers"])
     check_scheduler(trainer.lr_scheduler, common["lr_scheduler"])
@@ -306,22 +294,24 @@ def _read_common(trainer: Trainer, catalog: Catalog) -> CommonState:
 # -- the rest ----------------------------------------------------------------------------------------------
 
 
-def _check_sizes(catalog: Catalog, fills: Iterable[TensorFill]) -> None:
+def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
     """Finds missing and cut files while nothing has changed yet."""
     for path in {read.stored.file for fill in fills for read in fill.reads}:
-        catalog.folder.check(catalog.file(path))
+        reader.folder.check(reader.file(path))
 
 
-def _read_extra(trainer: Trainer, catalog: Catalog) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
+def _read_extra(
+    trainer: Trainer, reader: NativeReader
+) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
     """The generators' state or the seed to start them from, and what the trainer handed over."""
-    folder, saved = catalog.folder, catalog.manifest.topology
+    saved = reader.manifest.topology
     place = saved.place_in_turn(trainer.coordinates.place)
-    handed_over = catalog.by_path.get(file_names.extra_file(*place))
-    extra = None if handed_over is None else folder.plain(handed_over)
+    handed_over = reader.by_path.get(file_names.extra_file(*place))
+    extra = None if handed_over is None else reader.folder.plain(handed_over)
     if trainer.topology.has_generators_of(saved):
-        rng = folder.plain(catalog.file(file_names.rng_file(*place)))
+        rng = reader.plain(file_names.rng_file(*place))
         if "torch" in rng:
             return rng, None, extra
     # Of tensor-parallel rank 0: outside of what megatron's tracker covers, these ranks must draw the same.
-    first = catalog.file(file_names.rng_file(0, 0, *place[2:]))
-    return None, seed_of(folder.plain(first)), extra
+    first = reader.plain(file_names.rng_file(0, 0, *place[2:]))
+    return None, seed_of(first), extra

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog
-from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
+from mcore_ckpt.formats.locate import Locator, Wanted
 from mcore_ckpt.io import tuning
 from mcore_ckpt.load.fill import TensorFill, fill_tensors
-from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
 
@@ -49,11 +47,11 @@ class _Part:
     at: int
 
 
-def scatter(catalog: FolderCatalog, requests: Sequence[Request], rank: int, world_size: int) -> int:
+def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
     """Fills what every rank asks for, from files that only rank 0 sees. Collective; returns the bytes this rank read.
 
     Args:
-        catalog: the folder; on all ranks, since it is made from what the headers say.
+        reader: the folder; on all ranks, since it is made from what the headers say.
         requests: this rank's.
         rank, world_size: of the default process group.
 
@@ -68,10 +66,10 @@ def scatter(catalog: FolderCatalog, requests: Sequence[Request], rank: int, worl
     failure: Exception | None = None
     nbytes = 0
     try:
-        nbytes = fill_tensors([request.fill for request in requests], catalog.read)
+        nbytes = fill_tensors([request.fill for request in requests], reader.read)
     except Exception as error:  # the others wait, and must be told
         failure = error
-    return nbytes + _serve(catalog, range(1, world_size), device, failure)
+    return nbytes + _serve(reader, range(1, world_size), device, failure)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +81,19 @@ class _Turn:
     parts: Sequence[_Part]
 
 
-def _serve(catalog: FolderCatalog, others: Iterable[int], device: torch.device, failure: Exception | None) -> int:
+def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.device, failure: Exception | None) -> int:
     import torch.distributed as dist
 
-    sources = Sources(catalog, Topology(), RankCoordinates(), catalog.model.sizes["vocab"])
-    turns = _turns({other: _wanted_of(_receive_plain(other, device)) for other in others}, sources)
+    locator = Locator(reader, None)
+    turns = _turns({other: _wanted_of(_receive_plain(other, device)) for other in others}, locator)
     buffers = _Buffers(device)
 
     def read(number: int) -> tuple[torch.Tensor, int]:
         if failure is not None:
             raise failure
         turn = turns[number]
-        memory = buffers.get(number, _size(turn, sources))
-        return memory, catalog.read(_reads(turn, sources, memory))
+        memory = buffers.get(number, _size(turn, locator))
+        return memory, reader.read(_reads(turn, locator, memory))
 
     nbytes = 0
     with ThreadPoolExecutor(1, thread_name_prefix="load-hf-read") as pool:
@@ -119,10 +117,10 @@ def _serve(catalog: FolderCatalog, others: Iterable[int], device: torch.device, 
     return nbytes
 
 
-def _turns(wanted: Mapping[int, Sequence[Wanted]], sources: Sources) -> list[_Turn]:
+def _turns(wanted: Mapping[int, Sequence[Wanted]], locator: Locator) -> list[_Turn]:
     """A piece for each rank, then the next for each: nobody waits so long that the group's timeout passes."""
     by_rank = [
-        [_Turn(rank, tensors, piece) for piece in _pieces([(w.region.numel, _dtype(sources, w)) for w in tensors])]
+        [_Turn(rank, tensors, piece) for piece in _pieces([(w.region.numel, _dtype(locator, w)) for w in tensors])]
         for rank, tensors in wanted.items()
     ]
     return [turn for turns in zip_longest(*by_rank) for turn in turns if turn is not None]
@@ -198,28 +196,29 @@ def _pieces(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Part]]
         yield piece
 
 
-def _size(turn: _Turn, sources: Sources) -> int:
+def _size(turn: _Turn, locator: Locator) -> int:
     last = turn.parts[-1]
-    return last.at + (last.stop - last.start) * _dtype(sources, turn.wanted[last.number]).itemsize
+    return last.at + (last.stop - last.start) * _dtype(locator, turn.wanted[last.number]).itemsize
 
 
-def _reads(turn: _Turn, sources: Sources, memory: torch.Tensor) -> Iterator[tuple[ReadRange, torch.Tensor]]:
+def _reads(turn: _Turn, locator: Locator, memory: torch.Tensor) -> Iterator[tuple[ReadRange, torch.Tensor]]:
     for part in turn.parts:
         whole = turn.wanted[part.number]
         region = whole.region.with_flat(part.start, part.stop)
-        source = sources.find(replace(whole, region=region))
+        source = locator.find(replace(whole, region=region))
         assert source is not None, "the rank that asks has found it"
-        dtype = torch_dtype(source.dtype)
+        dtype = source.dtype
         values = memory[part.at : part.at + (part.stop - part.start) * dtype.itemsize].view(dtype)
         if source.outside:
             values.zero_()
         yield from ((read, values) for read in source.reads)
 
 
-def _dtype(sources: Sources, wanted: Wanted) -> torch.dtype:
-    key = sources.stored_key(wanted.key)
-    assert key is not None, "the rank that asks has found it"
-    return torch_dtype(sources.catalog.shards(key, sources.catalog.files(key))[0].dtype)
+def _dtype(locator: Locator, wanted: Wanted) -> torch.dtype:
+    key = locator.stored_key(wanted.key)
+    info = None if key is None else locator.reader.info(key)
+    assert info is not None, "the rank that asks has found it"
+    return info.dtype
 
 
 # -- what is wanted, in plain values ----------------------------------------------------------------------
@@ -236,7 +235,7 @@ def _wanted_of(plain: Any) -> list[Wanted]:
     for name, global_shape, local_shape, pieces, flat in plain:
         parts = tuple(Piece(tuple(local), tuple(shape), tuple(there)) for local, shape, there in pieces)
         region = Region(tuple(global_shape), tuple(local_shape), parts, (flat[0], flat[1]))
-        found.append(Wanted(ShardKey(name, MODEL), region, expert=False, file=name))
+        found.append(Wanted(ShardKey(name, MODEL), region, file=name))
     return found
 
 

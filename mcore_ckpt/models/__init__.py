@@ -43,10 +43,10 @@ __all__ = [
     "gpt_arguments",
     "hf_tensors",
     "known_architectures",
-    "read_config",
     "model_from_config",
-    "register_architecture",
+    "read_config",
     "reconcile",
+    "register_architecture",
     "to_hf_config",
     "to_mcore_config",
 ]

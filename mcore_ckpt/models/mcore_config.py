@@ -185,8 +185,8 @@ def check_model(model: Any, hf_model: HfModel) -> None:
         if found != value:
             raise CheckpointMismatchError(
                 f"the model's {_plain(name)} is {found!r}, config.json of this "
-                f"{hf_model.describe()} says {value!r}: build the model with mcore_ckpt.models.to_mcore_config, or load "
-                "what it was built for"
+                f"{hf_model.describe()} says {value!r}: build the model with "
+                "mcore_ckpt.models.to_mcore_config, or load what it was built for"
             )
     if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
         raise CheckpointMismatchError(

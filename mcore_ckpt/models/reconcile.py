@@ -37,7 +37,8 @@ def reconcile(
         CheckpointMismatchError: user, config and data do not agree.
 
     Example:
-        >>> model = reconcile(model_from_config(read_config(folder)), {t.name: t.shape for t in stored})  # doctest: +SKIP
+        >>> shapes = {tensor.name: tensor.shape for tensor in stored}  # doctest: +SKIP
+        >>> model = reconcile(model_from_config(read_config(folder)), shapes)  # doctest: +SKIP
     """
     ignored = [re.compile(pattern) for pattern in model.ignored]
     there = {name: shape for name, shape in tensors.items() if not any(p.fullmatch(name) for p in ignored)}

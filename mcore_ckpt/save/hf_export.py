@@ -18,10 +18,12 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
+from mcore_ckpt.formats.contract import weights_of
 from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, write_config, written_assets
 from mcore_ckpt.formats.huggingface.export_plan import plan_export
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.formats.native.source import CheckpointSource
+from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, write_file
 from mcore_ckpt.models.architecture import HfModel
@@ -150,8 +152,8 @@ def export_together(
 
     topic = f"writing what the HuggingFace model of {trainer.role} is made from"
     decide(commits, topic, write, combine, CommitError, name=f"{attempt}-model")
-    source = CheckpointSource(staging, read_manifest(staging, file_names.WRITTEN_FILE))
-    return _export(trainer, source, staging / file_names.HUGGINGFACE_DIR)
+    reader = NativeReader(LocalFolder(staging), read_manifest(staging, file_names.WRITTEN_FILE))
+    return _export(trainer, reader, staging / file_names.HUGGINGFACE_DIR)
 
 
 def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Manifest:
@@ -172,8 +174,8 @@ def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Man
     return replace(manifest, contents=contents, files=(*kept, *new))
 
 
-def _export(trainer: Trainer, source: CheckpointSource, folder: Path) -> list[WrittenFile]:
-    tensors = source.tensors()
+def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[WrittenFile]:
+    tensors = weights_of(reader)
     shapes = {name: info.shape for name, info in tensors.items()}
     # What is trained is known; frameworks hand over the language model's config for a critic, too.
     model = reconcile(
@@ -184,7 +186,7 @@ def _export(trainer: Trainer, source: CheckpointSource, folder: Path) -> list[Wr
     plan = plan_export(model, tensors, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     # A training that has diverged has a checkpoint all the same.
-    weights = write_weights(plan, _own_files(trainer, len(plan.files)), source, folder, allow_nan=True)
+    weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)
     index = write_index(plan, folder) if trainer.agreement.is_coordinator else None
     written = [replace(file, path=f"{folder.name}/{file.path}") for file in (*weights, *((index,) if index else ()))]
     if trainer.agreement.is_coordinator:

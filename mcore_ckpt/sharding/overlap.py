@@ -168,3 +168,43 @@ def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
         last = (number, rows)
     if last is not None:
         yield last
+
+
+def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
+    """The parts of rows that lie in elements `[first, last)` of the stored region.
+
+    Whole rows stay together; a row that is cut comes alone.
+    """
+    stride = rows.source_stride or rows.row
+    # Rows that begin in the piece and end in it.
+    low = min(max(0, -(-(first - rows.start) // stride)), rows.rows)
+    high = min(max(low, (last - rows.start - rows.row) // stride + 1), rows.rows)
+    if high > low:
+        yield rows._replace(
+            start=rows.start + low * rows.source_stride,
+            destination=rows.destination + low * rows.destination_stride,
+            rows=high - low,
+        )
+    for number in {low - 1, high}:
+        if 0 <= number < rows.rows:
+            start = rows.start + number * rows.source_stride
+            begin, end = max(start, first), min(start + rows.row, last)
+            if begin < end:
+                there = rows.destination + number * rows.destination_stride + begin - start
+                yield Rows(begin, there, end - begin)
+
+
+def rows_into(rows: Rows, first: int, last: int) -> Iterator[Rows]:
+    """The parts of rows that go to elements `[first, last)` of the wanted region; destinations count from `first`.
+
+    Example:
+        >>> list(rows_into(Rows(10, 0, 8), 2, 5))
+        [Rows(start=12, destination=0, row=3, rows=1, source_stride=0, destination_stride=0)]
+    """
+    for part in rows_from(_mirrored(rows), first, last):
+        yield _mirrored(part._replace(start=part.start - first))
+
+
+def _mirrored(rows: Rows) -> Rows:
+    """The same copies in the other direction."""
+    return Rows(rows.destination, rows.start, rows.row, rows.rows, rows.destination_stride, rows.source_stride)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
-from mcore_ckpt.formats.contract import TensorInfo, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
 from mcore_ckpt.formats.huggingface.export_plan import FileTensor
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder, read_weight_map
 from mcore_ckpt.formats.pt_files import PtTensor, read_pt
-from mcore_ckpt.formats.shard_reader import ShardSource, source_of_folder, stored_shard
+from mcore_ckpt.formats.shard_reader import ShardReader, safetensors_reader, stored_shard
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
@@ -40,7 +40,7 @@ class Weights:
     """The tensors of one HuggingFace model, and where they are. `where` is for messages."""
 
     where: Path
-    source: TensorSource
+    reader: CheckpointReader
     tensors: Mapping[str, FileTensor]
 
 
@@ -123,15 +123,15 @@ def open_folder(folder: Path) -> Weights:
         CheckpointCorruptError: a file is missing or damaged, or holds anything but tensors.
     """
     try:
-        source = source_of_folder(folder, read_folder(folder))
+        reader = safetensors_reader(folder, read_folder(folder))
     except CheckpointNotFoundError:
-        source = _open_bins(folder)
-    return Weights(folder, source, {name: _as_it_is(name, info) for name, info in source.tensors().items()})
+        reader = _open_bins(folder)
+    return Weights(folder, reader, {name: _as_it_is(name, info) for name, info in weights_of(reader).items()})
 
 
 def open_job(job: MergeJob) -> Weights:
     """What merging a checkpoint would write."""
-    return Weights(job.where, job.source, {tensor.name: tensor for file in job.plan.files for tensor in file.tensors})
+    return Weights(job.where, job.reader, {tensor.name: tensor for file in job.plan.files for tensor in file.tensors})
 
 
 def compare(
@@ -197,9 +197,9 @@ def _as_it_is(name: str, info: TensorInfo) -> FileTensor:
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
-def _open_bins(folder: Path) -> ShardSource:
+def _open_bins(folder: Path) -> ShardReader:
     shards = _read_bins(folder)
-    return ShardSource(folder, {name: info for name, (info, _) in shards.items()}, lambda name: (shards[name][1],))
+    return ShardReader(folder, {name: info for name, (info, _) in shards.items()}, lambda name: (shards[name][1],))
 
 
 def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:
@@ -293,7 +293,7 @@ class _Pair:
             length = min(step, count - start)
             parts = []
             for side, tensor, its_memory, its_scratch in zip(self._sides, (left, right), memory, scratch, strict=True):
-                fill(side.source, [Elements(tensor, start, its_memory[:length])], its_scratch)
+                fill(side.reader, [Elements(tensor, start, its_memory[:length])], its_scratch)
                 parts.append(its_memory[:length])
             yield parts[0], parts[1]
 

@@ -11,31 +11,30 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
-from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
-from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.checkpoint.manifest import IndexPlace, StageRecord, WrittenFile
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.formats.contract import RegionRead
 from mcore_ckpt.formats.huggingface.assets import copy_assets, written_assets
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog
-from mcore_ckpt.formats.locate import Sources, Wanted
-from mcore_ckpt.formats.native.catalog import Catalog
-from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
+from mcore_ckpt.formats.locate import read_regions
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import FOLDER_MODE
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
-from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
 from mcore_ckpt.tools.reshard.attention_heads import check_heads
+from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
 from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
-from mcore_ckpt.tools.reshard.reshard import build_manifest
-from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_planned_files
-from mcore_ckpt.tools.reshard.survey import SavedTensor
-from mcore_ckpt.tools.reshard.target import Target, WantedLayout, resolve
+from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
+from mcore_ckpt.tools.reshard.streaming import FileNames, write_planned_files
+from mcore_ckpt.tools.reshard.target import SavedLayout, Target, WantedLayout, resolve
 
 STEP = 0
+_CONTENTS = ("model",)
 
 
 def convert_to_native(
@@ -68,40 +67,41 @@ def convert_to_native(
     """
     started = time.monotonic()
     source, role_dir = source.absolute(), file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
-    catalog = open_folder(agreement, source, role, ignore)
-    target, planner, files = _plan(catalog, wanted)
+    reader = open_folder(agreement, source, ignore)
+    target, files = _plan(reader, wanted)
     attempt = _open(agreement, role_dir)
     staging = file_names.staging_dir(role_dir, attempt)
     try:
-        nbytes = _write(agreement, catalog, planner, files, staging, progress, (target, role_dir, attempt))
+        nbytes = _write(agreement, reader, files, staging, progress, (target, role_dir, attempt))
         if test:
-            _test(agreement, catalog, staging)
+            _test(agreement, reader, staging)
         _publish(agreement, staging, role_dir, attempt)
     except BaseException:
         if agreement.is_coordinator:
             commit.discard(staging)
         raise
-    return ConversionReport(source, role_dir, catalog.model.describe(), nbytes, time.monotonic() - started)
+    return ConversionReport(source, role_dir, reader.model.describe(), nbytes, time.monotonic() - started)
 
 
-def survey(catalog: FolderCatalog) -> Iterator[SavedTensor]:
+def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:
     """The folder's tensors as those of a checkpoint that one rank has saved."""
-    for name in catalog.manifest.tensors:
-        file = catalog.parts_of(name)[0].file
+    for name in reader.names:
+        file = reader.parts_of(name)[0].file
         yield SavedTensor(
-            name, MODEL, (), main=False, aliased=False, seen={0: whole_region(catalog, name)}, pp=0, file=file
+            name, MODEL, (), main=False, aliased=False, seen={0: whole_region(reader, name)}, pp=0, file=file
         )
 
 
-def _plan(catalog: FolderCatalog, wanted: WantedLayout) -> tuple[Target, Planner, list[PlannedFile]]:
+def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list[PlannedFile]]:
+    # A HuggingFace model is not cut, as if one rank had saved all of it.
+    saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
-        tensors = list(survey(catalog))
-        target = resolve(wanted, catalog.manifest, any(tensor.expert for tensor in tensors))
-        check_heads(catalog.contents.config, tensors, catalog.manifest.topology, target.topology)
-        planner = Planner(catalog, tensors, target, wanted)
-        return target, planner, planner.files()
+        tensors = list(folder_tensors(reader))
+        target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
+        check_heads(reader.contents.config, tensors, saved.topology, target.topology)
+        return target, Planner(reader, saved, _CONTENTS, tensors, target, wanted).files()
     except CheckpointError as error:
-        raise type(error)(f"{catalog.contents.folder}: {error}") from error
+        raise type(error)(f"{reader.place}: {error}") from error
 
 
 def _open(agreement: Agreement, role_dir: Path) -> str:
@@ -116,14 +116,13 @@ def _open(agreement: Agreement, role_dir: Path) -> str:
 
 def _write(
     agreement: Agreement,
-    catalog: FolderCatalog,
-    planner: Planner,
+    reader: HuggingFaceReader,
     files: Sequence[PlannedFile],
     staging: Path,
     progress: Progress,
     where: tuple[Target, Path, str],
 ) -> int:
-    sizes = [sum(write.tensor.nbytes for write in file.request.tensors) for file in files]
+    sizes = [file.nbytes for file in files]
     mine = share_of(sizes, agreement.rank, agreement.world_size)
     total, done = sum(sizes[number] for number in mine), [0]
 
@@ -132,8 +131,7 @@ def _write(
         progress(done[0], total)
 
     def work() -> Record:
-        origin = Origin(catalog.read_numbers, planner.sources)
-        written = write_planned_files(origin, [files[number] for number in mine], staging, wrote)
+        written = write_planned_files(reader.read_numbers, [files[number] for number in mine], staging, wrote)
         return {"files": [_as_record(names) for names in written]}
 
     def combine(records: Sequence[Record]) -> Record:
@@ -141,9 +139,10 @@ def _write(
         commit.check_files(staging, [(rank, names.file) for rank, names in enumerate(indexed)])
         folder = staging / file_names.HUGGINGFACE_DIR
         folder.mkdir(FOLDER_MODE)
-        assets = [(0, file) for file in written_assets(folder, copy_assets(catalog.contents.folder, folder))]
+        assets = [(0, file) for file in written_assets(folder, copy_assets(reader.contents.folder, folder))]
         target, role_dir, attempt = where
-        manifest = build_manifest(catalog.manifest, target, indexed, assets, (role_dir.name,), attempt)
+        identity = Identity(STEP, role_dir.name, (role_dir.name,), attempt, _CONTENTS, {})
+        manifest = build_manifest(identity, target, indexed, assets)
         commit.write_manifest(staging, manifest)
         return {}
 
@@ -161,20 +160,19 @@ def _from_record(record: Record) -> FileNames:
     return FileNames(WrittenFile(**{**fields, "index": index}), record["rank"], tuple(record["names"]))
 
 
-def _test(agreement: Agreement, catalog: FolderCatalog, staging: Path) -> None:
+def _test(agreement: Agreement, folder: HuggingFaceReader, staging: Path) -> None:
     def work() -> Record:
-        written = Catalog(staging, read_manifest(staging))
-        sources = Sources(written, Topology(), RankCoordinates(), catalog.model.sizes["vocab"])
+        written = NativeReader.open(staging)
 
         def read(name: str, region: Region) -> torch.Tensor:
-            found = sources.find(Wanted(ShardKey(name, MODEL), region, False, str(staging)))
-            assert found is not None, "the manifest names it"
-            memory = torch.empty(region.numel, dtype=torch_dtype(found.dtype))
-            read_ranges(staging, written.by_path, [(part, memory) for part in found.reads])
+            info = written.info(ShardKey(name, MODEL))
+            assert info is not None, "the manifest names it"
+            memory = torch.empty(region.numel, dtype=info.dtype)
+            read_regions(written, [RegionRead(name, region, memory)])
             return memory
 
-        names = catalog.manifest.tensors
-        check_written(catalog, names[agreement.rank :: agreement.world_size], read)
+        names = tuple(folder.names)
+        check_written(folder, names[agreement.rank :: agreement.world_size], read)
         return {}
 
     decide(agreement, f"testing {staging}", work, lambda _: {})

@@ -35,7 +35,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.formats.huggingface.assets import copy_assets
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog
+from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.keys import Keys, Place
@@ -143,14 +143,14 @@ def convert_to_torch_dist(
     """
     started = time.monotonic()
     source, path = source.absolute(), path.absolute()
-    catalog = open_folder(agreement, source, ignore=ignore)
-    plan = _plan(catalog)
+    reader = open_folder(agreement, source, ignore)
+    plan = _plan(reader)
     attempt = _open(agreement, path)
     staging = file_names.staging_dir(path, attempt)
     try:
-        nbytes = _write(agreement, catalog, plan, staging, progress)
+        nbytes = _write(agreement, reader, plan, staging, progress)
         if test:
-            _test(agreement, catalog, plan, staging)
+            _test(agreement, reader, plan, staging)
         decide(
             agreement,
             f"putting {path} in place",
@@ -162,47 +162,47 @@ def convert_to_torch_dist(
         if agreement.is_coordinator:
             commit.discard(staging)
         raise
-    return ConversionReport(source, path, catalog.model.describe(), nbytes, time.monotonic() - started)
+    return ConversionReport(source, path, reader.model.describe(), nbytes, time.monotonic() - started)
 
 
 # -- plan -------------------------------------------------------------------------------------------------
 
 
-def are_alike(catalog: FolderCatalog) -> bool:
+def are_alike(reader: HuggingFaceReader) -> bool:
     """Whether megatron gives all decoder layers one key (`TransformerBlock.sharded_state_dict`, 0.16.1).
 
     It does unless a config lists which layers are of experts or of linear attention.
     """
     lists = ("moe_layer_freq", "linear_attention_freq")
     values: dict[str, Any] = {}
-    if catalog.model.architecture.rules:
-        values = to_mcore_config(catalog.model).transformer
-    return len(set(catalog.model.layers)) <= 1 and not any(
+    if reader.model.architecture.rules:
+        values = to_mcore_config(reader.model).transformer
+    return len(set(reader.model.layers)) <= 1 and not any(
         isinstance(values.get(name), list) or (values.get(name) or 1) != 1 for name in lists
     )
 
 
-def _plan(catalog: FolderCatalog) -> _Plan:
-    names = catalog.manifest.tensors
+def _plan(reader: HuggingFaceReader) -> _Plan:
+    names = tuple(reader.names)
     experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
-    keys = Keys(catalog.positions, len(catalog.model.layers), experts, are_alike(catalog))
-    parts = {name: [_parts(catalog, name, place) for place in keys.places(name)] for name in names}
+    keys = Keys(reader.names, len(reader.model.layers), experts, are_alike(reader))
+    parts = {name: [_parts(reader, name, place) for place in keys.places(name)] for name in names}
     chunks = [
         chunk
         for name in names
         for in_place in parts[name]
         for part in in_place
-        for chunk in _chunks(catalog, name, part)
+        for chunk in _chunks(reader, name, part)
     ]
     states = dict.fromkeys(place.object_key for name in names for place in keys.states(name))
     return _Plan(tuple(_in_files(chunks)), tuple(states), parts, _describe(chunks, states))
 
 
-def _parts(catalog: FolderCatalog, name: str, place: Place) -> list[_Part]:
+def _parts(reader: HuggingFaceReader, name: str, place: Place) -> list[_Part]:
     """Sections have keys of their own (`_split_tensor_factory` of GatedDeltaNet, megatron-core 0.16.1)."""
-    sections = catalog.sections_of(name)
+    sections = reader.sections_of(name)
     if not sections:
-        return [_Part(place, 0, catalog.parts_of(name)[0].region.global_shape[0])]
+        return [_Part(place, 0, reader.parts_of(name)[0].region.global_shape[0])]
     starts = accumulate((section.rows for section in sections), initial=0)
     return [
         _Part(replace(place, key=f"{place.key}.{section.name}"), start, section.rows)
@@ -210,8 +210,8 @@ def _parts(catalog: FolderCatalog, name: str, place: Place) -> list[_Part]:
     ]
 
 
-def _chunks(catalog: FolderCatalog, name: str, part: _Part) -> Iterator[_Chunk]:
-    first = catalog.parts_of(name)[0]
+def _chunks(reader: HuggingFaceReader, name: str, part: _Part) -> Iterator[_Chunk]:
+    first = reader.parts_of(name)[0]
     shape = first.region.global_shape
     row = max(1, prod(shape[1:]) * torch_dtype(first.dtype).itemsize)
     step = max(1, tuning.SCATTER_BYTES // row)
@@ -248,7 +248,7 @@ def _open(agreement: Agreement, path: Path) -> str:
 # -- write ------------------------------------------------------------------------------------------------
 
 
-def _write(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: Path, progress: Progress) -> int:
+def _write(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging: Path, progress: Progress) -> int:
     sizes = [sum(chunk.nbytes for chunk in file) for file in plan.files]
     mine = share_of(sizes, agreement.rank, agreement.world_size)
     total = sum(sizes[number] for number in mine)
@@ -257,7 +257,7 @@ def _write(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: P
         done = 0
         places: dict[str, list[list[int]]] = {}
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-dist") as pool:
-            written = pool.map(lambda number: _write_file(catalog, plan.files[number], staging / _file(number)), mine)
+            written = pool.map(lambda number: _write_file(reader, plan.files[number], staging / _file(number)), mine)
             for number, of_file in zip(mine, written, strict=True):
                 places[str(number)] = of_file
                 done += sizes[number]
@@ -266,7 +266,7 @@ def _write(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: P
 
     def combine(records: Sequence[Record]) -> Record:
         places = {int(number): found for record in records for number, found in record["places"].items()}
-        _write_rest(catalog, plan, places, staging)
+        _write_rest(reader, plan, places, staging)
         return {}
 
     decide(agreement, f"writing {staging}", work, combine)
@@ -277,33 +277,33 @@ def _file(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
-def _write_file(catalog: FolderCatalog, chunks: Sequence[_Chunk], path: Path) -> list[list[int]]:
+def _write_file(reader: HuggingFaceReader, chunks: Sequence[_Chunk], path: Path) -> list[list[int]]:
     """Writes the chunks one behind the other; where each is: offset and length."""
     places = []
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as stream:
         for chunk in chunks:
             start = stream.tell()
-            torch.save(_read(catalog, chunk), stream)
+            torch.save(_read(reader, chunk), stream)
             places.append([start, stream.tell() - start])
         stream.flush()
         os.fsync(stream.fileno())
     return places
 
 
-def _read(catalog: FolderCatalog, chunk: _Chunk) -> torch.Tensor:
+def _read(reader: HuggingFaceReader, chunk: _Chunk) -> torch.Tensor:
     memory = torch.empty(chunk.sizes, dtype=torch_dtype(chunk.dtype))
-    parts = plan_reads(chunk.region, catalog.parts_of(chunk.name))
+    parts = plan_reads(chunk.region, reader.parts_of(chunk.name))
     dtypes = {part.stored.dtype for part in parts.reads}
     if parts.missing or parts.outside or dtypes != {chunk.dtype}:
         raise CheckpointCorruptError(
-            f"{catalog.contents.folder}: tensor {chunk.name}: not all of it is there, or in several dtypes: "
+            f"{reader.contents.folder}: tensor {chunk.name}: not all of it is there, or in several dtypes: "
             f"{', '.join(sorted(dtypes))}"
         )
-    catalog.read_numbers((part, memory.view(-1)) for part in parts.reads)
+    reader.read_numbers((part, memory.view(-1)) for part in parts.reads)
     return memory
 
 
-def _write_rest(catalog: FolderCatalog, plan: _Plan, places: dict[int, list[list[int]]], staging: Path) -> None:
+def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[list[int]]], staging: Path) -> None:
     """Rank 0: the states of modules, what says where all is, and what lies beside."""
     stored = {
         chunk.index: _StorageInfo(_file(number), offset, length)
@@ -324,7 +324,7 @@ def _write_rest(catalog: FolderCatalog, plan: _Plan, places: dict[int, list[list
     write_file(staging / TORCH_DIST_CONFIG, [json.dumps(config).encode()])
     folder = staging / file_names.HUGGINGFACE_DIR
     folder.mkdir(FOLDER_MODE)
-    for path in (*copy_assets(catalog.contents.folder, folder), folder, staging):
+    for path in (*copy_assets(reader.contents.folder, folder), folder, staging):
         sync_file(path)
 
 
@@ -359,22 +359,22 @@ def _describe(
     return found
 
 
-def _test(agreement: Agreement, catalog: FolderCatalog, plan: _Plan, staging: Path) -> None:
+def _test(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging: Path) -> None:
     def work() -> Record:
         written = TorchDistFiles(staging, [staging])
-        names = catalog.manifest.tensors
+        names = tuple(reader.names)
 
         for number in range(max(map(len, plan.parts.values()))):
 
             def read(name: str, region: Region, number: int = number) -> torch.Tensor:
                 in_places = plan.parts[name]
-                memory = torch.empty(region.local_shape, dtype=torch_dtype(catalog.parts_of(name)[0].dtype))
+                memory = torch.empty(region.local_shape, dtype=torch_dtype(reader.parts_of(name)[0].dtype))
                 for piece in region.pieces:
                     for part in in_places[min(number, len(in_places) - 1)]:
                         _read_back(written, part, piece, region.global_shape, memory)
                 return memory.reshape(-1)
 
-            check_written(catalog, names[agreement.rank :: agreement.world_size], read)
+            check_written(reader, names[agreement.rank :: agreement.world_size], read)
         return {}
 
     decide(agreement, f"testing {staging}", work, lambda _: {})

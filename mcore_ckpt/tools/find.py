@@ -10,10 +10,10 @@ from typing import Literal
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError
-from mcore_ckpt.formats.contract import TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader
 from mcore_ckpt.formats.fsdp.reader import is_fsdp, open_fsdp
 from mcore_ckpt.formats.kinds import ForeignKind, kind_of
-from mcore_ckpt.formats.native.source import CheckpointSource
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.models.config_fields import HfConfig
@@ -95,8 +95,8 @@ def find_checkpoint(
     return _one(path, [FoundCheckpoint(folder, "native") for folder in models or selection.role_dirs], role)
 
 
-def open_source(found: FoundCheckpoint, config: HfConfig) -> TensorSource:
-    """What reads a checkpoint's tensors.
+def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
+    """Opens the reader of a checkpoint of any kind.
 
     Args:
         found: the checkpoint.
@@ -107,7 +107,7 @@ def open_source(found: FoundCheckpoint, config: HfConfig) -> TensorSource:
         CheckpointError: it is damaged, or is not of this model.
     """
     if found.kind == "native":
-        return CheckpointSource(found.path, read_manifest(found.path))
+        return NativeReader.open(found.path)
     if found.kind == "fsdp":
         return open_fsdp(found.path)
     if found.kind == "torch_dist":

@@ -19,12 +19,11 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError, UnsupportedError
-from mcore_ckpt.formats.contract import TensorInfo, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, read_copied_model
 from mcore_ckpt.formats.huggingface.assets import check_code, copy_assets, write_config
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.formats.native.source import CheckpointSource
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
@@ -35,9 +34,10 @@ from mcore_ckpt.models.table import HF_HEAD
 from mcore_ckpt.ranks.rendezvous import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.read_lock import reading
-from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_source
+from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
 
 Progress = Callable[[int, int], None]
 
@@ -96,7 +96,7 @@ class MergeReport:
 class MergeJob:
     """All that is known before a byte is written."""
 
-    source: TensorSource
+    reader: CheckpointReader
     where: Path
     config_dir: Path
     model: HfModel
@@ -160,7 +160,7 @@ def _merge(
     def work() -> Record:
         if not staging.is_dir():
             raise CommitError(f"{staging}, made by rank 0, cannot be seen: all ranks must write to one file system")
-        files = write_weights(job.plan, numbers, job.source, staging, wrote, allow_nan=request.allow_nan)
+        files = write_weights(job.plan, numbers, job.reader, staging, wrote, allow_nan=request.allow_nan)
         return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
 
     def combine(records: Sequence[Record]) -> Record:
@@ -263,19 +263,19 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
     config_dir = request.hf_model_path or found.config_dir()
     config = read_config(config_dir)
     try:
-        source = open_source(found, config)
-        tensors = _without(request.ignore, source.tensors())
+        reader = open_reader(found, config)
+        tensors = _without(request.ignore, weights_of(reader))
         read = read_copied_model if found.has_hf_names else model_from_config
         model = _settled(read, config, tensors, request)
         check_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are finer than the model's weights.
-        if dtype is None and isinstance(source, CheckpointSource) and not source.has_model:
+        if dtype is None and reader.weight_kind == PARAM:
             dtype = _said_dtype(model.config)
-        plan = _plan(found, model, source, tensors, dtype, request.max_shard_bytes, ranks)
+        plan = _plan(found, model, reader, tensors, dtype, request.max_shard_bytes, ranks)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
-    return MergeJob(source, found.path, config_dir, model, plan)
+    return MergeJob(reader, found.path, config_dir, model, plan)
 
 
 def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
@@ -286,7 +286,7 @@ def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapp
 def _plan(
     found: FoundCheckpoint,
     model: HfModel,
-    source: TensorSource,
+    reader: CheckpointReader,
     tensors: Mapping[str, TensorInfo],
     dtype: torch.dtype | None,
     most: int,
@@ -294,7 +294,7 @@ def _plan(
 ) -> ExportPlan:
     if not found.has_hf_names:
         return plan_export(model, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks)
-    copied = fsdp_tensors(source, model)
+    copied = fsdp_tensors(reader, model)
     return plan_tensors(
         copied, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=_has_mtp(model, copied)
     )

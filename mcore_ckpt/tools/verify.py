@@ -14,7 +14,8 @@ from mcore_ckpt.checkpoint.damage import Damage, Progress, verify_files
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
@@ -169,12 +170,12 @@ def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
 
 def _incomplete_tensors(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
     """Tensors of which no file has some elements."""
-    catalog = Catalog(role_dir, manifest)
+    reader = NativeReader(LocalFolder(role_dir), manifest)
     for name in manifest.tensors:
-        files = catalog.files(ShardKey(name, PARAM))
-        for kind in (MODEL, PARAM, *catalog.kinds(name, files)):
+        files = reader.files(ShardKey(name, PARAM))
+        for kind in (MODEL, PARAM, *reader.kinds_in(name, files)):
             key = ShardKey(name, kind)
-            yield from _incomplete(role_dir, key, catalog.shards(key, catalog.files(key)))
+            yield from _incomplete(role_dir, key, reader.shards(key, reader.files(key)))
 
 
 def _incomplete(role_dir: Path, key: ShardKey, shards: Sequence[StoredShard]) -> Iterator[Damage]:

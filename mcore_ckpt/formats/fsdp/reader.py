@@ -16,10 +16,11 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from mcore_ckpt.formats.contract import TensorInfo, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
+from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.pt_files import PtDTensor, PtTensor, read_pt
-from mcore_ckpt.formats.shard_reader import ShardSource, same_bytes, stored_shard
+from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
@@ -61,7 +62,7 @@ def is_fsdp(folder: Path) -> bool:
     return bool(_files(folder))
 
 
-def open_fsdp(folder: Path) -> ShardSource:
+def open_fsdp(folder: Path) -> ShardReader:
     """The tensors of `model_world_size_{W}_rank_{r}.pt`, under their HuggingFace names, in the order of rank 0's file.
 
     Raises:
@@ -82,7 +83,7 @@ def open_fsdp(folder: Path) -> ShardSource:
                 shards[name].setdefault(region, stored_shard(name, tensor.local, region))
     held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
     infos = {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in first.items()}
-    return ShardSource(folder, infos, held.__getitem__)
+    return ShardReader(folder, infos, held.__getitem__)
 
 
 def read_copied_model(config: HfConfig) -> HfModel:
@@ -109,20 +110,20 @@ def read_copied_model(config: HfConfig) -> HfModel:
         return HfModel(architecture, config, facts, architecture.table.ignored)
 
 
-def fsdp_tensors(source: TensorSource, model: HfModel) -> list[HfTensor]:
+def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
     """The tensors to export: all as they are, in their order, without a head that is the embedding.
 
     Args:
-        source: from `open_fsdp`.
+        reader: from `open_fsdp`.
         model: what `config.json` describes, from `read_copied_model`. If there is a table of its architecture, names
             and shapes must be those of the table.
 
     Raises:
         CheckpointMismatchError: tensors are missing, unknown or of another shape; the head should be tied and is not.
     """
-    infos = dict(source.tensors())
+    infos = weights_of(reader)
     if model.is_tied and HF_HEAD in infos and HF_EMBEDDING in infos:
-        _check_tied(source)
+        _check_tied(reader)
         del infos[HF_HEAD]
     table = model.architecture.table
     if table.model or table.layer:
@@ -146,9 +147,9 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
             )
 
 
-def _check_tied(source: TensorSource) -> None:
+def _check_tied(reader: CheckpointReader) -> None:
     # A tied model's state dict has the embedding under both names: what is left out must be the same.
-    if not same_bytes(source, HF_HEAD, HF_EMBEDDING):
+    if not same_bytes(reader, HF_HEAD, HF_EMBEDDING):
         raise CheckpointMismatchError(
             f"config.json says that the embeddings are tied (tie_word_embeddings), but {HF_HEAD} is another tensor "
             f"than {HF_EMBEDDING}: set tie_word_embeddings to false in config.json"

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.formats.contract import PartRead, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, RegionRead
 from mcore_ckpt.formats.huggingface.export_plan import FileTensor
+from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.streams import memory_at
 from mcore_ckpt.models.mapping import Slab
+from mcore_ckpt.sharding.plan import ShardKey
 
 _AT_ONCE = 1 << 20
 
@@ -88,22 +90,23 @@ class _Change:
                 )
 
 
-def fill(source: TensorSource, wanted: Iterable[Elements], scratch: Scratch) -> None:
+def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch) -> None:
     """Fills all memories.
 
     Raises:
         CheckpointCorruptError: the source is damaged.
         CheckpointMismatchError: a value is more than the dtype asked for can hold.
     """
-    reads: list[PartRead] = []
+    reads: list[RegionRead] = []
     changes: list[_Change] = []
-    dtypes = source.tensors()
     for tensor, first, memory in wanted:
         for slab, start, stop, its_memory in _slabs(tensor, first, memory):
             if not slab.mcore:
                 its_memory.zero_()
                 continue
-            stored = dtypes[slab.mcore].dtype
+            info = reader.info(ShardKey(slab.mcore, reader.weight_kind))
+            assert info is not None, "the plan was made from what the reader has"
+            stored = info.dtype
             if slab.change is None and stored == tensor.dtype:
                 reads.append(_part(slab, start, stop, its_memory))
             else:
@@ -111,7 +114,7 @@ def fill(source: TensorSource, wanted: Iterable[Elements], scratch: Scratch) -> 
     read_first = [memory.view(change.stored) for change, memory in zip(changes, scratch.reserve(changes), strict=False)]
     for change, memory in zip(changes, read_first, strict=True):
         reads.append(_part(change.slab, *change.read, memory))
-    source.read(reads)
+    read_regions(reader, reads)
     for change, memory in zip(changes, read_first, strict=True):
         change.apply(memory)
 
@@ -125,6 +128,6 @@ def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tup
             yield slab, low - slab.start, high - slab.start, memory[low - first : high - first]
 
 
-def _part(slab: Slab, start: int, stop: int, memory: torch.Tensor) -> PartRead:
+def _part(slab: Slab, start: int, stop: int, memory: torch.Tensor) -> RegionRead:
     first = slab.region.flat[0]
-    return PartRead(slab.mcore, slab.region.with_flat(first + start, first + stop), memory)
+    return RegionRead(slab.mcore, slab.region.with_flat(first + start, first + stop), memory)

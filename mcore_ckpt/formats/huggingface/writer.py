@@ -12,7 +12,7 @@ import torch
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CheckpointCorruptError, CommitError
-from mcore_ckpt.formats.contract import TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader
 from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, WeightFile
 from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, encode_header, encode_index
@@ -34,7 +34,7 @@ _LOOK_CLOSER_ELEMENTS = 1 << 20
 def write_weights(
     plan: ExportPlan,
     numbers: Sequence[int],
-    source: TensorSource,
+    reader: CheckpointReader,
     folder: Path,
     progress: Progress = lambda nbytes: None,
     *,
@@ -48,7 +48,7 @@ def write_weights(
     Args:
         plan: what is written.
         numbers: of the files to write.
-        source: where the bytes are. Read on a thread of its own, one call at a time.
+        reader: where the bytes are. Read on a thread of its own, one call at a time.
         folder: where the files go; none of them is there.
         progress: told of bytes that have been written.
         allow_nan: write what is not a number, too.
@@ -63,7 +63,7 @@ def write_weights(
     scratch = Scratch()
     written = []
     targets = [_Target.of(plan.files[number]) for number in numbers]
-    for batch in stream((target.parts() for target in targets), lambda batch: _read(source, batch, scratch)):
+    for batch in stream((target.parts() for target in targets), lambda batch: _read(reader, batch, scratch)):
         _write(batch, folder, allow_nan)
         for part in (placed.part for placed in batch):
             progress(part.nbytes)
@@ -139,8 +139,8 @@ class _Part:
                 yield Elements(tensor, (low - offset) // tensor.dtype.itemsize, memory)
 
 
-def _read(source: TensorSource, batch: Sequence[Placed[_Part]], scratch: Scratch) -> None:
-    fill(source, (wanted for placed in batch for wanted in placed.part.tensors(placed.address)), scratch)
+def _read(reader: CheckpointReader, batch: Sequence[Placed[_Part]], scratch: Scratch) -> None:
+    fill(reader, (wanted for placed in batch for wanted in placed.part.tensors(placed.address)), scratch)
 
 
 # -- writing -----------------------------------------------------------------------------------------------

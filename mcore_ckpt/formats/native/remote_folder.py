@@ -20,7 +20,7 @@ from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
-from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.overlap import Rows, rows_from
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 
@@ -226,7 +226,7 @@ def apply_piece(part: Part, piece: torch.Tensor) -> None:
     """
     # Bytes: elements in the piece need not lie where a tensor of them could begin.
     target = part.memory.view(-1).view(torch.uint8)
-    for rows in _cut(_in_bytes(part.read), part.start, part.stop):
+    for rows in rows_from(_in_bytes(part.read), part.start, part.stop):
         _copy_rows(target, piece, rows, part.start)
 
 
@@ -240,27 +240,6 @@ def _in_bytes(read: ReadRange) -> Rows:
         rows.source_stride * item,
         rows.destination_stride * item,
     )
-
-
-def _cut(rows: Rows, first: int, last: int) -> Iterator[Rows]:
-    """The parts of rows that lie in `[first, last)` of the stored tensor: whole rows together, cut ones alone."""
-    stride = rows.source_stride or rows.row
-    # Rows that begin in the piece and end in it.
-    low = min(max(0, -(-(first - rows.start) // stride)), rows.rows)
-    high = min(max(low, (last - rows.start - rows.row) // stride + 1), rows.rows)
-    if high > low:
-        yield rows._replace(
-            start=rows.start + low * rows.source_stride,
-            destination=rows.destination + low * rows.destination_stride,
-            rows=high - low,
-        )
-    for number in {low - 1, high}:
-        if 0 <= number < rows.rows:
-            start = rows.start + number * rows.source_stride
-            begin, end = max(start, first), min(start + rows.row, last)
-            if begin < end:
-                there = rows.destination + number * rows.destination_stride + begin - start
-                yield Rows(begin, there, end - begin)
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, rows: Rows, first: int) -> None:

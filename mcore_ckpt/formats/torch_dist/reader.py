@@ -32,8 +32,9 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.kinds import torch_dist_folders
+from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.pt_files import PtTensor, read_pt
-from mcore_ckpt.formats.shard_reader import ShardSource, same_bytes
+from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.formats.torch_dist.files import read_metadata, stored_file
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
@@ -87,7 +88,7 @@ class _Chunk:
     stored: Any
 
 
-def open_torch_dist(path: Path) -> ShardSource:
+def open_torch_dist(path: Path) -> ShardReader:
     """The global tensors of a checkpoint, under the names of megatron's local layer specs or transformer-engine's.
 
     Args:
@@ -117,23 +118,23 @@ def open_torch_dist(path: Path) -> ShardSource:
                 for name, index in _held(chunk):
                     chunks.setdefault(name, []).append((index, chunk))
     opened = _Opened(chunks)
-    return _without_other_names(ShardSource(path, infos, opened.shards), opened)
+    return _without_other_names(ShardReader(path, infos, opened.shards))
 
 
-def _without_other_names(source: ShardSource, opened: _Opened) -> ShardSource:
+def _without_other_names(reader: ShardReader) -> ShardReader:
     """A converter writes a norm under the names of all layer specs (`torch_dist_keys`): one of them is the model's."""
-    infos = dict(source.tensors())
-    for name in list(infos):
+    left_out: set[str] = set()
+    for name in reader.names:
         for other in synonyms(name):
-            if other == name or other not in infos or name not in infos:
+            if other == name or other not in reader.names or left_out & {name, other}:
                 continue
-            if not same_bytes(source, name, other):
+            if not same_bytes(reader, name, other):
                 raise CheckpointMismatchError(
-                    f"{source.where}: tensors {name} and {other} are one tensor by the names of two layer specs, and "
+                    f"{reader.place}: tensors {name} and {other} are one tensor by the names of two layer specs, and "
                     "differ: which one was trained cannot be told"
                 )
-            del infos[other]
-    return ShardSource(source.where, infos, opened.shards)
+            left_out.add(other)
+    return reader.without(sorted(left_out))
 
 
 # -- keys --------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.kinds import model_file, rank_dirs
+from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.pt_files import PtTensor, read_pt
-from mcore_ckpt.formats.shard_reader import ShardSource, same_bytes, stored_shard
+from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.models.table import MCORE_EMBEDDING, MCORE_HEAD
 from mcore_ckpt.sharding.cuts import Cut, axes_of, has_sections
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of
@@ -53,7 +54,7 @@ class _Held:
 
 def open_verl_ranks(
     folder: Path, expected: Mapping[str, Shape], sections: Mapping[str, tuple[int, ...]] = _NO_SECTIONS
-) -> ShardSource:
+) -> ShardReader:
     """The global tensors of `model/mp_rank_*/model.pt`, under the names of the layer spec they were saved with.
 
     Layers are numbered from 0 in each file: their numbers follow from how many each virtual stage has. Experts are
@@ -81,16 +82,15 @@ def open_verl_ranks(
         if wanted is not None and wanted in sections:
             by_rank = {ranks: replace(held, sections=sections[wanted]) for ranks, held in by_rank.items()}
         infos[name], shards[name] = _put_together(name, by_rank, tp, None if wanted is None else expected[wanted])
-    source = ShardSource(folder, infos, shards.__getitem__)
-    return _without_copied_head(source, infos, shards, expected)
+    reader = ShardReader(folder, infos, shards.__getitem__)
+    return _without_copied_head(reader, infos, expected)
 
 
 def _without_copied_head(
-    source: ShardSource,
-    infos: dict[str, TensorInfo],
-    shards: Mapping[str, tuple[StoredShard, ...]],
+    reader: ShardReader,
+    infos: Mapping[str, TensorInfo],
     expected: Mapping[str, Shape],
-) -> ShardSource:
+) -> ShardReader:
     """The last of several pipeline ranks keeps a copy of a tied embedding, as its output layer."""
     if (
         MCORE_HEAD not in infos
@@ -98,13 +98,13 @@ def _without_copied_head(
         or MCORE_EMBEDDING not in infos
         or _is_value_head(MCORE_HEAD, infos[MCORE_HEAD].shape)
     ):
-        return source
-    if not same_bytes(source, MCORE_HEAD, MCORE_EMBEDDING):
+        return reader
+    if not same_bytes(reader, MCORE_HEAD, MCORE_EMBEDDING):
         raise CheckpointMismatchError(
-            f"{source.where}: config.json says that the embeddings are tied (tie_word_embeddings), but {MCORE_HEAD} is "
+            f"{reader.place}: config.json says that the embeddings are tied (tie_word_embeddings), but {MCORE_HEAD} is "
             f"another tensor than {MCORE_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
-    return ShardSource(source.where, {n: i for n, i in infos.items() if n != MCORE_HEAD}, shards.__getitem__)
+    return reader.without([MCORE_HEAD])
 
 
 # -- files and ranks ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.tools.reshard.survey import SavedTensor
+from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
 
 # By the weight that is cut, what it is made of, and the field of config.json.
 _HEADS = {

@@ -9,31 +9,52 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.dtypes import dtype_name, torch_dtype
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
-from mcore_ckpt.formats.locate import Source, Sources, Wanted
-from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.formats.contract import CheckpointReader, RankPosition
+from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology, coordinates_of
 from mcore_ckpt.sharding.cuts import Cut, find_cut
 from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padded_rows
-from mcore_ckpt.tools.reshard.survey import SavedTensor
-from mcore_ckpt.tools.reshard.target import Target, WantedLayout
+from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
+from mcore_ckpt.tools.reshard.target import SavedLayout, Target, WantedLayout
 
 _EMBEDDING = "word_embeddings.weight"
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedFile:
-    """One indexed file to write, and the world rank that would write it. Its tensors are on `meta`."""
+    """One indexed file to write.
+
+    Attributes:
+        request: its tensors, which are on `meta`.
+        located: the stored ranges of each tensor, in the same order.
+        rank: the world rank that would write the file.
+    """
 
     request: WriteRequest
+    located: tuple[Located, ...]
     rank: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file's tensors in bytes."""
+        return sum(write.tensor.nbytes for write in self.request.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class _PlannedWrite:
+    """A tensor of a file, and the stored ranges that fill it."""
+
+    write: TensorWrite
+    located: Located
 
 
 class Regions:
@@ -133,26 +154,37 @@ class Planner:
     """Plans the files of a new layout.
 
     Args:
-        catalog: the checkpoint.
-        tensors: what it holds.
-        target: the layout.
+        reader: the checkpoint.
+        saved: the layout that the checkpoint has.
+        contents: what is in it: `model`, `optimizer`, ...
+        tensors: its tensors.
+        target: the layout to write.
         wanted: for the size of the vocabulary.
 
     Raises:
         CheckpointMismatchError: experts or vocabulary do not fit the layout, or a tensor's stage is not known.
     """
 
-    def __init__(self, catalog: Catalog, tensors: Sequence[SavedTensor], target: Target, wanted: WantedLayout) -> None:
-        self._catalog = catalog
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        saved: SavedLayout,
+        contents: Sequence[str],
+        tensors: Sequence[SavedTensor],
+        target: Target,
+        wanted: WantedLayout,
+    ) -> None:
+        self._reader = reader
+        self._contents = contents
         self._topology = target.topology
-        self._regions = Regions(tensors, catalog.manifest.topology, target.topology, wanted)
+        self._regions = Regions(tensors, saved.topology, target.topology, wanted)
         self._experts = _Experts.of(tensors, target.topology.ep)
-        self._by_stage = _by_stage(catalog, tensors, target)
+        self._by_stage = _by_stage(saved, tensors, target)
 
-    def sources(self, rank: int) -> Sources:
+    def _locator(self, rank: int) -> Locator:
         """Finds the bytes of what a rank of the new layout has."""
-        at = coordinates_of(rank, self._topology)
-        return Sources(self._catalog, self._topology, at, self._regions.known_vocabulary)
+        position = RankPosition(self._topology, coordinates_of(rank, self._topology))
+        return Locator(self._reader, position, self._regions.known_vocabulary)
 
     def files(self) -> list[PlannedFile]:
         """All indexed files.
@@ -161,10 +193,9 @@ class Planner:
             CheckpointMismatchError: a tensor does not divide.
             CheckpointCorruptError: elements are in none of the files.
         """
-        contents = self._catalog.manifest.contents
         return [
-            *(self._model_files() if "model" in contents else ()),
-            *(self._optimizer_files() if "optimizer" in contents else ()),
+            *(self._model_files() if "model" in self._contents else ()),
+            *(self._optimizer_files() if "optimizer" in self._contents else ()),
         ]
 
     # -- model ---------------------------------------------------------------------------------------------
@@ -186,17 +217,17 @@ class Planner:
                     yield self._model_file(file_names.expert_file(etp, pp, ep), "experts", rank, here)
 
     def _model_file(self, path: str, kind: str, rank: int, tensors: Iterable[SavedTensor]) -> PlannedFile:
-        sources = self.sources(rank)
+        locator = self._locator(rank)
         writes = []
         for tensor in tensors:
             assert tensor.model is not None
             key = ShardKey(tensor.name, tensor.model)
             if tensor.model == OPAQUE:
-                writes.append(_opaque_write(key, tensor, path, sources))
+                writes.append(_opaque_write(key, tensor, locator))
             else:
                 region = self._regions.of(tensor, coordinates_of(rank, self._topology))
-                writes.append(_write((tensor.name,), key, region, region.local_shape, tensor, path, sources))
-        return PlannedFile(WriteRequest(path, kind, tuple(writes)), rank)
+                writes.append(_write((tensor.name,), key, region, region.local_shape, tensor, path, locator))
+        return _planned_file(path, kind, rank, writes)
 
     # -- optimizer -----------------------------------------------------------------------------------------
 
@@ -204,12 +235,12 @@ class Planner:
         for rank in range(self._topology.world_size):
             at = coordinates_of(rank, self._topology)
             path = file_names.optimizer_file(*at.place)
-            sources = self.sources(rank)
-            writes: list[TensorWrite] = []
+            locator = self._locator(rank)
+            writes: list[_PlannedWrite] = []
             aliases: list[Alias] = []
             for tensor, region in self._owned(at):
-                self._add_state(tensor, region, path, sources, writes, aliases)
-            yield PlannedFile(WriteRequest(path, "optimizer", tuple(writes), tuple(aliases), tree=("state",)), rank)
+                self._add_state(tensor, region, path, locator, writes, aliases)
+            yield _planned_file(path, "optimizer", rank, writes, tuple(aliases), tree=("state",))
 
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
         """This rank's even part of the dense parameters of its (pp, tp), and of the experts of its (pp, etp, ep)."""
@@ -230,18 +261,30 @@ class Planner:
         tensor: SavedTensor,
         region: Region,
         path: str,
-        sources: Sources,
-        writes: list[TensorWrite],
+        locator: Locator,
+        writes: list[_PlannedWrite],
         aliases: list[Alias],
     ) -> None:
         main = ShardKey(tensor.name, PARAM)
         if tensor.aliased:
-            source = _find(Wanted(main, region, tensor.expert, path), tensor, sources)
-            aliases.append(Alias(main, MODEL, region, source.dtype))
+            located = _locate(Wanted(main, region, path), tensor, locator)
+            aliases.append(Alias(main, MODEL, region, dtype_name(located.dtype)))
         for kind in (*(() if tensor.aliased else (PARAM,)), *tensor.moments):
             key = ShardKey(tensor.name, kind)
             where = ("state", tensor.name, kind)
-            writes.append(_write(where, key, region, (region.numel,), tensor, path, sources))
+            writes.append(_write(where, key, region, (region.numel,), tensor, path, locator))
+
+
+def _planned_file(
+    path: str,
+    kind: str,
+    rank: int,
+    planned: Sequence[_PlannedWrite],
+    aliases: tuple[Alias, ...] = (),
+    tree: tuple[str, ...] = (),
+) -> PlannedFile:
+    request = WriteRequest(path, kind, tuple(each.write for each in planned), aliases, tree=tree)
+    return PlannedFile(request, tuple(each.located for each in planned), rank)
 
 
 def _write(
@@ -251,30 +294,33 @@ def _write(
     shape: tuple[int, ...],
     tensor: SavedTensor,
     path: str,
-    sources: Sources,
-) -> TensorWrite:
-    source = _find(Wanted(key, region, tensor.expert, path), tensor, sources)
-    return TensorWrite(where, key, region, torch.empty(shape, dtype=torch_dtype(source.dtype), device="meta"), shape)
+    locator: Locator,
+) -> _PlannedWrite:
+    located = _locate(Wanted(key, region, path), tensor, locator)
+    meta = torch.empty(shape, dtype=located.dtype, device="meta")
+    return _PlannedWrite(TensorWrite(where, key, region, meta, shape), located)
 
 
-def _find(wanted: Wanted, tensor: SavedTensor, sources: Sources) -> Source:
-    source = sources.find(wanted)
-    if source is None:
+def _locate(wanted: Wanted, tensor: SavedTensor, locator: Locator) -> Located:
+    located = locator.find(wanted)
+    if located is None:
         raise CheckpointCorruptError(f"{tensor.file}: tensor {wanted.key}: is in none of the files that should have it")
-    return source
+    return located
 
 
-def _opaque_write(key: ShardKey, tensor: SavedTensor, path: str, sources: Sources) -> TensorWrite:
-    found = sources.opaque(Wanted(key, Region.whole((0,)), tensor.expert, path))
-    assert found is not None, "it has been seen"
-    meta = torch.empty(found.region.local_shape, dtype=torch_dtype(found.dtype), device="meta")
-    return TensorWrite((tensor.name,), key, found.region, meta, found.region.local_shape)
+def _opaque_write(key: ShardKey, tensor: SavedTensor, locator: Locator) -> _PlannedWrite:
+    found = locator.opaque(key)
+    assert found is not None, "the tensor was found in this checkpoint"
+    dtype, shape = torch_dtype(found.dtype), found.region.local_shape
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    located = Located((ReadRange(found, Rows(0, 0, found.region.numel)),), dtype, 0)
+    return _PlannedWrite(TensorWrite((tensor.name,), key, found.region, meta, shape), located)
 
 
-def _by_stage(catalog: Catalog, tensors: Iterable[SavedTensor], target: Target) -> dict[int, list[SavedTensor]]:
+def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target) -> dict[int, list[SavedTensor]]:
     """The tensors of each pipeline rank."""
-    saved = {(stage.pp, stage.vp): (stage.decoder, stage.mtp) for stage in catalog.manifest.stages}
-    as_saved = saved == {place: (stage.decoder, stage.mtp) for place, stage in target.stages.items()}
+    stages = {(stage.pp, stage.vp): (stage.decoder, stage.mtp) for stage in saved.stages}
+    as_saved = stages == {place: (stage.decoder, stage.mtp) for place, stage in target.stages.items()}
     placement = PipelinePlacement(target.stages)
     by_stage: dict[int, list[SavedTensor]] = defaultdict(list)
     for tensor in tensors:
@@ -282,7 +328,7 @@ def _by_stage(catalog: Catalog, tensors: Iterable[SavedTensor], target: Target) 
         if pp is None:
             raise CheckpointMismatchError(
                 f"{tensor.file}: tensor {tensor.name}: its name does not tell which of {target.topology.pp} pipeline "
-                f"ranks has it: keep pp = {catalog.manifest.topology.pp}, or load it directly under the new layout"
+                f"ranks has it: keep pp = {saved.topology.pp}, or load it directly under the new layout"
             )
         by_stage[pp].append(tensor)
     return by_stage

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
-from mcore_ckpt.formats.native.catalog import Catalog
-from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_dir, write_file
-from mcore_ckpt.ranks.topology import Topology, coordinates_of
-from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
 from mcore_ckpt.tools.reshard.attention_heads import check_heads, config_beside
+from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
 from mcore_ckpt.tools.reshard.planner import PlannedFile, Planner
+from mcore_ckpt.tools.reshard.saved_tensors import saved_tensors
 from mcore_ckpt.tools.reshard.small_files import SmallFiles, checked_bytes, plan_small_files, write_small_files
-from mcore_ckpt.tools.reshard.streaming import FileNames, Origin, write_planned_files
-from mcore_ckpt.tools.reshard.survey import survey
-from mcore_ckpt.tools.reshard.target import Target, WantedLayout, resolve
+from mcore_ckpt.tools.reshard.streaming import write_planned_files
+from mcore_ckpt.tools.reshard.target import SavedLayout, Target, WantedLayout, resolve
 
 Progress = Callable[[int, int], None]
 
@@ -72,19 +68,17 @@ class ReshardReport:
 class _Job:
     """One role, planned and checked."""
 
-    manifest: Manifest
+    reader: NativeReader
     source: Path
     role_dir: Path
     target: Target
-    planner: Planner
     files: list[PlannedFile]
     small: SmallFiles
 
     @property
     def nbytes(self) -> int:
         """Of the tensors to write."""
-        tensors = (write.tensor for file in self.files for write in file.request.tensors)
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(file.nbytes for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -143,17 +137,16 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     role_dir = file_names.step_dir(root, step) / manifest.role
     if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
         raise InvalidArgumentError(f"{root} is where the checkpoint is read from: name another folder to write to")
-    catalog = Catalog(source, manifest)
+    reader, saved = NativeReader(LocalFolder(source), manifest), SavedLayout.of(manifest)
     try:
-        tensors = list(survey(catalog))
-        target = resolve(wanted, manifest, any(tensor.expert for tensor in tensors))
+        tensors = list(saved_tensors(reader))
+        target = resolve(wanted, saved, any(tensor.expert for tensor in tensors))
         check_heads(config_beside(source), tensors, manifest.topology, target.topology)
-        planner = Planner(catalog, tensors, target, wanted)
-        files = planner.files()
-        small = plan_small_files(catalog, target.topology)
+        files = Planner(reader, saved, manifest.contents, tensors, target, wanted).files()
+        small = plan_small_files(source, reader, target.topology)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
-    return _Job(manifest, source, role_dir, target, planner, files, small)
+    return _Job(reader, source, role_dir, target, files, small)
 
 
 def _write_all(
@@ -168,7 +161,7 @@ def _write_all(
         progress(done[0], total)
 
     attempt = commit.new_attempt()
-    roles = tuple(sorted([*(job.manifest.role for job in jobs), *(part.manifest.role for part in parts)]))
+    roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(part.manifest.role for part in parts)]))
     staged: list[tuple[Path, Path]] = []
     reports = []
     try:
@@ -181,7 +174,7 @@ def _write_all(
             commit.write_manifest(staging, replace(part.manifest, roles=roles, attempt=attempt))
         for job in jobs:
             # What a killed run has left; other processes may be saving here.
-            commit.sweep(root, job.manifest.role, alone=False)
+            commit.sweep(root, job.reader.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
             staged.append((job.role_dir, staging))
             manifest = _write_role(job, staging, roles, attempt, wrote)
@@ -214,59 +207,15 @@ def _check_space(jobs: Sequence[_Job], root: Path) -> None:
 def _write_role(
     job: _Job, staging: Path, roles: tuple[str, ...], attempt: str, progress: Callable[[int], None]
 ) -> Manifest:
-    files = {file.path: file for file in job.manifest.files}
-    origin = Origin(partial(read_ranges, job.source, files), job.planner.sources)
-    indexed = list(write_planned_files(origin, job.files, staging, progress))
+    indexed = list(write_planned_files(job.reader.read, job.files, staging, progress))
     small = list(write_small_files(job.source, job.small, staging))
     for folder in {(staging / path).parent for path in (*(f.file.path for f in indexed), *(f.path for _, f in small))}:
         sync_dir(folder)
-    return build_manifest(job.manifest, job.target, indexed, small, roles, attempt)
-
-
-def build_manifest(
-    source: Manifest,
-    target: Target,
-    indexed: Sequence[FileNames],
-    small: Sequence[tuple[int, WrittenFile]],
-    roles: tuple[str, ...],
-    attempt: str,
-) -> Manifest:
-    """The manifest of what was written.
-
-    Args:
-        source: of what was read.
-        target: the layout.
-        indexed: the files of tensors; `small` the others, each with its rank.
-        roles: those of the step.
-        attempt: of this run.
-    """
-    topology = target.topology
-    names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
-    position = {name: number for number, name in enumerate(names)}
-    records = [
-        _record(entry.file, entry.rank, tuple(runs(position[name] for name in entry.names))) for entry in indexed
-    ]
-    return replace(
-        source,
-        roles=roles,
-        attempt=attempt,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # megatron's stays: it is that of the training, and need not be installed here.
-        versions={**package_versions(), **_of_training(source)},
-        topology=topology,
-        ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
-        stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
-        tensors=names,
-        files=(*records, *(_record(file, rank, ()) for rank, file in small)),
-    )
-
-
-def _of_training(manifest: Manifest) -> dict[str, str]:
-    return {name: version for name, version in manifest.versions.items() if name == "megatron_core"}
-
-
-def _record(file: WrittenFile, rank: int, holds: tuple[tuple[int, int], ...]) -> FileRecord:
-    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
+    saved = job.reader.manifest
+    # The version of megatron stays that of the training; megatron need not be installed here.
+    versions = {name: version for name, version in saved.versions.items() if name == "megatron_core"}
+    identity = Identity(saved.step, saved.role, roles, attempt, saved.contents, versions)
+    return build_manifest(identity, job.target, indexed, small)
 
 
 def _report(job: _Job, manifest: Manifest) -> RoleReport:
@@ -274,7 +223,7 @@ def _report(job: _Job, manifest: Manifest) -> RoleReport:
         role=manifest.role,
         source=job.source,
         path=job.role_dir,
-        saved=job.manifest.topology,
+        saved=job.reader.manifest.topology,
         written=job.target.topology,
         nbytes=manifest.nbytes,
         files=len(manifest.files),

@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.reading import open_file, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.native.catalog import Catalog
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, read_exact, write_file
 from mcore_ckpt.ranks.topology import Topology, coordinates_of
@@ -41,7 +41,7 @@ class SmallFiles:
         return sum(copy.record.size for copy in self.copies)
 
 
-def plan_small_files(catalog: Catalog, new: Topology) -> SmallFiles:
+def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> SmallFiles:
     """What of each rank's small files the ranks of the new layout get.
 
     As in a load under another layout: each those of the rank whose coordinates are its own modulo the saved sizes;
@@ -50,17 +50,17 @@ def plan_small_files(catalog: Catalog, new: Topology) -> SmallFiles:
     Raises:
         CheckpointCorruptError: a file is missing, of another size, or damaged.
     """
-    role_dir, manifest = catalog.role_dir, catalog.manifest
+    manifest = reader.manifest
     copies = [Copy(file, file.path, 0) for file in manifest.files if file.kind in ("common", "huggingface")]
     places = [coordinates_of(rank, new).place for rank in range(new.world_size)]
     for rank, place in enumerate(places):
-        if (record := catalog.by_path.get(file_names.extra_file(*manifest.topology.place_in_turn(place)))) is not None:
+        if (record := reader.by_path.get(file_names.extra_file(*manifest.topology.place_in_turn(place)))) is not None:
             copies.append(Copy(record, file_names.extra_file(*place), rank))
     seeded: list[tuple[str, int, int]] = []
     goes_on = new.has_generators_of(manifest.topology)
     for rank, place in enumerate(places if manifest.files_of("rng") else ()):
         in_turn = manifest.topology.place_in_turn(place)
-        record = catalog.file(file_names.rng_file(*in_turn) if goes_on else file_names.rng_file(0, 0, *in_turn[2:]))
+        record = reader.file(file_names.rng_file(*in_turn) if goes_on else file_names.rng_file(0, 0, *in_turn[2:]))
         if goes_on:
             copies.append(Copy(record, file_names.rng_file(*place), rank))
         else:

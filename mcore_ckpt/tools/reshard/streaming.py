@@ -9,35 +9,18 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.formats.contract import Read
-from mcore_ckpt.formats.locate import Sources, Wanted
 from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite, StructureCache, plan_file
 from mcore_ckpt.formats.native.replica_shares import Share
-from mcore_ckpt.formats.native.write_requests import TensorWrite
 from mcore_ckpt.formats.native.writer import ImageWriter
 from mcore_ckpt.io.streams import Placed, cuts_of, memory_at, stream
 from mcore_ckpt.ranks.rounds import Record
-from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.sharding.overlap import Rows
-from mcore_ckpt.sharding.plan import OPAQUE, ReadRange
+from mcore_ckpt.sharding.overlap import rows_into
+from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.tools.reshard.planner import PlannedFile
 
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is read.
-
-    Attributes:
-        read: fills tensors with ranges of it.
-        sources: finds what a rank of the new layout has.
-    """
-
-    read: Read
-    sources: Callable[[int], Sources]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +60,14 @@ class _AllWriters:
 
 
 def write_planned_files(
-    origin: Origin, files: Iterable[PlannedFile], staging: Path, progress: Progress
+    read: Read, files: Iterable[PlannedFile], staging: Path, progress: Progress
 ) -> Iterator[FileNames]:
     """Writes the files durably, and yields each when it is there.
 
     Takes two buffers of STREAM_BYTES, and what reading takes, whatever the sizes of the files.
 
     Args:
-        origin: where the bytes are.
+        read: fills tensors with ranges of the checkpoint.
         files: what to write.
         staging: the folder to write below.
         progress: told of bytes that have been written.
@@ -94,7 +77,7 @@ def write_planned_files(
         CommitError, OSError: writing failed.
     """
     exchange = _AllWriters()
-    for batch in stream(map(_parts, files), lambda batch: _read(origin, batch)):
+    for batch in stream(map(_parts, files), lambda batch: read(_reads(batch))):
         yield from _write(batch, staging, exchange)
         progress(sum(placed.part.nbytes for placed in batch))
 
@@ -113,39 +96,22 @@ def _parts(file: PlannedFile) -> list[_Part]:
 # -- reading -----------------------------------------------------------------------------------------------
 
 
-def _read(origin: Origin, batch: Sequence[Placed[_Part]]) -> None:
-    reads: list[tuple[ReadRange, torch.Tensor]] = []
-    for placed in batch:
-        reads += _reads(placed.part, placed.address, origin.sources(placed.part.file.rank))
-    origin.read(reads)
+def _reads(batch: Sequence[Placed[_Part]]) -> list[tuple[ReadRange, torch.Tensor]]:
+    """The stored ranges of all parts of a batch, each with the memory that it goes into."""
+    return [read for placed in batch for read in _reads_of_part(placed.part, placed.address)]
 
 
-def _reads(part: _Part, address: int, sources: Sources) -> Iterator[tuple[ReadRange, torch.Tensor]]:
+def _reads_of_part(part: _Part, address: int) -> Iterator[tuple[ReadRange, torch.Tensor]]:
     plan = part.plan
     for number, skip, at, nbytes in zip(*plan.parts, strict=True):
-        write = plan.request.tensors[number]
-        memory = memory_at(address + at - plan.start, nbytes, write.tensor.dtype)
-        item = write.tensor.element_size()
-        for read in _ranges(write, skip // item, (skip + nbytes) // item, plan.path, sources, memory):
-            yield read, memory
-
-
-def _ranges(
-    write: TensorWrite, start: int, stop: int, path: str, sources: Sources, memory: torch.Tensor
-) -> Sequence[ReadRange]:
-    """The reads of elements `[start, stop)` of a tensor to write."""
-    wanted = Wanted(write.key, write.region, is_expert(write.key.name), path)
-    if write.key.kind == OPAQUE:
-        stored = sources.opaque(wanted)
-        assert stored is not None, "planned"
-        return (ReadRange(stored, Rows(start, 0, stop - start)),)
-    first = write.region.flat[0]
-    source = sources.find(replace(wanted, region=write.region.with_flat(first + start, first + stop)))
-    assert source is not None, "planned"
-    assert torch_dtype(source.dtype) == memory.dtype, "planned"
-    if source.outside:
-        memory.zero_()
-    return source.reads
+        located = part.file.located[number]
+        item = located.dtype.itemsize
+        memory = memory_at(address + at - plan.start, nbytes, located.dtype)
+        if located.outside:
+            memory.zero_()
+        for read in located.reads:
+            for rows in rows_into(read.rows, skip // item, (skip + nbytes) // item):
+                yield ReadRange(read.stored, rows), memory
 
 
 # -- writing -----------------------------------------------------------------------------------------------

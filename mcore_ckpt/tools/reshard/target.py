@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from mcore_ckpt.checkpoint.manifest import Manifest
+from mcore_ckpt.checkpoint.manifest import Manifest, StageRecord
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.pipeline import PipelineSplit, StageLayers, parse_layout
@@ -50,6 +50,19 @@ class WantedLayout:
 
 
 @dataclass(frozen=True)
+class SavedLayout:
+    """The layout that a checkpoint has: its sizes, and the layers of each virtual stage."""
+
+    topology: Topology
+    stages: tuple[StageRecord, ...]
+
+    @staticmethod
+    def of(manifest: Manifest) -> SavedLayout:
+        """The layout of a checkpoint of this package."""
+        return SavedLayout(manifest.topology, manifest.stages)
+
+
+@dataclass(frozen=True)
 class Target:
     """A whole layout."""
 
@@ -57,7 +70,7 @@ class Target:
     stages: Stages
 
 
-def resolve(wanted: WantedLayout, manifest: Manifest, has_experts: bool) -> Target:
+def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Target:
     """The layout to write.
 
     Sizes that are not given stay as saved, but for these. The world stays as large as it was if the other sizes divide
@@ -69,8 +82,8 @@ def resolve(wanted: WantedLayout, manifest: Manifest, has_experts: bool) -> Targ
         CheckpointMismatchError: the model's layers cannot be divided so.
     """
     _check_positive(wanted)
-    topology = _topology(wanted, manifest.topology, has_experts)
-    return Target(topology, _stages(wanted, manifest, topology))
+    topology = _topology(wanted, saved.topology, has_experts)
+    return Target(topology, _stages(wanted, saved, topology))
 
 
 def _check_positive(wanted: WantedLayout) -> None:
@@ -152,9 +165,9 @@ def _parsed(text: str) -> tuple[tuple[str, ...], ...]:
         raise InvalidArgumentError(str(error)) from None
 
 
-def _stages(wanted: WantedLayout, manifest: Manifest, topology: Topology) -> Stages:
-    saved = {(stage.pp, stage.vp): StageLayers(stage.decoder, stage.mtp) for stage in manifest.stages}
-    as_saved = (topology.pp, topology.vpp) == (manifest.topology.pp, manifest.topology.vpp)
+def _stages(wanted: WantedLayout, layout: SavedLayout, topology: Topology) -> Stages:
+    saved = {(stage.pp, stage.vp): StageLayers(stage.decoder, stage.mtp) for stage in layout.stages}
+    as_saved = (topology.pp, topology.vpp) == (layout.topology.pp, layout.topology.vpp)
     if as_saved and not wanted.splits_layers:
         return saved
     layers = sorted(layer for stage in saved.values() for layer in stage.decoder)

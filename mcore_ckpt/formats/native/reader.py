@@ -1,0 +1,212 @@
+"""Reads a checkpoint of this package: which files hold a tensor, where in them, and the bytes.
+
+The index of a file is opened when a tensor in it is first asked for, because one rank needs few of a thousand ranks'
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
+from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
+from mcore_ckpt.formats.native.folder import Folder, LocalFolder
+from mcore_ckpt.sharding.names import is_expert
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
+
+
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """The contents of one file, from its index."""
+
+    shards: dict[ShardKey, StoredShard]
+    aliases: dict[ShardKey, ShardKey]
+    kinds: dict[str, tuple[str, ...]]
+
+
+class NativeReader:
+    """Reads one role at one step; implements `formats.contract.CheckpointReader`.
+
+    Args:
+        folder: where the files are: a local folder, or one in a remote store.
+        manifest: the checkpoint's manifest. It need not be in the folder yet (the export of a save under way).
+
+    Example:
+        >>> reader = NativeReader.open(Path("checkpoints/global_steps_100/actor"))  # doctest: +SKIP
+        >>> reader.info(ShardKey("decoder.final_layernorm.weight", MODEL)).shape  # doctest: +SKIP
+        (4096,)
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._opened: dict[str, _Opened] = {}
+
+    @staticmethod
+    def open(role_dir: Path) -> NativeReader:
+        """The reader of a local folder. Raises CheckpointNotFoundError, CheckpointCorruptError."""
+        return NativeReader(LocalFolder(role_dir), read_manifest(role_dir))
+
+    @property
+    def place(self) -> Path | str:
+        return self.folder.place
+
+    @cached_property
+    def names(self) -> Mapping[str, int]:
+        """The names of all tensors, and their positions in the manifest's list."""
+        return {name: number for number, name in enumerate(self.manifest.tensors)}
+
+    @property
+    def weight_kind(self) -> str:
+        return MODEL if "model" in self.manifest.contents else PARAM
+
+    def tp_size(self, expert: bool) -> int:
+        return self.manifest.topology.etp if expert else self.manifest.topology.tp
+
+    def info(self, key: ShardKey) -> TensorInfo | None:
+        """The dtype and the global shape of a tensor; None if the checkpoint does not have it.
+
+        Raises:
+            CheckpointCorruptError: an index is missing, cut or damaged.
+            UnsupportedError: the key is that of a main parameter that means nothing without the model's own weights.
+        """
+        # The files are asked one after the other, because each that is asked has its index read.
+        shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
+        if shard is None:
+            return None
+        dtype = torch_dtype(shard.dtype)
+        if key.kind == PARAM and not dtype.is_floating_point:
+            raise UnsupportedError(
+                f"{self.folder}/{shard.file}: tensor {shard.key} is {shard.dtype}: it is the lower half of weights "
+                'that were not saved: save with "model" in save_contents'
+            )
+        return TensorInfo(dtype, shard.region.global_shape)
+
+    def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
+        for files in self._by_nearness(key, position):
+            shards = self.shards(key, files)
+            if not shards and key.kind == PARAM and (alias := self._alias(key, files)) is not None:
+                yield from self.parts(alias, position)
+                return
+            yield shards
+
+    def kinds(self, name: str, position: RankPosition | None = None) -> tuple[str, ...]:
+        for files in self._by_nearness(ShardKey(name, PARAM), position):
+            if kinds := self.kinds_in(name, files):
+                return kinds
+        return ()
+
+    def read(self, ranges: Fill, check: bool = True) -> int:
+        return self.folder.fill(self.by_path, list(ranges), check)
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def by_path(self) -> dict[str, FileRecord]:
+        """The manifest's records of all files."""
+        return {file.path: file for file in self.manifest.files}
+
+    def file(self, path: str) -> FileRecord:
+        """The manifest's record of a file that should exist. Raises CheckpointCorruptError if it is not listed."""
+        if path not in self.by_path:
+            raise CheckpointCorruptError(f"{self.folder}/{file_names.MANIFEST_FILE}: does not list {path}")
+        return self.by_path[path]
+
+    def plain(self, path: str) -> dict[str, Any]:
+        """The values in a small file that should exist. Raises CheckpointCorruptError."""
+        return self.folder.plain(self.file(path))
+
+    def files(self, key: ShardKey) -> list[FileRecord]:
+        """The files that may hold a shard: the model's for model tensors, the optimizer's for the rest."""
+        position = self.names.get(key.name)
+        if position is None:
+            return []
+        model, optimizer = self._holders
+        return (model if key.kind in (MODEL, OPAQUE) else optimizer)[position]
+
+    def shards(self, key: ShardKey, files: Iterable[FileRecord]) -> list[StoredShard]:
+        """The key's shards in these files. Raises CheckpointCorruptError for a bad index."""
+        found = (self._open(file).shards.get(key) for file in files)
+        return [shard for shard in found if shard is not None]
+
+    def is_alias(self, key: ShardKey) -> bool:
+        """Whether the bytes of a main parameter are those of the model's own tensor (fp32 training)."""
+        files = self.files(key)
+        return not self.shards(key, files) and self._alias(key, files) is not None
+
+    def kinds_in(self, name: str, files: Iterable[FileRecord]) -> tuple[str, ...]:
+        """The parts of a tensor's optimizer state that these files hold."""
+        return tuple(dict.fromkeys(kind for file in files for kind in self._open(file).kinds.get(name, ())))
+
+    @cached_property
+    def _holders(self) -> tuple[list[list[FileRecord]], list[list[FileRecord]]]:
+        """For each position the model's files that hold the tensor, and the optimizer's."""
+        model: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
+        optimizer: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
+        for file in self.manifest.files:
+            holders = optimizer if file.kind == "optimizer" else model
+            for first, last in file.holds:
+                for position in range(first, last + 1):
+                    holders[position].append(file)
+        return model, optimizer
+
+    def _alias(self, key: ShardKey, files: Iterable[FileRecord]) -> ShardKey | None:
+        """The key that has the bytes of this one; None if they are its own."""
+        return next((alias for file in files if (alias := self._open(file).aliases.get(key)) is not None), None)
+
+    def _by_nearness(self, key: ShardKey, position: RankPosition | None) -> list[list[FileRecord]]:
+        """The files to ask: those of the nearest ranks first, then those of all ranks.
+
+        Within a set the lowest tensor-parallel rank comes first, so that each part of a tensor that is replicated over
+        tensor-parallel ranks comes from one of them. A tensor that is cut unlike the others is found in the last set.
+        """
+        expert = is_expert(key.name)
+        ranks = self.manifest.ranks
+
+        def rank_of(file: FileRecord) -> int:
+            return ranks[file.rank].etp if expert else ranks[file.rank].tp
+
+        ordered = sorted(self.files(key), key=rank_of)
+        if position is None:
+            return [ordered]
+        size, at, now = self.tp_size(expert), position.coordinates, position.topology
+        rank, wanted_size = (at.etp, now.etp) if expert else (at.tp, now.tp)
+        near = [
+            file
+            for file in ordered
+            if rank_of(file) * wanted_size < (rank + 1) * size and rank * size < (rank_of(file) + 1) * wanted_size
+        ]
+        sets = [near, ordered] if len(near) < len(ordered) else [near]
+        return [self._in_place(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
+
+    def _in_place(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
+        """The files of the expert-parallel rank whose experts this one has.
+
+        A module of grouped experts has one `_extra_state` on each expert-parallel rank, all under the same name.
+        """
+        ep = position.coordinates.ep * self.manifest.topology.ep // position.topology.ep
+        return [file for file in files if self.manifest.ranks[file.rank].ep == ep]
+
+    def _open(self, file: FileRecord) -> _Opened:
+        opened = self._opened.get(file.path)
+        if opened is None:
+            index = self.folder.index(file)
+            aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
+            opened = _Opened({shard.key: shard for shard in index.shards}, aliases, _kinds(index.shards))
+            self._opened[file.path] = opened
+        return opened
+
+
+def _kinds(shards: Sequence[StoredShard]) -> dict[str, tuple[str, ...]]:
+    kinds: dict[str, tuple[str, ...]] = {}
+    for shard in shards:
+        kinds[shard.key.name] = (*kinds.get(shard.key.name, ()), shard.key.kind)
+    return kinds

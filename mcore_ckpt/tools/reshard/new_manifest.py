@@ -1,0 +1,72 @@
+"""Makes the manifest of a checkpoint that a tool has written."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.versions import package_versions
+from mcore_ckpt.ranks.topology import coordinates_of
+from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.plan import runs
+from mcore_ckpt.tools.reshard.streaming import FileNames
+from mcore_ckpt.tools.reshard.target import Target
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the new checkpoint is.
+
+    Attributes:
+        step, role: whose checkpoint it is.
+        roles: the roles of the step.
+        attempt: the id of the run that writes it.
+        contents: what is in it: `model`, `optimizer`, ...
+        versions: versions that stay those of the training, such as megatron's.
+    """
+
+    step: int
+    role: str
+    roles: tuple[str, ...]
+    attempt: str
+    contents: tuple[str, ...]
+    versions: Mapping[str, str]
+
+
+def build_manifest(
+    identity: Identity, target: Target, indexed: Sequence[FileNames], small: Sequence[tuple[int, WrittenFile]]
+) -> Manifest:
+    """The manifest of the files that were written.
+
+    Args:
+        identity: what the checkpoint is.
+        target: its layout.
+        indexed: the files of tensors.
+        small: the other files, each with its rank.
+    """
+    topology = target.topology
+    names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))
+    position = {name: number for number, name in enumerate(names)}
+    records = [
+        _record(entry.file, entry.rank, tuple(runs(position[name] for name in entry.names))) for entry in indexed
+    ]
+    return Manifest(
+        step=identity.step,
+        role=identity.role,
+        roles=identity.roles,
+        attempt=identity.attempt,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions={**package_versions(), **identity.versions},
+        contents=identity.contents,
+        topology=topology,
+        ranks=tuple(coordinates_of(rank, topology) for rank in range(topology.world_size)),
+        stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
+        tensors=names,
+        files=(*records, *(_record(file, rank, ()) for rank, file in small)),
+    )
+
+
+def _record(file: WrittenFile, rank: int, holds: tuple[tuple[int, int], ...]) -> FileRecord:
+    return FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds)
