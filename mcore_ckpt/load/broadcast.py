@@ -1,4 +1,4 @@
-"""Tensors that several ranks load alike: each read by one of them, and broadcast to the others in large batches."""
+"""Reads a replicated tensor on one rank and broadcasts it to its replicas, in large batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_ckpt.ranks.topology import Replicas
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tensors of one dtype that the ranks `replicas` have alike; world rank `reader` reads them."""
+    """Tensors of one dtype that are equal on the world ranks `replicas`; world rank `reader` reads them."""
 
     fills: tuple[TensorFill, ...]
     replicas: tuple[int, ...]
@@ -24,7 +24,10 @@ class Batch:
 
 
 def batches(fills: Iterable[TensorFill]) -> list[Batch]:
-    """What is replicated, in batches of some BROADCAST_BYTES. The same on all replicas; they read in turn."""
+    """Cuts the replicated tensors into batches of about BROADCAST_BYTES, and gives each replica its turn to read.
+
+    The result is the same on all replicas.
+    """
     members: dict[tuple[tuple[int, ...], torch.dtype], list[TensorFill]] = {}
     for fill in fills:
         if len(fill.replicas) > 1:
@@ -41,7 +44,7 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
     nbytes = 0
     for fill in fills:
         size = fill.target().nbytes
-        # Alone, a large tensor is sent from where it is; with others it would be copied.
+        # A batch of one tensor is sent from the tensor's own memory; a batch of several is copied first.
         if batch and nbytes + size > tuning.BROADCAST_BYTES:
             yield batch
             batch, nbytes = [], 0
@@ -52,13 +55,13 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """What this rank reads itself."""
+    """The fills that world rank `rank` reads itself: its own, and the batches for which it is the reader."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 
 
 def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
-    """Brings every rank what others have read. Collective over each batch's replicas, in the same order on all."""
+    """Broadcasts each batch from its reader. Collective over the batch's replicas, in the same order on all."""
     import torch.distributed as dist
 
     for batch in shared:
@@ -75,9 +78,15 @@ def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
 
 
 def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what: str) -> None:
-    """Raises UnsupportedError if tensors are where their group's backend cannot send from: offloaded from the GPU.
+    """Refuses to broadcast over NCCL while parameters are offloaded to the CPU.
 
-    `what` is the option that asks for it, for the message.
+    Args:
+        chunks: the model's chunks on this rank.
+        replicas: the ranks that hold the same tensors.
+        what: the option that asks for the broadcast, for the message.
+
+    Raises:
+        UnsupportedError: a parameter is in CPU memory and the group's backend is NCCL.
     """
     import torch.distributed as dist
 
@@ -86,7 +95,7 @@ def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what
     on_cpu = any(not parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
     if on_cpu and dist.get_backend(_group(replicas.dense, replicas)) == "nccl":
         raise UnsupportedError(
-            f"{what} cannot send parameters that are in CPU memory: bring the model to the GPU first"
+            f"{what}: parameters are in CPU memory, and NCCL sends from GPU memory only: bring the model to the GPU"
         )
 
 

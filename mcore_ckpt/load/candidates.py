@@ -1,4 +1,4 @@
-"""Checkpoints that a load may take: of the local root and of the remote one together."""
+"""Lists the checkpoints that a load may take, from the local root and the remote store together."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, required: bool) -> list[RemoteStep]:
-    """The steps in the remote store, the oldest first; none where there is no store.
+    """Lists the steps in the remote store, the oldest first; empty without a store.
 
     Args:
-        remote: the store, or None.
+        remote: the remote steps, or None without a store.
         root: the folder of the local steps, for messages.
-        step: only this one; None for all.
-        required: nothing can be loaded from elsewhere.
+        step: the only step to list; None for all.
+        required: True if there is no local checkpoint to load instead.
 
     Raises:
-        RemoteError: the store does not answer, and is required: there may be checkpoints in it, so starting anew would
-            be wrong.
+        RemoteError: the store does not answer and `required` is true. It may hold checkpoints, so to train from the
+            beginning would be wrong.
     """
     if remote is None:
         return []
@@ -40,18 +40,23 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
         return remote.steps() if step is None else [remote.step(step)]
     except RemoteError as error:
         if required:
-            raise RemoteError(f"{error}; nothing to load in {root}, so it must be known what is there") from None
-        logger.warning("taking local checkpoints only, there may be newer ones: %s", error)
+            raise RemoteError(
+                f"{error}; {root} has no checkpoint to load, and the store may have one: make the store reachable"
+            ) from None
+        logger.warning("loading from local checkpoints only, the store may have newer ones: %s", error)
         return []
 
 
 def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:
-    """All checkpoints of a role that count, as plain values; of the same step, the local one comes first.
+    """Orders the checkpoints of a role, the newest first; of one step, the local one comes before the remote one.
 
     Args:
-        role: whose.
-        local: steps that are complete and have the role.
+        role: the role to load.
+        local: the local steps that are complete and have the role.
         remote: all steps in the store.
+
+    Returns:
+        The candidates as JSON values, to send them to the other ranks.
     """
     here = [local_candidate(status.step, status.role_dir(role)) for status in local]
     there = [
@@ -63,11 +68,12 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
 
 
 def local_candidate(step: int, role_dir: Path) -> Record:
+    """One local checkpoint as JSON values."""
     return {"step": step, "folder": str(role_dir), "remote": False}
 
 
 def folder_of(remote: RemoteSteps | None, candidate: Record) -> Folder:
-    """Where this rank reads a candidate that rank 0 has named."""
+    """The folder, local or remote, from which this rank reads a candidate that rank 0 has chosen."""
     if not candidate["remote"]:
         return LocalFolder(Path(candidate["folder"]))
     assert remote is not None, "all ranks have the same config"
@@ -75,11 +81,18 @@ def folder_of(remote: RemoteSteps | None, candidate: Record) -> Folder:
 
 
 def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | None, path: Path | None) -> Record:
+    """Finds the checkpoints to try, in order. Rank 0 calls it and sends the result to the others.
+
+    Raises:
+        CheckpointNotFoundError: there is none; the message gives the reason for each step that was looked at.
+        RemoteError: the store must be asked and does not answer.
+    """
     if path is not None:
         if not path.is_dir():
-            commit.sweep_beside(path.absolute())  # where folders cannot be exchanged, a crash may have left it aside
+            # On file systems that cannot exchange folders, a crash may have left the checkpoint under its other name.
+            commit.sweep_beside(path.absolute())
         if not path.is_dir():
-            raise CheckpointNotFoundError(f"{path}: there is no such folder")
+            raise CheckpointNotFoundError(f"{path}: this folder does not exist")
         return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}
     statuses = list_steps(trainer.root)
     if step is not None:
@@ -91,17 +104,17 @@ def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | No
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         reasons = "".join(f"\n  {_reason(status, trainer.role)}" for status in reversed(statuses))
         if remote is not None:
-            reasons += f"\n  {remote.store.url}: none either"
+            reasons += f"\n  {remote.store.url}: no complete checkpoint either"
             reasons += "".join(f"\n  {found.reason}" for found in reversed(there))
         raise CheckpointNotFoundError(f"{trainer.root}: {what} of {trainer.role}{reasons}")
     if step is None and not candidates[0]["remote"]:
         warn_if_tracker_differs(trainer.root, good)
     passed_over = []
     for status in reversed(statuses):
-        # A step that nobody has committed to yet is no checkpoint.
+        # A step without any committed role is a save in progress, not a bad checkpoint.
         if step is None and status.step > candidates[0]["step"] and (status.committed or status.problems):
             passed_over.append(_reason(status, trainer.role))
-            logger.warning("not taking a newer step: %s", passed_over[-1])
+            logger.warning("a newer step is not loaded: %s", passed_over[-1])
     return {"candidates": candidates, "passed_over": passed_over}
 
 

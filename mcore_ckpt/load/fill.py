@@ -1,4 +1,4 @@
-"""Planned reads into live tensors: where they are, or through bounded memory."""
+"""Fills live tensors by planned reads: in place, or through a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 
 @dataclass(frozen=True, eq=False)
 class TensorFill:
-    """One tensor to fill: where its bytes are, and how to get at its memory once it may change.
+    """One tensor to fill, and the stored ranges that fill it.
 
     Attributes:
-        reads: rows of stored shards.
-        dtype: of the stored elements.
-        target: the tensor.
-        padded: whether some of its elements are in no file and become zero.
-        finish: what to do with the tensor once it is filled.
-        replicas: world ranks that fill it alike, where one may do so for the others.
+        reads: the ranges of stored shards that together fill the tensor.
+        dtype: the dtype of the stored elements.
+        target: returns the tensor; called only when the training state may change.
+        padded: True if no file stores some of the elements; these become zero.
+        finish: called with the tensor once it is filled, or None.
+        replicas: the world ranks that fill an equal tensor and may share one read; empty if each reads for itself.
     """
 
     reads: tuple[ReadRange, ...]
@@ -35,16 +35,16 @@ class TensorFill:
 
 
 def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
-    """Fills tensors; returns how many bytes were read.
+    """Fills tensors and returns the number of bytes read.
 
-    What has another dtype than what is stored, or is not row-major, takes memory on the way: CONVERT_BYTES, or one
-    tensor.
+    A tensor whose dtype differs from the stored one, or that is not contiguous, is read into a temporary tensor first.
+    The temporary tensors take CONVERT_BYTES at a time, or the size of one tensor if that is larger.
     """
     return sum(_fill_together(batch, read) for batch in _in_batches(fills))
 
 
 def _in_batches(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
-    """Those filled where they are, at once; those that take memory on the way, as many as fit into CONVERT_BYTES."""
+    """Yields all fills that need no temporary tensor as one batch, then the others in batches of CONVERT_BYTES."""
     direct = [fill for fill in fills if _is_direct(fill)]
     yield direct
     batch: list[TensorFill] = []
@@ -84,14 +84,21 @@ def _fill_together(fills: Sequence[TensorFill], read: Read) -> int:
 
 
 def refuse_freed(key: ShardKey, tensor: torch.Tensor, call: str) -> None:
-    """Refuses to fill a tensor whose memory is freed; `call` is the user's call, for the message.
+    """Refuses to fill a tensor whose memory has been freed.
 
-    megatron's `offload_to_cpu` (0.16.1) frees the storage below a tensor. Its address then belongs to somebody else.
+    megatron's `offload_to_cpu` (0.16.1) frees the storage below a tensor. The allocator may then give the same address
+    to another tensor, which a fill would overwrite.
+
+    Args:
+        key: the tensor's name and kind, for the message.
+        tensor: the tensor to fill.
+        call: the user's call, for the message.
 
     Raises:
         UnsupportedError: the tensor has elements and no memory.
     """
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise UnsupportedError(
-            f"tensor {key} has no memory: it is offloaded; bring model and optimizer back before {call}"
+            f"tensor {key} has no memory because it is offloaded: bring model and optimizer back to the device before "
+            f"{call}"
         )

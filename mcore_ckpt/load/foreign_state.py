@@ -1,4 +1,4 @@
-"""What both readers share: a foreign checkpoint in host memory, checked by all ranks, then applied by all."""
+"""Applies a foreign checkpoint: each rank reads it into host memory, all ranks check it, then all ranks apply it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class ForeignLoad:
-    """What a load of a foreign checkpoint has done on this rank. Such a checkpoint has no extra_state of a trainer."""
+    """Result of loading a foreign checkpoint on this rank.
+
+    Attributes:
+        step: the trainer's step that the checkpoint was saved at.
+        nbytes: the bytes of tensors that this rank read.
+        extra_state: always None, because foreign checkpoints have no such file.
+    """
 
     step: int
     nbytes: int
@@ -34,7 +40,7 @@ class ForeignLoad:
 
 @dataclass(frozen=True, eq=False)
 class OwnedParameter:
-    """A parameter, and the flat range of it that this rank's optimizer steps."""
+    """A parameter and the flat range `[start, stop)` of it whose optimizer state this rank owns."""
 
     part: OptimizerPart
     name: str
@@ -46,7 +52,7 @@ class OwnedParameter:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModelTensor:
-    """A live tensor of the model, and what to put into it, on the CPU."""
+    """A live tensor of the model and, on the CPU, the tensor to copy into it."""
 
     name: str
     live: torch.Tensor
@@ -55,7 +61,7 @@ class LoadedModelTensor:
 
 @dataclass(frozen=True, eq=False)
 class LoadedParameter:
-    """What to put into an owned parameter's main parameter and moments, by kind: flat, on the CPU."""
+    """The flat CPU tensors, by kind, to copy into an owned parameter's main parameter and moments."""
 
     owned: OwnedParameter
     tensors: Mapping[str, torch.Tensor]
@@ -63,15 +69,17 @@ class LoadedParameter:
 
 @dataclass(frozen=True, eq=False)
 class ForeignState:
-    """All that this rank has read. Nothing has changed yet.
+    """Everything that this rank has read from a foreign checkpoint and not yet applied.
 
     Attributes:
-        step: of the trainer.
-        nbytes: of tensors read.
-        weights: of the whole model on this rank; empty if the checkpoint has none.
-        parameters, parts, scheduler: empty or None unless the optimizer is asked for.
-        rng: as `state.rng.read_rng` returns it; None unless `extra` is asked for.
-        told: for rank 0, which compares what all ranks have found.
+        step: the trainer's step.
+        nbytes: the bytes of tensors read.
+        weights: the whole model on this rank; empty if the checkpoint has none.
+        parameters: main parameters and moments; empty unless the optimizer is loaded.
+        parts: param groups, step and scaler of each part of the optimizer; empty unless the optimizer is loaded.
+        scheduler: the scheduler's state dict; None unless the optimizer is loaded.
+        rng: the states as `state.rng.read_rng` returns them; None unless `extra` is loaded.
+        report: the JSON values that rank 0 compares with those of the other ranks.
     """
 
     step: int
@@ -81,28 +89,28 @@ class ForeignState:
     parts: tuple[SavedPart, ...] = ()
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
-    told: Record | None = None
+    report: Record | None = None
 
 
 def load_together(
     trainer: Trainer, path: Path, read: Callable[[], ForeignState], combine: Callable[[Sequence[Record]], Record]
 ) -> ForeignLoad:
-    """Reads and checks on all ranks; applies only when no rank has found anything wrong.
+    """Reads and checks on all ranks, and applies only if no rank has found a fault.
 
     Args:
         trainer: this rank's trainer.
         path: the checkpoint, for messages.
-        read: this rank's part of the checkpoint.
-        combine: on rank 0, checks the `told` of all ranks.
+        read: reads this rank's part of the checkpoint.
+        combine: checks, on rank 0, the reports of all ranks.
 
     Raises:
-        CheckpointError: what `read` or the checks have raised on any rank, on all; nothing has changed.
+        CheckpointError: `read` or a check failed on some rank. All ranks raise it, and nothing has changed.
     """
     states: list[ForeignState] = []
 
     def look() -> Record:
         states.append(_checked(trainer, path, read()))
-        return states[0].told or {}
+        return states[0].report or {}
 
     def write() -> Record:
         _apply(trainer, states[0])
@@ -114,18 +122,18 @@ def load_together(
 
 
 def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
-    """Every parameter that this rank's optimizer steps a part of.
+    """Lists the parameters, and their ranges, whose optimizer state this rank owns.
 
-    Raises UnsupportedError if a part of the optimizer is not megatron's DistributedOptimizer.
+    Raises:
+        UnsupportedError: a part of the optimizer is not megatron's DistributedOptimizer.
     """
     names = {id(shard.tensor): shard.key.name for shard in model_shards(trainer.chunks)}
     owned = []
     for part in optimizer_state.optimizer_parts(trainer.optimizer):
         if part.inner is not None and not part.is_sharded:
             raise UnsupportedError(
-                f"the optimizer state of another program's checkpoint can be read into DistributedOptimizer, not into "
-                f"{type(part.megatron).__name__}: use_distributed_optimizer=True, or leave 'optimizer' out of "
-                "load_contents"
+                f"{type(part.megatron).__name__}: the optimizer state of a foreign checkpoint loads only into "
+                "DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of load_contents"
             )
         for parameter, main, (start, stop), _ in optimizer_state.main_params(part):
             owned.append(OwnedParameter(part, names[id(parameter)], parameter, main, start, stop))
@@ -133,21 +141,26 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
 
 
 def step_missing(trainer: Trainer, where: str) -> int:
-    """The optimizer's step as the user knows it. Raises CheckpointMismatchError if nobody does."""
+    """The optimizer's step that the config states, for checkpoints that do not store one.
+
+    Raises:
+        CheckpointMismatchError: the config does not state it.
+    """
     step = trainer.config.assume_optimizer_step
     if step is None:
         raise CheckpointMismatchError(
             f"{where}: has no step count of the optimizer, without which Adam's bias correction is wrong. Set "
-            "CheckpointConfig(assume_optimizer_step=N) to the number of optimizer steps done when it was saved (it may "
-            "differ from the trainer's step), or leave 'optimizer' out of load_contents"
+            "CheckpointConfig(assume_optimizer_step=N) to the number of optimizer steps done before it was saved (this "
+            "may differ from the trainer's step), or leave 'optimizer' out of load_contents"
         )
     return step
 
 
 def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
-    """Random states as megatron's trainer and verl store them, in the form of `state.rng`.
+    """Converts the random states that megatron's trainer and verl store to the form of `state.rng`.
 
-    Raises CheckpointMismatchError if one of them is not there.
+    Raises:
+        CheckpointMismatchError: one of the states is missing.
     """
     wanted = ("random_rng_state", "np_rng_state", "torch_rng_state", "rng_tracker_states")
     missing = [name for name in wanted if not isinstance(state, Mapping) or name not in state]
@@ -175,7 +188,7 @@ def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
 
 
 def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
-    """The state, its param groups in the order of this optimizer's."""
+    """Checks the state against this trainer, and orders its param groups as this optimizer orders them."""
     if "optimizer" not in trainer.config.load_contents:
         return state
     _check_against_weights(path, state)
@@ -191,13 +204,13 @@ def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
 
 
 def _check_against_weights(path: Path, state: ForeignState) -> None:
-    """Main parameters that do not round to the weights are not these weights' main parameters.
+    """Refuses main parameters that do not round to the weights, because they belong to other parameters.
 
-    So it is where megatron 0.16.1 saves a `fully_reshardable` optimizer with several buckets: it takes the padding
-    at the buckets' ends out of the gathered buffer (`get_parameter_state_dp_zero`), but cuts that buffer where
-    the parameters lie with the padding in (`sharded_param_state_fully_reshardable`). Parameters of all later buckets
-    then hold their neighbours' values, moments included. It is so, too, where a range means another parameter: other
-    buckets, another pipeline split.
+    megatron 0.16.1 writes such checkpoints when it saves a `fully_reshardable` optimizer with several buckets: it
+    removes the padding at the buckets' ends from the gathered buffer (`get_parameter_state_dp_zero`), but cuts that
+    buffer at the parameters' offsets with padding (`sharded_param_state_fully_reshardable`). The parameters of all
+    later buckets then hold their neighbours' values, moments included. A `dp_reshardable` range, too, belongs to
+    another parameter if the buckets or the pipeline split differ.
     """
     weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
     for parameter in state.parameters:
@@ -211,15 +224,15 @@ def _check_against_weights(path: Path, state: ForeignState) -> None:
         if wrong:
             raise CheckpointMismatchError(
                 f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "
-                f"to {whose} weights, so neither they nor the moments beside them can be trusted. Either it was saved "
-                "under other buckets or another layout, or by megatron's fully_reshardable format with several buckets "
-                "(0.16.1 mixes parameters up there; what is lost cannot be recovered). Load it with "
-                "load_contents=('model', 'extra'), or save it again as dp_reshardable"
+                f"to {whose} weights, so the main parameters and the moments beside them cannot be trusted. Either the "
+                "checkpoint was saved under other buckets or another layout, or by megatron's fully_reshardable format "
+                "with several buckets (0.16.1 mixes parameters up there, and the lost values cannot be recovered). "
+                "Load it with load_contents=('model', 'extra'), or save it again as dp_reshardable"
             )
 
 
 def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
-    # As bits: a NaN is equal to itself, and 0 is not -0.
+    # Compared as bits, so that a NaN equals itself and 0 differs from -0.
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.element_size()]
     return int((found.contiguous().view(bits) != wanted.contiguous().view(bits)).sum())
 
@@ -229,7 +242,7 @@ def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
 
 def _apply(trainer: Trainer, state: ForeignState) -> None:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # what still uses the old state must not meet the new one
+        torch.cuda.synchronize()  # kernels in flight may still read the old state
     contents = trainer.config.load_contents
     with torch.no_grad():
         if "model" in contents:
@@ -250,7 +263,7 @@ def _apply_parameter(parameter: LoadedParameter) -> None:
     for kind, loaded in parameter.tensors.items():
         if kind == PARAM:
             continue
-        # Before the first step there is no state, which megatron's own readers take for granted.
+        # Before the first optimizer step there are no moments yet.
         if kind not in moments:
             moments[kind] = torch.empty_like(main, dtype=loaded.dtype, requires_grad=False)
         moments[kind].copy_(loaded.view(main.shape))
@@ -261,9 +274,15 @@ def _apply_parameter(parameter: LoadedParameter) -> None:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """Where an owned range lies: `start` counts from its bucket's first element, over all data-parallel ranks.
+    """Place of an owned range in megatron's gradient buffers, in elements and without padding at buckets' ends.
 
-    `before` is how many elements earlier buckets of the buffer have, `numel` how many this one, without their padding.
+    Attributes:
+        buffer: the buffer's index in the optimizer's `gbuf_ranges`.
+        dtype: megatron's key of the buffer: (parameter dtype, gradient dtype).
+        bucket: the bucket's index in the buffer.
+        start: the range's offset from the bucket's first element, across all data-parallel ranks.
+        numel: the number of elements in this bucket.
+        before: the number of elements in the buffer's earlier buckets.
     """
 
     buffer: int
@@ -275,7 +294,7 @@ class BucketRange:
 
 
 def bucket_ranges(part: OptimizerPart) -> dict[int, BucketRange]:
-    """By identity of the model parameter. These numbers do not depend on the data-parallel size."""
+    """The place of each owned range, by `id` of the model parameter; independent of the data-parallel size."""
     if part.inner is None:
         return {}
     return {id(parameter): found for parameter, found in _bucket_ranges(part.megatron)}

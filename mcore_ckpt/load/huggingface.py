@@ -1,4 +1,4 @@
-"""A HuggingFace model straight into a live sharded one: each rank reads its own slices, or gets them from rank 0."""
+"""Loads a HuggingFace model into a live sharded model: each rank reads its own slices, or gets them from rank 0."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Source = Literal["shared", "rank0"]
 
 @dataclass(frozen=True)
 class HfLoadReport:
-    """What `load_hf` did.
+    """Report of one `load_hf` on this rank.
 
     Attributes:
-        path: the folder.
-        model: what it holds, in words.
-        tensors: how many of this rank's tensors were filled.
-        nbytes: read by this rank.
-        seconds: from the call to the last agreement.
+        path: the folder that was read.
+        model: a description of the model in the folder.
+        tensors: the number of this rank's tensors that were filled.
+        nbytes: the bytes that this rank read.
+        seconds: the time from the call to the last agreement.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class HfLoadReport:
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """This rank: its model, and where it stands."""
+    """This rank's model, coordinates and agreement."""
 
     chunks: tuple[torch.nn.Module, ...]
     coordinates: RankCoordinates
@@ -68,7 +68,7 @@ class _Here:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """This rank's plan: the folder, and each tensor to fill with its region."""
+    """This rank's plan: the reader of the folder, and the tensors to fill with their regions."""
 
     locator: Locator
     reader: HuggingFaceReader
@@ -90,43 +90,43 @@ def load_hf(
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder. Every rank calls it.
 
-    megatron's `parallel_state` must be initialized, in a single process, too: without it megatron (0.16.1) neither
-    builds a GPTModel nor says where its tensors belong.
+    megatron's `parallel_state` must be initialized, even in a single process. Without it megatron (0.16.1) neither
+    builds a GPTModel nor knows which part of a tensor a rank holds.
 
-    Each rank reads just the slices that it holds, whatever the layout, into the parameters where they are. Rows that
-    pad the vocabulary become zero; what has another floating dtype is cast, through bounded memory. `_extra_state` of
-    transformer-engine stays as it is.
+    Each rank reads only the slices that it holds, under any layout, directly into its parameters. Rows that pad the
+    vocabulary become zero. Weights of another floating dtype are cast, through a bounded amount of memory.
+    transformer-engine's `_extra_state` keeps its value.
 
-    All names and shapes are checked, and agreed by all ranks, before a byte changes. That the numbers are numbers can
-    only be seen in the bytes: each rank looks at what it has been given, afterwards, instead of reading everything
-    twice.
+    All ranks check names and shapes, and agree, before a byte changes. Each rank then looks for NaN in the tensors
+    that it has filled; to look before the load would mean to read every file twice.
 
-    The optimizer's main parameters are copies of the old weights, and its next step would write them back: hand it
-    over here, or call its `reload_model_params()`.
+    The optimizer's main parameters are copies of the old weights, and its next step would write them back. Pass the
+    optimizer here, or call its `reload_model_params()` afterwards.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         path: the folder: `config.json` and one or several `.safetensors` files.
-        source: "shared": every rank reads the folder. "rank0": rank 0 alone sees it, and sends the others their parts
-            in bounded pieces; replicas get theirs from one of them.
+        source: "shared": every rank reads the folder. "rank0": only rank 0 reads the folder, and sends each rank its
+            part in messages of bounded size; one of several replicas gets the part and broadcasts it.
         ignore: regular expressions of names that may have no counterpart. HuggingFace tensors of such a name are not
-            read, the model's (by global names) keep what they have: a critic from a language model takes
-            `("lm_head.weight", "output_layer.weight")`.
-        optimizer: what `get_megatron_optimizer` returned: its main parameters are taken from the loaded model.
-        timeout_s: how long any wait for other ranks may take, in seconds.
+            read, and the model's tensors of such a global name keep their values. To start a critic from a language
+            model, pass `("lm_head.weight", "output_layer.weight")`.
+        optimizer: the object that `get_megatron_optimizer` returned. Its main parameters are copied from the loaded
+            model.
+        timeout_s: how long a wait for other ranks may take, in seconds.
 
     Returns:
-        What was done on this rank.
+        The report of this rank.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder, or no weights in it.
-        CheckpointMismatchError: its tensors, or its configuration, are not this model's; the same on all ranks, and
+        CheckpointNotFoundError: the folder does not exist, or has no weights.
+        CheckpointMismatchError: the folder's tensors or configuration are not this model's. All ranks raise it, and
             nothing has changed.
-        UnsupportedError: an architecture without a table, quantized weights, a model that is not supported; or there
-            is no process group.
-        RuntimeError: there is a process group, and megatron's `parallel_state` is not initialized.
-        CheckpointCorruptError: a file is cut or cannot be read, or a weight is not a number; the message says whether
-            the model has changed.
+        UnsupportedError: the architecture is not supported, the weights are quantized, the model has a part that is
+            not supported, or there is no process group.
+        InvalidStateError: there is a process group, and megatron's `parallel_state` is not initialized.
+        CheckpointCorruptError: a file is cut or cannot be read, or a weight is NaN. The message says whether the model
+            has changed.
 
     Example:
         >>> load_hf(model, "Qwen3-8B", optimizer=optimizer)  # doctest: +SKIP
@@ -156,7 +156,7 @@ def _here(model: Any, agreement: Agreement) -> _Here:
 
 
 def _read_contents_together(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> FolderContents:
-    """What rank 0 sees in the folder, on all ranks: of thousands, each would open the same hundreds of files."""
+    """Reads the folder's headers on rank 0 and sends them to all ranks, so that not every rank opens every file."""
 
     def work() -> Record:
         if source not in ("shared", "rank0"):
@@ -207,7 +207,7 @@ def _plan(here: _Here, contents: FolderContents, source: Source, ignore: Sequenc
 
 
 def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
-    """Shapes do not tell how heads are grouped, nor what a model does with its weights."""
+    """Compares the configurations, because equal shapes may hide another grouping of heads or another activation."""
     for chunk in here.chunks if reader.model.architecture.rules else ():
         check_model(unwrap(chunk), reader.model)
 
@@ -237,8 +237,8 @@ def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
 
 def _hint(name: str, reader: HuggingFaceReader) -> str:
     if name == MCORE_HEAD and reader.model.is_tied:
-        return ": its embeddings are tied: make the model with share_embeddings_and_output_weights=True"
-    return ". Say what may keep its values (ignore)"
+        return ": its embeddings are tied: build the model with share_embeddings_and_output_weights=True"
+    return ". Name the tensors that may keep their values in `ignore`"
 
 
 def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: Topology) -> None:
@@ -260,7 +260,8 @@ def _check_all_used(plan: _Plan, used: Sequence[Runs]) -> None:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise CheckpointMismatchError(
             f"{plan.reader.place / stored.file}: {plan.reader.model.describe()} has tensor {left[0]}, "
-            f"{stored.region.describe()}{more}, which no rank of this model wants. Say what to leave out (ignore)"
+            f"{stored.region.describe()}{more}, which no rank of this model has. Name the tensors to leave out in "
+            "`ignore`"
         )
 
 
@@ -291,6 +292,8 @@ def _apply_together(here: _Here, plan: _Plan, source: Source) -> int:
 def _refuse_nan(plan: _Plan) -> None:
     for request in plan.requests:
         tensor = request.fill.target()
-        # max() of a tensor with NaN is NaN. isnan() would take a mask of the tensor's size.
+        # max() of a tensor with NaN is NaN; isnan() on the tensor would allocate a mask of its size.
         if tensor.numel() and tensor.max().isnan():
-            raise CheckpointCorruptError(f"{plan.reader.place}: tensor {request.name}: is not all numbers (NaN)")
+            raise CheckpointCorruptError(
+                f"{plan.reader.place}: tensor {request.name}: contains NaN: take the weights from another copy"
+            )

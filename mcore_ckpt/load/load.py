@@ -1,7 +1,7 @@
-"""One load: the walk of a save back.
+"""Loads one checkpoint: finds it, plans and checks the load on every rank, then fills the live tensors.
 
-Whatever can be known from manifest, indexes, sizes and the small files is checked, and agreed by all ranks, before a
-byte of the training state changes.
+All ranks check the manifest, the indexes, the file sizes and the small files, and agree on the result, before a byte
+of the training state changes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did on this rank.
+    """Report of one load on this rank.
 
     Attributes:
-        path: the checkpoint's folder, or its URL if it came from the remote store.
-        nbytes: read by this rank from files of tensors.
-        seconds: from the call to the last agreement.
-        skipped: why newer checkpoints were not taken, the newest first.
+        path: the checkpoint's folder, or its URL if the checkpoint came from the remote store.
+        nbytes: the bytes that this rank read from tensor files.
+        seconds: the time from the call to the last agreement.
+        skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
     """
 
     path: Path | str
@@ -62,7 +62,13 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """`extra_state` is what this rank handed to `save`, or None."""
+    """Result of one load: the step, the caller's own state and the report.
+
+    Attributes:
+        step: the step of the loaded checkpoint.
+        extra_state: the dict that this rank gave to `save`, or None.
+        report: what the load did on this rank.
+    """
 
     step: int
     extra_state: dict[str, Any] | None
@@ -80,24 +86,25 @@ def load_state(
     failure: Record | None = None,
     verify: str = "read",
 ) -> LoadResult:
-    """Loads the newest complete checkpoint, or the one asked for.
+    """Loads the newest complete checkpoint, or the one that `step` or `path` names.
 
-    A checkpoint that turns out bad is passed over for the next older one, by all ranks together, unless one was asked
-    for or `strict` is set.
+    If a checkpoint is damaged, all ranks together take the next older one, unless the caller named one or `strict` is
+    set.
 
     Args:
         trainer: this rank's trainer.
-        remote: the steps in the remote store; None without one.
-        step, path: which one; None for the newest.
-        failure: how an earlier save of this rank ended, if nobody was told yet.
-        verify: of VERIFY_WORDS, see `CheckpointManager.load`.
+        remote: the steps in the remote store; None without a store.
+        step: the step to load; None for the newest.
+        path: the folder to load; None to choose by step.
+        failure: the failure of an earlier save of this rank that no call has raised yet.
+        verify: one of VERIFY_WORDS, see `CheckpointManager.load`.
 
     Raises:
-        EarlierSaveError: a rank has such a failure; on all ranks, and nothing is loaded.
-        CheckpointNotFoundError: there is none.
-        CheckpointMismatchError: it does not fit; nothing has changed.
-        CheckpointCorruptError: it is damaged, and there is no other to take. The message says whether anything has
-            changed.
+        EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout; nothing has changed.
+        CheckpointCorruptError: the checkpoint is damaged and there is no other to load. The message says whether
+            anything has changed.
     """
     started = time.monotonic()
     request = {"root": str(trainer.root), "step": step, "path": path and str(path), "verify": verify}
@@ -107,8 +114,8 @@ def load_state(
         failure = failure_among(records)
         return find_candidates(trainer, remote, step, path) if failure is None else {"failure": failure}
 
-    told = {"request": request, "failure": failure}
-    found = decide(trainer.agreement, "finding a checkpoint", lambda: told, combine)
+    record = {"request": request, "failure": failure}
+    found = decide(trainer.agreement, "finding a checkpoint", lambda: record, combine)
     raise_failure(found)
     if path is not None and found["foreign"] is not None:
         return _load_foreign(trainer, found["foreign"], path, started)
@@ -118,7 +125,7 @@ def load_state(
     for number, (saved_step, folder) in enumerate(candidates):
         if not isinstance(folder, LocalFolder) and trainer.agreement.is_coordinator:
             logger.warning("loading step %d from %s", saved_step, folder)
-        # One rank's lock tells every process that may want to delete the step.
+        # One rank's lock is enough: every process looks for it before it deletes the step.
         locked = [folder.place] if trainer.agreement.is_coordinator and isinstance(folder, LocalFolder) else []
         with reading(locked):
             try:
@@ -144,14 +151,14 @@ def load_state(
 
 
 def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
-    """The weights out of `huggingface/`, where they are all of the model that is asked for."""
+    """Loads the weights from `huggingface/` if `load_contents` names them as the only source of weights."""
     contents = trainer.config.load_contents
     if not _takes_hf_weights(trainer):
         return 0
-    assert isinstance(plan.folder, LocalFolder), "refused before anything has changed"
+    assert isinstance(plan.folder, LocalFolder), "_plan_together has refused a remote folder"
     for file in plan.manifest.files_of("huggingface"):
         plan.folder.check(file)
-    # Loaded main parameters are the weights' own, and finer.
+    # The main parameters that this load has just filled are finer than the exported weights: keep them.
     optimizer = None if "optimizer" in contents else trainer.optimizer
     weights = plan.folder.place / file_names.HUGGINGFACE_DIR
     return load_hf(trainer.chunks, weights, optimizer=optimizer, timeout_s=trainer.config.timeout_s).nbytes
@@ -168,9 +175,10 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
     if "extra" not in trainer.config.load_contents or not moved or not trainer.agreement.is_coordinator:
         return
     in_turn = "the rank whose coordinates are its own modulo the saved sizes"
-    generators = f"go on as those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
+    generators = f"continue those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
     logger.warning(
-        "%s was saved on %s, this is %s: each rank's random number generators %s, and its extra_state is that of %s",
+        "%s was saved on %s and is loaded on %s: each rank's random number generators %s; each rank gets the "
+        "extra_state of %s",
         plan.folder,
         saved,
         now,
@@ -180,7 +188,7 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
-    # Imported here: they import megatron, which this package does without until there is a trainer.
+    # Imported here because both modules import megatron, and the package must import without megatron.
     from mcore_ckpt.load.torch_dist import load_torch_dist
     from mcore_ckpt.load.verl_ranks import load_verl_ranks
 
@@ -197,13 +205,13 @@ def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> Che
         else "Nothing has been changed"
     )
     newer = "".join(f"\n  newer, also bad: {text}" for text in skipped)
-    # An older checkpoint that does not fit, or is gone, is the end of a damaged one's fall-back.
-    of_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
-    return (CheckpointCorruptError if of_damage else type(error))(f"{error}. {state}{newer}")
+    # The load came to this older checkpoint because a newer one is damaged: report the damage, not the misfit.
+    after_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
+    return (CheckpointCorruptError if after_damage else type(error))(f"{error}. {state}{newer}")
 
 
 def _verify_together(trainer: Trainer, folder: Folder) -> None:
-    """All files are read by some rank each, whoever will need them."""
+    """Verifies every file of the checkpoint; the ranks share the files among them."""
 
     def work() -> Record:
         manifest = folder.manifest()
@@ -226,8 +234,8 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
             refuse_broadcast(trainer.chunks, trainer.replicas, "load_replicas='broadcast'")
         if _takes_hf_weights(trainer) and not isinstance(folder, LocalFolder):
             raise UnsupportedError(
-                f"{folder}: load_contents asks for the weights in {file_names.HUGGINGFACE_DIR}/, which are not read "
-                "from a remote store: ask for 'model', or copy the folder here"
+                f"{folder}: load_contents names the weights in {file_names.HUGGINGFACE_DIR}/, but they cannot be read "
+                "from a remote store: put 'model' into load_contents, or copy the folder to a local disk"
             )
         own = plan_load(trainer, folder)
         return own, {"attempt": own.manifest.attempt, "used": own.used}
@@ -257,7 +265,7 @@ def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
 
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
-    """Puts back what is no tensor of the model or the optimizer."""
+    """Restores the state beside the tensors: steps, param groups, scheduler and random number generators."""
     for part, state in plan.unstepped:
         optimizer_state.forget_state(part, state)
     if plan.common is not None:
@@ -273,10 +281,10 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _make_consistent(trainer: Trainer) -> None:
-    """Model and main parameters must agree before the next step. Collective, so only after all ranks have agreed."""
+    """Makes model and main parameters agree, as the next optimizer step needs. Collective over the ranks."""
     contents = trainer.config.load_contents
     if "model" in contents and "optimizer" not in contents and trainer.optimizer is not None:
-        # Else the next step writes the old main parameters back over the loaded weights.
+        # Otherwise the next optimizer step writes the old main parameters over the loaded weights.
         trainer.optimizer.reload_model_params()
     if "optimizer" in contents and "model" not in contents:
         optimizer_state.copy_main_to_model(trainer.optimizer)

@@ -1,7 +1,6 @@
-"""The plan of one load: which stored bytes go into which tensor.
+"""Plans one load: which stored ranges fill which live tensor.
 
-Everything that can be known from the manifest, the indexes, the sizes and the small files is checked here, and
-nothing is changed.
+The plan checks the manifest, the indexes, the file sizes and the small files, and changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mcore_ckpt.state.trainer import Trainer
 
 @dataclass(frozen=True)
 class CommonState:
-    """What the ranks share of optimizer and scheduler, for the parts of this optimizer."""
+    """Optimizer and scheduler state that is equal on all ranks, ordered by the parts of this optimizer."""
 
     optimizers: tuple[SavedPart, ...]
     lr_scheduler: dict[str, Any] | None
@@ -42,16 +41,18 @@ class CommonState:
 
 @dataclass(frozen=True, eq=False)
 class LoadPlan:
-    """Everything known, checked, and not yet applied.
+    """The checked plan of one load on this rank, not yet applied.
 
     Attributes:
         locator: finds tensors in the checkpoint.
-        reader: the checkpoint.
-        fills: the tensors of model and optimizer.
-        unstepped: parameters that had not been stepped when they were saved.
-        rng: the state of the generators; None if they are not loaded, or cannot go on where they were.
-        seed: what they start from instead.
-        used: positions in the manifest's list of the tensors this rank takes, as runs: of the model, of the optimizer.
+        reader: reads the checkpoint.
+        fills: the fills of the model's and the optimizer's tensors.
+        unstepped: the parameters that the optimizer had not stepped when they were saved.
+        common: the state that is equal on all ranks; None unless the optimizer is loaded.
+        rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
+        seed: the seed that starts the generators instead of `rng`; None if `rng` is set or they are not loaded.
+        extra_state: the dict that this rank gave to `save`, or None.
+        used: by "model" and "optimizer", the positions in the manifest's list of tensors that this rank takes, as runs.
     """
 
     locator: Locator
@@ -74,11 +75,12 @@ class LoadPlan:
 
 
 def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
-    """The plan of this rank. Changes nothing, and asks no other rank.
+    """Plans this rank's load. It changes nothing and communicates with no other rank.
 
     Raises:
-        CheckpointNotFoundError, CheckpointCorruptError: `folder` is not a checkpoint, or a damaged one.
-        CheckpointMismatchError: it does not fit; the message names file, tensor, wanted and found.
+        CheckpointNotFoundError: `folder` is not a checkpoint.
+        CheckpointCorruptError: the checkpoint is damaged.
+        CheckpointMismatchError: the checkpoint does not fit. The message names file, tensor, wanted and found.
     """
     manifest = folder.manifest()
     try:
@@ -106,7 +108,7 @@ def _plan(trainer: Trainer, reader: NativeReader) -> LoadPlan:
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
     _check_sizes(reader, fills)
-    # Frozen parameters too, taken or not: they are known, and nothing of the checkpoint is lost.
+    # Frozen parameters count as used, even if skip_frozen leaves them out: the load knows them, so nothing is lost.
     used = {
         "model": positions_taken(locator, [shard.key for shard in model] if "model" in wanted else []),
         "optimizer": positions_taken(locator, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
@@ -115,18 +117,19 @@ def _plan(trainer: Trainer, reader: NativeReader) -> LoadPlan:
 
 
 def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Runs]]) -> None:
-    """Refuses a load that would leave tensors of the checkpoint over.
+    """Refuses a load that leaves a tensor of the checkpoint unread.
 
     Args:
-        trainer, plan: rank 0's.
+        trainer: rank 0's trainer.
+        plan: rank 0's plan.
         used: the `used` of each rank's plan.
 
     Raises:
-        CheckpointMismatchError: names such a tensor.
+        CheckpointMismatchError: no rank takes some tensor; the message names it.
     """
     for contents, kind, reason in (
         ("model", MODEL, "wanted no such tensor"),
-        ("optimizer", PARAM, "wanted no such state, for no rank trains the parameter (is it frozen now?)"),
+        ("optimizer", PARAM, "wanted no such state, because no rank trains the parameter (is it frozen now?)"),
     ):
         if contents not in trainer.config.load_contents:
             continue
@@ -148,12 +151,12 @@ def _note(trainer: Trainer, manifest: Manifest) -> str:
 
 
 def _check_contents(trainer: Trainer, manifest: Manifest) -> None:
-    # Main parameters are as good as the model's.
+    # The model's weights can be read from the main parameters.
     there = {*manifest.contents, *(("model",) if "optimizer" in manifest.contents else ())}
     missing = [word for word in trainer.config.load_contents if word not in there]
     if missing:
         raise CheckpointMismatchError(
-            f"load_contents asks for {', '.join(missing)}, the checkpoint has {', '.join(manifest.contents)}"
+            f"load_contents asks for {', '.join(missing)}, but the checkpoint has only {', '.join(manifest.contents)}"
         )
 
 
@@ -184,14 +187,14 @@ def _replicas(trainer: Trainer, expert: bool) -> tuple[int, ...]:
 
 
 def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Located:
-    """The model's own tensor; where that has another dtype or is not there, the main parameter, which is finer."""
-    source = locator.find(wanted)
-    if source is None or source.dtype != shard.tensor.dtype:
+    """Locates the model's tensor; if it is missing or has another dtype, the finer main parameter."""
+    located = locator.find(wanted)
+    if located is None or located.dtype != shard.tensor.dtype:
         main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.file)
-        source = locator.find(main) or source
-    if source is None:
+        located = locator.find(main) or located
+    if located is None:
         raise _not_there(wanted)
-    return source
+    return located
 
 
 def _not_there(wanted: Wanted) -> CheckpointMismatchError:
@@ -206,7 +209,7 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
         read = ReadRange(found, Rows(0, 0, found.region.numel))
         memory = torch.empty(found.nbytes, dtype=torch.uint8)
         return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
-    # Saved from layers that have no such state, or none of its own here: nothing to lose.
+    # Without state on either side there is nothing to restore: these layers keep none, or the saved ones kept none.
     if not shard.tensor.numel() or not any(name.endswith(EXTRA_STATE) for name in locator.reader.names):
         return None
     raise CheckpointMismatchError(
@@ -214,15 +217,15 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
     )
 
 
-def _fill(wanted: Wanted, dtype: torch.dtype, source: Located, target: Callable[[], torch.Tensor]) -> TensorFill:
-    stored = source.dtype
+def _fill(wanted: Wanted, dtype: torch.dtype, located: Located, target: Callable[[], torch.Tensor]) -> TensorFill:
+    stored = located.dtype
     # An int16 beside bfloat16 weights is the lower half of a main parameter (`store_param_remainders`), not a number.
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise CheckpointMismatchError(
-            f"{source.reads[0].stored.file if source.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
+            f"{located.reads[0].stored.file if located.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
             f"{dtype}, found {stored}"
         )
-    return TensorFill(source.reads, stored, target, padded=bool(source.outside))
+    return TensorFill(located.reads, stored, target, padded=bool(located.outside))
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------
@@ -231,12 +234,12 @@ def _fill(wanted: Wanted, dtype: torch.dtype, source: Located, target: Callable[
 def _optimizer_fills(
     trainer: Trainer, by_part: Sequence[Sequence[ParameterState]], locator: Locator
 ) -> tuple[list[TensorFill], list[tuple[OptimizerPart, ParameterState]]]:
-    """The fills of main parameters and moments, and the parameters that had not been stepped when they were saved."""
+    """Plans the fills of main parameters and moments, and lists the parameters that were saved without a step."""
     fills: list[TensorFill] = []
     unstepped = []
     for part, states in zip(optimizer_state.optimizer_parts(trainer.optimizer), by_part, strict=True):
         for state in states:
-            # Asked for in any case: a parameter that was frozen must not pass for one that was not stepped yet.
+            # Always look for the main parameter: without it a frozen parameter would pass for an unstepped one.
             found = [_param_fill(trainer, state, locator)]
             if state.is_model_view and "model" in trainer.config.load_contents:
                 found.clear()
@@ -252,30 +255,30 @@ def _optimizer_fills(
 def _param_fill(trainer: Trainer, state: ParameterState, locator: Locator) -> TensorFill:
     wanted = _wanted(trainer, state, PARAM)
     refuse_freed(wanted.key, state.main, "load()")
-    source = locator.find(wanted)
+    located = locator.find(wanted)
     in_model = locator.stored_key(ShardKey(state.name, MODEL))
-    if source is None and in_model is not None and any(locator.reader.parts(in_model)):
+    if located is None and in_model is not None and any(locator.reader.parts(in_model)):
         raise CheckpointMismatchError(
             f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
             "such tensor: the parameter was frozen when it was saved"
         )
-    if source is None:
+    if located is None:
         raise _not_there(wanted)
-    return _fill(wanted, state.main.dtype, source, lambda: state.main)
+    return _fill(wanted, state.main.dtype, located, lambda: state.main)
 
 
 def _moment_fill(
     trainer: Trainer, part: OptimizerPart, state: ParameterState, kind: str, locator: Locator
 ) -> TensorFill:
     wanted = _wanted(trainer, state, kind)
-    source = locator.find(wanted)
-    if source is None:
+    located = locator.find(wanted)
+    if located is None:
         raise _not_there(wanted)
-    there = state.moments.get(kind)
-    if there is not None:
-        refuse_freed(wanted.key, there, "load()")
-    dtype = source.dtype if there is None else there.dtype
-    return _fill(wanted, dtype, source, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
+    live = state.moments.get(kind)
+    if live is not None:
+        refuse_freed(wanted.key, live, "load()")
+    dtype = located.dtype if live is None else live.dtype
+    return _fill(wanted, dtype, located, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
 
 
 def _wanted(trainer: Trainer, state: ParameterState, kind: str) -> Wanted:
@@ -291,11 +294,11 @@ def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
     return CommonState(optimizers, common["lr_scheduler"])
 
 
-# -- the rest ----------------------------------------------------------------------------------------------
+# -- file sizes and the small files ------------------------------------------------------------------------
 
 
 def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
-    """Finds missing and cut files while nothing has changed yet."""
+    """Checks existence and size of every file that the fills read, before anything changes."""
     for path in {read.stored.file for fill in fills for read in fill.reads}:
         reader.folder.check(reader.file(path))
 
@@ -303,7 +306,7 @@ def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
 def _read_extra(
     trainer: Trainer, reader: NativeReader
 ) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
-    """The generators' state or the seed to start them from, and what the trainer handed over."""
+    """Reads the random states, or the seed to start the generators from, and this rank's extra_state."""
     saved = reader.manifest.topology
     place = saved.place_in_turn(trainer.coordinates.place)
     handed_over = reader.by_path.get(file_names.extra_file(*place))
@@ -312,6 +315,6 @@ def _read_extra(
         rng = reader.plain(file_names.rng_file(*place))
         if "torch" in rng:
             return rng, None, extra
-    # Of tensor-parallel rank 0: outside of what megatron's tracker covers, these ranks must draw the same.
+    # All tensor-parallel ranks start from rank 0's seed: outside megatron's tracker they must draw equal numbers.
     first = reader.plain(file_names.rng_file(0, 0, *place[2:]))
     return None, seed_of(first), extra

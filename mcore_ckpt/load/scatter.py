@@ -1,7 +1,7 @@
-"""One rank reads a folder for all: what each wants of it is sent there, a bounded piece at a time.
+"""Reads a folder on rank 0 for all ranks, and sends each rank its part in messages of bounded size.
 
-Point to point over the default process group, on the main thread. Rank 0 holds two pieces, one being read while the
-other is sent; a rank that receives holds one.
+The messages go point to point over the default process group, from the main thread. Rank 0 holds two messages: it
+reads one while it sends the other. A receiving rank holds one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mcore_ckpt.load.fill import TensorFill, fill_tensors
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
 
-# Each part of a piece begins at a multiple of this, so that it can be seen as any dtype.
+# Each segment of a message begins at a multiple of this many bytes, so that it can be viewed as any dtype.
 _ALIGNMENT = 16
 _GOOD, _FAILED = 1, 0
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A tensor that a rank wants to have filled, and what part of which global tensor it is."""
+    """A tensor that a rank asks to be filled: its name, its region of the global tensor, and the fill."""
 
     name: str
     region: Region
@@ -38,8 +38,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Elements `[start, stop)` of a wanted tensor, at byte `at` of a piece."""
+class _Segment:
+    """Elements `[start, stop)` of the wanted tensor `number`, at byte `at` of a message."""
 
     number: int
     start: int
@@ -48,16 +48,20 @@ class _Part:
 
 
 def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
-    """Fills what every rank asks for, from files that only rank 0 sees. Collective; returns the bytes this rank read.
+    """Fills the requests of every rank from files that only rank 0 can read. Collective over the default group.
 
     Args:
-        reader: the folder; on all ranks, since it is made from what the headers say.
-        requests: this rank's.
-        rank, world_size: of the default process group.
+        reader: the folder's reader; every rank has one, because it needs only the files' headers.
+        requests: the requests of this rank.
+        rank: this rank in the default process group.
+        world_size: the size of the default process group.
+
+    Returns:
+        The number of bytes that this rank has read from files.
 
     Raises:
         CheckpointCorruptError: on rank 0, a file cannot be read.
-        CheckpointError: on another rank, rank 0 says that it has failed.
+        CheckpointError: on another rank, rank 0 has failed.
     """
     device = _device() if world_size > 1 else torch.device("cpu")
     if rank:
@@ -67,18 +71,18 @@ def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, w
     nbytes = 0
     try:
         nbytes = fill_tensors([request.fill for request in requests], reader.read)
-    except Exception as error:  # the others wait, and must be told
+    except Exception as error:  # kept until the other ranks, which wait for messages, know of it
         failure = error
     return nbytes + _serve(reader, range(1, world_size), device, failure)
 
 
 @dataclass(frozen=True, eq=False)
 class _Turn:
-    """A piece to send to a rank."""
+    """One message to one rank."""
 
     rank: int
     wanted: Sequence[Wanted]
-    parts: Sequence[_Part]
+    segments: Sequence[_Segment]
 
 
 def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.device, failure: Exception | None) -> int:
@@ -109,7 +113,7 @@ def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.devic
                 reading.append(pool.submit(read, number + 1))
             nbytes += count
             dist.send(torch.tensor([_GOOD], device=device), turn.rank)
-            # Returns when it has left the buffer, which is read into next but one.
+            # Wait until the message has left its buffer: the message after the next is read into it.
             dist.send(memory.to(device), turn.rank)
             _wait(device)
     if failure is not None:
@@ -118,16 +122,16 @@ def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.devic
 
 
 def _turns(wanted: Mapping[int, Sequence[Wanted]], locator: Locator) -> list[_Turn]:
-    """A piece for each rank, then the next for each: nobody waits so long that the group's timeout passes."""
+    """Orders the messages: one for each rank in turn, so that no rank's wait reaches the group's timeout."""
     by_rank = [
-        [_Turn(rank, tensors, piece) for piece in _pieces([(w.region.numel, _dtype(locator, w)) for w in tensors])]
+        [_Turn(rank, tensors, parts) for parts in _messages([(w.region.numel, _dtype(locator, w)) for w in tensors])]
         for rank, tensors in wanted.items()
     ]
     return [turn for turns in zip_longest(*by_rank) for turn in turns if turn is not None]
 
 
 class _Buffers:
-    """Two, as large as the largest piece asked of them so far."""
+    """Two host buffers that grow to the largest message asked for so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -147,18 +151,18 @@ def _receive(requests: Sequence[Request], device: torch.device) -> None:
     targets = [request.fill.target().detach() for request in requests]
     memories = [target if target.is_contiguous() else torch.empty_like(target).contiguous() for target in targets]
     failure: Exception | None = None
-    for piece in _pieces([(target.numel(), r.fill.dtype) for target, r in zip(targets, requests, strict=True)]):
+    for message in _messages([(target.numel(), r.fill.dtype) for target, r in zip(targets, requests, strict=True)]):
         status = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(status, 0)
         if status.item() != _GOOD:
-            raise CheckpointError("rank 0 could not read on, and has stopped sending")
-        last = piece[-1]
+            raise CheckpointError("rank 0 could not read the folder and has stopped sending: see its error")
+        last = message[-1]
         size = last.at + (last.stop - last.start) * requests[last.number].fill.dtype.itemsize
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         dist.recv(buffer, 0)
         try:
-            _unpack(piece, buffer, requests, memories)
-        except Exception as error:  # rank 0 goes on sending, and must find somebody who receives
+            _unpack(message, buffer, requests, memories)
+        except Exception as error:  # kept, because rank 0 goes on sending and blocks if nobody receives
             failure = failure or error
     for target, memory in zip(targets, memories, strict=True):
         if memory is not target:
@@ -168,60 +172,63 @@ def _receive(requests: Sequence[Request], device: torch.device) -> None:
 
 
 def _unpack(
-    piece: Sequence[_Part], buffer: torch.Tensor, requests: Sequence[Request], memories: Sequence[torch.Tensor]
+    message: Sequence[_Segment], buffer: torch.Tensor, requests: Sequence[Request], memories: Sequence[torch.Tensor]
 ) -> None:
-    for part in piece:
-        dtype = requests[part.number].fill.dtype
-        values = buffer[part.at : part.at + (part.stop - part.start) * dtype.itemsize].view(dtype)
-        memories[part.number].view(-1)[part.start : part.stop].copy_(values)
+    for segment in message:
+        dtype = requests[segment.number].fill.dtype
+        values = buffer[segment.at : segment.at + (segment.stop - segment.start) * dtype.itemsize].view(dtype)
+        memories[segment.number].view(-1)[segment.start : segment.stop].copy_(values)
 
 
-def _pieces(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Part]]:
-    """Tensors of so many elements in pieces of at most SCATTER_BYTES: the same for who sends and who receives."""
-    piece: list[_Part] = []
+def _messages(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Segment]]:
+    """Cuts tensors, given as (elements, dtype), into messages of at most SCATTER_BYTES.
+
+    Sender and receiver both call it, so they cut alike without asking each other.
+    """
+    message: list[_Segment] = []
     at = 0
     for number, (numel, dtype) in enumerate(tensors):
         start = 0
         while start < numel:
             room = (tuning.SCATTER_BYTES - at) // dtype.itemsize
-            if piece and room < min(numel - start, _ALIGNMENT):
-                yield piece
-                piece, at = [], 0
+            if message and room < min(numel - start, _ALIGNMENT):
+                yield message
+                message, at = [], 0
                 continue
             stop = min(numel, start + max(1, room))
-            piece.append(_Part(number, start, stop, at))
+            message.append(_Segment(number, start, stop, at))
             at += -(-(stop - start) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             start = stop
-    if piece:
-        yield piece
+    if message:
+        yield message
 
 
 def _size(turn: _Turn, locator: Locator) -> int:
-    last = turn.parts[-1]
+    last = turn.segments[-1]
     return last.at + (last.stop - last.start) * _dtype(locator, turn.wanted[last.number]).itemsize
 
 
 def _reads(turn: _Turn, locator: Locator, memory: torch.Tensor) -> Iterator[tuple[ReadRange, torch.Tensor]]:
-    for part in turn.parts:
-        whole = turn.wanted[part.number]
-        region = whole.region.with_flat(part.start, part.stop)
-        source = locator.find(replace(whole, region=region))
-        assert source is not None, "the rank that asks has found it"
-        dtype = source.dtype
-        values = memory[part.at : part.at + (part.stop - part.start) * dtype.itemsize].view(dtype)
-        if source.outside:
+    for segment in turn.segments:
+        whole = turn.wanted[segment.number]
+        region = whole.region.with_flat(segment.start, segment.stop)
+        located = locator.find(replace(whole, region=region))
+        assert located is not None, "the rank that asks has located it"
+        dtype = located.dtype
+        values = memory[segment.at : segment.at + (segment.stop - segment.start) * dtype.itemsize].view(dtype)
+        if located.outside:
             values.zero_()
-        yield from ((read, values) for read in source.reads)
+        yield from ((read, values) for read in located.reads)
 
 
 def _dtype(locator: Locator, wanted: Wanted) -> torch.dtype:
     key = locator.stored_key(wanted.key)
     info = None if key is None else locator.reader.info(key)
-    assert info is not None, "the rank that asks has found it"
+    assert info is not None, "the rank that asks has located it"
     return info.dtype
 
 
-# -- what is wanted, in plain values ----------------------------------------------------------------------
+# -- requests as JSON values ------------------------------------------------------------------------------
 
 
 def _as_plain(request: Request) -> list[Any]:
@@ -258,7 +265,7 @@ def _receive_plain(other: int, device: torch.device) -> Any:
 
 
 def _device() -> torch.device:
-    """Where the default group's backend can send from."""
+    """The device from whose memory the default group's backend sends."""
     import torch.distributed as dist
 
     if dist.get_backend() == "nccl":

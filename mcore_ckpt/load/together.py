@@ -1,6 +1,6 @@
-"""What every load does on all ranks together: plan, check that nothing is left over, fill.
+"""The steps that every load takes on all ranks together: plan, check that no tensor is left over, fill.
 
-A load of this package's own checkpoint (`load.py`) and of a HuggingFace folder (`huggingface.py`) are both these steps.
+`load.py` (this package's checkpoints) and `huggingface.py` (HuggingFace folders) both consist of these steps.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def plan_together(
     plan: Callable[[], tuple[Plan, Record]],
     check: Callable[[Plan, Sequence[Record]], None],
 ) -> Plan:
-    """Every rank plans; rank 0 checks what the ranks report. Nothing of the training state changes.
+    """Plans on every rank, and checks all ranks' reports on rank 0. The training state does not change.
 
     Args:
         agreement: this rank's agreement.
-        topic: what is being done, for messages.
-        plan: returns this rank's plan, and what rank 0 has to know of it.
-        check: on rank 0, raises if the ranks' reports do not fit together.
+        topic: the name of this round, for messages.
+        plan: returns this rank's plan and its report to rank 0.
+        check: raises, on rank 0, if the ranks' reports do not fit together.
 
     Raises:
-        CheckpointError: what `plan` or `check` raised on any rank; the same type on all.
+        CheckpointError: `plan` or `check` raised it on some rank; all ranks raise the same type.
     """
     plans: list[Plan] = []
 
@@ -62,23 +62,27 @@ def fill_together(
     fills: Sequence[TensorFill],
     fill: Callable[[Sequence[TensorFill]], int],
 ) -> int:
-    """Every rank fills the tensors that it reads itself; replicas get the others by broadcast. Returns the bytes read.
+    """Fills on every rank the tensors that it reads itself, and broadcasts them to the replicas.
 
     Args:
-        agreement, replicas: this rank's.
-        topic: what is being done, for messages.
+        agreement: this rank's agreement.
+        replicas: the ranks that hold the same tensors as this one.
+        topic: the name of this round, for messages.
         fills: all tensors that this rank wants.
-        fill: fills tensors from the checkpoint, and returns how many bytes it has read.
+        fill: fills tensors from the checkpoint and returns the number of bytes read.
+
+    Returns:
+        The number of bytes that this rank has read.
 
     Raises:
-        CheckpointError: what `fill` raised on any rank, the same type on all. Tensors may have changed.
+        CheckpointError: `fill` raised it on some rank; all ranks raise the same type. Tensors may have changed.
     """
     nbytes: list[int] = []
     shared: list[Batch] = []
 
     def work() -> Record:
         if torch.cuda.is_available():
-            # Kernels that still use the old state must not meet the new one.
+            # Kernels in flight may still read the old state.
             torch.cuda.synchronize()
         with torch.no_grad():
             shared.extend(batches(fills))
@@ -91,16 +95,16 @@ def fill_together(
 
 
 def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:
-    """The positions of the tensors that this rank takes, under the names that the checkpoint has for them."""
+    """Positions, in the checkpoint's list of names, of the tensors that this rank takes."""
     stored = (locator.stored_key(key) for key in keys)
     return runs(locator.reader.names[key.name] for key in stored if key is not None)
 
 
 def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]) -> list[str]:
-    """The tensors of the checkpoint that no rank takes: they would be lost without a word.
+    """Names of the checkpoint's tensors that no rank takes and that would be lost silently.
 
     Args:
-        locator: any rank's.
+        locator: the locator of any rank.
         taken: the `positions_taken` of each rank.
     """
     positions = {at for runs_of_rank in taken for first, last in runs_of_rank for at in range(first, last + 1)}

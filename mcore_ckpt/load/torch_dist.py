@@ -1,10 +1,11 @@
-"""Checkpoints of `megatron.core.dist_checkpointing.save(..., ("torch_dist", 1))`, as megatron's trainer and verl write.
+"""Loads torch_dist checkpoints, which megatron's trainer and verl write, into a live trainer.
 
-What belongs where is megatron's own `sharded_state_dict`; reading is ours. `dist_checkpointing.load` (0.16.1) runs the
-pickles in `.metadata` and in every sharded object (`FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes` of
-torch 2.13), and its optimizer part needs what `load_state_dict` cannot do: with torch's Adam, `sharded_state_dict(
-is_loading=True)` fails an assertion before the first step, and `load_parameter_state_from_fully_reshardable` looks up
-the `step` of each parameter in a checkpoint that has it in the groups (`_set_main_param_and_optimizer_states`).
+megatron's `sharded_state_dict` tells which part of which tensor a rank holds; this package reads the files itself.
+It does not call `dist_checkpointing.load` (0.16.1) for two reasons. That function runs the pickles in `.metadata` and
+in every sharded object (`FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes` of torch 2.13). And its
+optimizer part fails: with torch's Adam, `sharded_state_dict(is_loading=True)` fails an assertion before the first
+step, and `load_parameter_state_from_fully_reshardable` looks up the `step` of each parameter in a checkpoint that
+stores it in the param groups (`_set_main_param_and_optimizer_states`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A tensor of the model, and megatron's ShardedTensor or ShardedTensorFactory of it."""
+    """A live tensor of the model with its ShardedTensor or ShardedTensorFactory of megatron."""
 
     name: str
     live: torch.Tensor
@@ -62,17 +63,17 @@ class _Entry:
 
 
 def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
-    """Loads such a folder, or verl's `dist_ckpt` folders below it. Every rank calls it.
+    """Loads a torch_dist folder, or the `dist_ckpt` folders that verl writes below it. Every rank calls it.
 
-    The model and a `fully_reshardable` optimizer load under any layout, a `dp_reshardable` one under another
-    data-parallel size, random states under the same tensor and pipeline sizes. The step is the checkpoint's
-    `iteration`, else that of the folder's name, or 0.
+    The model and a `fully_reshardable` optimizer load under any layout. A `dp_reshardable` optimizer loads under
+    another data-parallel size. Random states load under the same tensor and pipeline sizes. The step is the
+    checkpoint's `iteration`; without one it is the number in the folder's name, or 0.
 
     Raises:
-        CheckpointMismatchError: it does not fit, lacks what is asked for, or its optimizer state is not that of its
-            weights; nothing has changed.
-        CheckpointCorruptError: a file is missing, damaged, or holds anything but data; nothing has changed.
-        UnsupportedError: an optimizer state in another form; nothing has changed.
+        CheckpointMismatchError: the checkpoint does not fit, lacks contents that are to be loaded, or has an optimizer
+            state of other weights; nothing has changed.
+        CheckpointCorruptError: a file is missing, is damaged, or holds anything but data; nothing has changed.
+        UnsupportedError: the optimizer state is stored in another form; nothing has changed.
     """
     opened: list[TorchDistFiles] = []
 
@@ -92,7 +93,7 @@ def _read(trainer: Trainer, files: TorchDistFiles) -> ForeignState:
     contents = trainer.config.load_contents
     entries = [entry for entry in _entries(trainer, files) if not (trainer.config.skip_frozen and entry.is_frozen)]
     weights: tuple[LoadedModelTensor, ...] = ()
-    # The optimizer state is checked against the weights, so they are read for it too.
+    # The optimizer state is checked against the weights, so read them even if only the optimizer is loaded.
     if "model" in contents or ("optimizer" in contents and _missing(files, entries) < len(entries)):
         weights = tuple(_read_weight(files, entry) for entry in entries)
     step = files.common.get("iteration")
@@ -101,26 +102,26 @@ def _read(trainer: Trainer, files: TorchDistFiles) -> ForeignState:
         state = _with_optimizer(trainer, files, entries, state)
     if "extra" in contents:
         state = replace(state, rng=_read_rng(trainer, files))
-    return replace(state, nbytes=files.nbytes, told={"names": files.digest(), "read": files.positions_read()})
+    return replace(state, nbytes=files.nbytes, report={"names": files.digest(), "read": files.positions_read()})
 
 
 def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequence[str]) -> None:
-    """What is in the checkpoint and on no rank would be lost without a word."""
+    """Refuses a checkpoint with a tensor that no rank reads, because it would be lost silently."""
     contents = trainer.config.load_contents
     left = files.names_not_in(positions)
     read = {_numbered(name) for name in set(files.names) - set(left)}
     for name in left:
         if any(synonym in read for synonym in synonyms(_numbered(name))):
-            # A converter has written a norm under the names of all layer specs.
+            # convert writes a norm under the name that each layer spec has for it; one of them is enough.
             continue
         kind = "optimizer" if _OPTIMIZER_TENSOR.match(name) else "model"
         if kind in contents:
-            why = " (of a parameter that is frozen now?)" if kind == "optimizer" else ""
+            why = " (is the parameter frozen now?)" if kind == "optimizer" else ""
             raise CheckpointMismatchError(f"{files.path}: tensor {name}: wanted no such tensor{why}, found one")
 
 
 def _numbered(name: str) -> str:
-    """A key that layers share, as if it were the first one's: what has a number has other names."""
+    """Puts layer number 0 into a key that all layers share, because `synonyms` knows names with numbers only."""
     return re.sub(r"\blayers\.(?!\d)", "layers.0.", name)
 
 
@@ -128,10 +129,10 @@ def _numbered(name: str) -> str:
 
 
 def _entries(trainer: Trainer, files: TorchDistFiles) -> list[_Entry]:
-    """The model's tensors, under the names that the checkpoint has.
+    """Lists the model's tensors under the names that the checkpoint uses.
 
-    These depend on flags that megatron stores beside newer checkpoints (`content_metadata`); without them, on whether
-    the layers were alike.
+    The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`). Without these
+    flags they depend on whether the layers were homogeneous, so both ways are tried.
     """
     saved = files.common.get("content_metadata")
     flags = {key: value for key, value in saved.items() if isinstance(value, bool)} if isinstance(saved, dict) else {}
@@ -149,31 +150,35 @@ def _missing(files: TorchDistFiles, entries: Sequence[_Entry]) -> int:
 def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
     sharded = module.sharded_state_dict(metadata=metadata)
     for name, live in module.state_dict(keep_vars=True).items():
-        # transformer-engine's _extra_state is of use with FP8 only, which is refused, and holds a pickle.
+        # transformer-engine's _extra_state holds a pickle, and only FP8, which is refused, needs it.
         if live is None or name.endswith("_extra_state"):
             continue
         entry = sharded.get(name)
         if entry is None or entry.data is not live:
             raise UnsupportedError(
-                f"tensor {name}: the model's sharded_state_dict has no entry for it ({metadata}), so its place is "
-                "unknown"
+                f"tensor {name}: the model's sharded_state_dict has no entry for it (metadata {metadata}), so its "
+                "region is unknown: give its module a sharded_state_dict that lists it"
             )
         yield _Entry(name, live, entry)
 
 
 def _read_weight(files: TorchDistFiles, entry: _Entry) -> LoadedModelTensor:
-    # Rows that only pad the vocabulary here, and have no counterpart there, stay as they are.
+    # Rows that pad the vocabulary and have no counterpart in the checkpoint keep their values.
     memory = entry.live.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return LoadedModelTensor(entry.name, entry.live, _fill(files, entry.sharded, entry.sharded.key, memory))
 
 
 def _fill(files: TorchDistFiles, sharded: Any, key: str, memory: torch.Tensor) -> torch.Tensor:
-    """A tensor like the one `sharded` describes, stored under `key`, read into `memory` if megatron lets it be."""
+    """Reads the tensor that `sharded` describes and that is stored under `key`; into `memory` unless a factory copies.
+
+    Returns:
+        The filled tensor: `memory` itself, or the tensor that the factory's `merge_fn` returned.
+    """
     if not isinstance(sharded, ShardedTensorFactory):
         _fill_part(files, replace(sharded, key=key, data=memory, dtype=memory.dtype))
         return memory
     built = replace(sharded, key=key, data=memory).build()
-    # A factory's parts may be copies: its own merge_fn says how they become one tensor again.
+    # A factory's parts may be copies of the memory; only its merge_fn knows how to put them together again.
     loaded = dict_list_map_outplace(lambda part: _fill_part(files, part), built)
     merged: torch.Tensor = sharded.merge_fn(loaded)
     return merged
@@ -208,16 +213,16 @@ def _with_optimizer(
             parameters += [_read_parameter(files, prefixes, sharded[id(p.parameter)], p, weights) for p in mine]
             loaded.append(_shared_by_all(trainer, files, saved, part))
         else:
-            source = _Source(files, f"chained_{number}." if len(parts) > 1 else "", part)
+            chained = _ChainedState(files, f"chained_{number}." if len(parts) > 1 else "", part)
             ranges = bucket_ranges(part)
-            parameters += [_read_range(source, ranges[id(p.parameter)], p) for p in mine]
-            loaded.append(_shared_by_group(trainer, source))
+            parameters += [_read_range(chained, ranges[id(p.parameter)], p) for p in mine]
+            loaded.append(_shared_by_group(trainer, chained))
     scheduler = files.common.get("opt_param_scheduler", files.common.get("lr_scheduler"))
     return replace(state, parameters=tuple(parameters), parts=tuple(loaded), scheduler=scheduler)
 
 
 def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
-    """What `common.pt` has of each chained optimizer: itself if there is one, else by number."""
+    """The state of each chained optimizer in `common.pt`: a dict for one optimizer, a dict by number for several."""
     saved = files.common.get("optimizer")
     if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
         saved = [saved[number] for number in range(len(saved))]
@@ -225,8 +230,8 @@ def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
     found = [state for state in states if isinstance(state, Mapping)]
     if not found or len(found) != len(states):
         raise CheckpointMismatchError(
-            f"{files.path}: common.pt: has no state of an optimizer: leave 'optimizer' out of load_contents if it was "
-            "not saved"
+            f"{files.path}: common.pt: has no optimizer state: leave 'optimizer' out of load_contents if it was not "
+            "saved"
         )
     return found
 
@@ -235,9 +240,9 @@ def _sharding_type(files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) ->
     found = {str(state.get("param_state_sharding_type")) for state in saved}
     if len(found) != 1 or not found <= {_FULLY_RESHARDABLE, _DP_RESHARDABLE}:
         raise UnsupportedError(
-            f"{files.path}: the optimizer state is stored as {', '.join(sorted(found))}; {_FULLY_RESHARDABLE} and "
-            f"{_DP_RESHARDABLE} of a DistributedOptimizer can be read. Leave 'optimizer' out of load_contents, or save "
-            "it again in one of them"
+            f"{files.path}: the optimizer state is stored as {', '.join(sorted(found))}; only {_FULLY_RESHARDABLE} and "
+            f"{_DP_RESHARDABLE} of a DistributedOptimizer can be read. Save it again in one of these forms, or leave "
+            "'optimizer' out of load_contents"
         )
     return found.pop()
 
@@ -249,16 +254,17 @@ def _read_parameter(
     owned: OwnedParameter,
     weights: Mapping[int, torch.Tensor],
 ) -> LoadedParameter:
-    """Of `fully_reshardable`: the whole parameter's state, in the model's shape, of which this rank keeps its range."""
+    """Reads a parameter's `fully_reshardable` state in the model's shape, and keeps the range that this rank owns."""
     weight = weights.get(id(owned.parameter), owned.parameter.detach())
     tensors = {}
     for kind in KINDS:
         dtype = _dtype_of(owned, kind)
-        # Of rows that only pad the vocabulary here the state begins anew.
+        # Rows that pad the vocabulary and are not stored start with the weights and with zero moments.
         memory = (
             weight.to("cpu", dtype, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape, dtype=dtype)
         )
-        # `ChainedOptimizer.sharded_state_dict` (0.16.1) numbers its parts, or not; another layout has other parts.
+        # `ChainedOptimizer.sharded_state_dict` (0.16.1) numbers its parts if there are several, and another layout has
+        # other parts: look under every number.
         names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
         name = next((name for name in names if files.has_tensor(name)), names[0])
         tensors[kind] = _fill(files, sharded, name, memory).reshape(-1)[owned.start : owned.stop].clone()
@@ -266,8 +272,8 @@ def _read_parameter(
 
 
 @dataclass(frozen=True, eq=False)
-class _Source:
-    """Where `dp_reshardable` keeps the state of one chained optimizer: `prefix` begins its keys."""
+class _ChainedState:
+    """The `dp_reshardable` state of one chained optimizer: its keys begin with `prefix`."""
 
     files: TorchDistFiles
     prefix: str
@@ -275,47 +281,48 @@ class _Source:
 
     @property
     def group_key(self) -> str:
-        """What is stored for each combination of pipeline, tensor (and expert) ranks begins with this."""
+        """Beginning of the keys that belong to this rank's combination of pipeline, tensor and expert ranks."""
         return f"{self.prefix}optimizer.distributed.dp_group_idx_{self.part.megatron.data_parallel_group_idx}"
 
 
-def _read_range(source: _Source, where: BucketRange, owned: OwnedParameter) -> LoadedParameter:
-    """Of `dp_reshardable`: the range itself, out of megatron's bucket."""
-    key = f"{source.group_key}.gbuf_idx_{where.buffer}.dtype_{where.dtype}.bucket_idx_{where.bucket}"
+def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParameter) -> LoadedParameter:
+    """Reads an owned range from megatron's bucket, as `dp_reshardable` stores it."""
+    key = f"{chained.group_key}.gbuf_idx_{where.buffer}.dtype_{where.dtype}.bucket_idx_{where.bucket}"
     tensors = {}
     for kind in KINDS:
         tensors[kind] = torch.empty(owned.stop - owned.start, dtype=_dtype_of(owned, kind))
         try:
-            source.files.read(WantedPart(f"{key}.{kind}", (where.numel,), (where.start,), tensors[kind]))
+            chained.files.read(WantedPart(f"{key}.{kind}", (where.numel,), (where.start,), tensors[kind]))
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}. A {_DP_RESHARDABLE} optimizer state loads only under the tensor, pipeline and expert layout "
-                "and the bucket sizes it was saved with; the model alone, or fully_reshardable, loads under any"
+                "and the bucket sizes that it was saved with: use these, load the model alone, or save as "
+                f"{_FULLY_RESHARDABLE}"
             ) from None
     return LoadedParameter(owned, tensors)
 
 
 def _dtype_of(owned: OwnedParameter, kind: str) -> torch.dtype:
-    # `state` is a defaultdict: indexing it for a parameter without state would create one.
+    # `state` is a defaultdict: to index it for a parameter without state would create an empty state.
     there = owned.main if kind == PARAM else owned.part.inner.state.get(owned.main, {}).get(kind)
     return torch.float32 if there is None else there.dtype
 
 
-def _shared_by_group(trainer: Trainer, source: _Source) -> SavedPart:
-    """Of `dp_reshardable`: param groups and scaler are stored for each data-parallel group."""
-    if source.part.inner is None:
+def _shared_by_group(trainer: Trainer, chained: _ChainedState) -> SavedPart:
+    """Reads param groups and scaler, which `dp_reshardable` stores for each data-parallel group."""
+    if chained.part.inner is None:
         return SavedPart(None, 0, None)
-    key = source.group_key
-    optimizer = source.files.read_object(f"{key}.optimizer/shard_0_1")
-    scaler_keys = source.files.object_keys(f"{key}.grad_scaler/")
-    scaler = source.files.read_object(scaler_keys[0]) if scaler_keys else None
-    return _loaded_part(trainer, source.files, [{"optimizer": optimizer, "grad_scaler": scaler}])
+    key = chained.group_key
+    optimizer = chained.files.read_object(f"{key}.optimizer/shard_0_1")
+    scaler_keys = chained.files.object_keys(f"{key}.grad_scaler/")
+    scaler = chained.files.read_object(scaler_keys[0]) if scaler_keys else None
+    return _loaded_part(trainer, chained.files, [{"optimizer": optimizer, "grad_scaler": scaler}])
 
 
 def _shared_by_all(
     trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]], part: OptimizerPart
 ) -> SavedPart:
-    """Of `fully_reshardable`: param groups and scaler are rank 0's, of chained parts that may be others here."""
+    """Reads param groups and scaler, which `fully_reshardable` stores once, and selects those of `part`."""
     if part.inner is None:
         return SavedPart(None, 0, None)
     loaded = _loaded_part(trainer, files, saved)
@@ -323,7 +330,11 @@ def _shared_by_all(
 
 
 def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """A part has experts' groups or the others. megatron sets experts apart only under expert parallelism."""
+    """Selects the saved groups of a part, which has either the experts' groups or all others.
+
+    megatron separates the experts' groups only under expert parallelism. Groups saved without that separation serve
+    both kinds of part.
+    """
     field = "is_expert_parallel"
     wanted = any(group.get(field) for group in part.param_groups)
     return [group for group in saved if bool(group.get(field)) == wanted] or [{**g, field: wanted} for g in saved]
@@ -332,10 +343,15 @@ def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequ
 def _loaded_part(trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> SavedPart:
     groups = [group for state in saved for group in (state.get("optimizer") or {}).get("param_groups", ())]
     if not groups:
-        raise CheckpointMismatchError(f"{files.path}: has no param groups of the optimizer")
+        raise CheckpointMismatchError(
+            f"{files.path}: has no param groups of the optimizer: leave 'optimizer' out of load_contents"
+        )
     steps = {group["step"] for group in groups if group.get("step") is not None}
     if len(steps) > 1:
-        raise CheckpointMismatchError(f"{files.path}: param groups have done different numbers of steps: {steps}")
+        raise CheckpointMismatchError(
+            f"{files.path}: the param groups have different step counts ({steps}), but megatron steps all groups "
+            "together: leave 'optimizer' out of load_contents"
+        )
     step = steps.pop() if steps else step_missing(trainer, str(files.path))
     fields = [{key: value for key, value in group.items() if key not in ("step", "params")} for group in groups]
     scalers = [state["grad_scaler"] for state in saved if state.get("grad_scaler")]
@@ -346,7 +362,7 @@ def _loaded_part(trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mappin
 
 
 def _read_rng(trainer: Trainer, files: TorchDistFiles) -> dict[str, Any]:
-    """This rank's, stored by pipeline and tensor rank, and by data-parallel rank too where experts are parallel."""
+    """Reads this rank's random states, stored by pipeline and tensor rank, under expert parallelism by replica too."""
     at, sizes = trainer.coordinates, trainer.topology
     replica = at.dp * sizes.cp + at.cp
     by_replica = f"{at.pp}.{at.tp}.{replica}_{sizes.pp}.{sizes.tp}.{sizes.dp * sizes.cp}"
@@ -355,11 +371,12 @@ def _read_rng(trainer: Trainer, files: TorchDistFiles) -> dict[str, Any]:
     key = next((name for name in names if name in there), None)
     if key is None:
         raise CheckpointMismatchError(
-            f"{files.path}: random states: wanted {names[0]}, found {there[:4] or 'none'}: they load only under the "
-            "tensor and pipeline sizes they were saved with. Leave 'extra' out of load_contents for fresh ones"
+            f"{files.path}: random states: wanted {names[0]}, found {there[:4] or 'none'}: random states load only "
+            "under the tensor and pipeline sizes that they were saved with. Leave 'extra' out of load_contents to "
+            "start with fresh ones"
         )
     states = files.read_object(key)
     if isinstance(states, (list, tuple)):
-        # Of one entry, unless data-parallel ranks were seeded apart (data_parallel_random_init).
+        # The list has one entry, unless data_parallel_random_init gave each data-parallel rank its own seed.
         states = states[at.dp if len(states) > 1 else 0] if states else None
     return rng_from_megatron(states, f"{files.path}: {key}")

@@ -1,7 +1,7 @@
-"""Per-rank folders of verl up to 0.4: megatron's model files, `save_parameter_state`, random states, scheduler.
+"""Loads the per-rank folders that verl up to 0.4 wrote: model, optimizer state, random states and scheduler.
 
-They are read where they are, without verl and without megatron's own `load_parameter_state` (0.16.1), which wants Gloo
-groups and state that is already there, and scatters what each rank can read by itself.
+The files are read without verl and without megatron's `load_parameter_state` (0.16.1). That function needs Gloo groups
+and an optimizer that already has state, and it scatters data that each rank can read by itself.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Writers:
-    """Who wrote what, if the layout was this one.
+    """The ranks and folders that hold this rank's state, if the checkpoint was saved under the present layout.
 
-    `dense`, `experts`: whose files have this rank's optimizer state: the first of each data-parallel group.
-    `rank_dirs`: the folders of all ranks' models.
+    Attributes:
+        dense: the place of the rank whose file has this rank's dense optimizer state: its data-parallel group's first.
+        experts: the same for the experts' optimizer state.
+        rank_dirs: the names of all ranks' model folders.
     """
 
     dense: Place
@@ -57,13 +59,14 @@ class _Writers:
 
 
 def load_verl_ranks(trainer: Trainer, path: Path) -> ForeignLoad:
-    """Loads such a folder. Every rank calls it.
+    """Loads a folder of per-rank files. Every rank calls it.
 
-    The step is that of the folder's name (`global_step_12/actor`), or 0.
+    The step is the number in the folder's name (`global_step_12/actor`), or 0.
 
     Raises:
-        CheckpointMismatchError: it was saved under another layout, or lacks what is asked for; nothing has changed.
-        CheckpointCorruptError: a file is missing, damaged, or holds anything but data; nothing has changed.
+        CheckpointMismatchError: the checkpoint was saved under another layout, or lacks contents that are to be loaded;
+            nothing has changed.
+        CheckpointCorruptError: a file is missing, is damaged, or holds anything but data; nothing has changed.
     """
     writers = _writers(trainer)
     return load_together(trainer, path, lambda: _read(trainer, path, writers), lambda _: {})
@@ -78,9 +81,9 @@ def _writers(trainer: Trainer) -> _Writers:
         "place": list(trainer.coordinates.place),
         "rank_dir": _rank_dir(trainer.coordinates, trainer.topology),
     }
-    told = decide(trainer.agreement, "who is where", lambda: own, combine)
-    dense, experts = (told["places"][ranks[0]] for ranks in (trainer.replicas.dense, trainer.replicas.experts))
-    return _Writers(tuple(dense), tuple(experts), frozenset(told["rank_dirs"]))
+    ranks = decide(trainer.agreement, "finding the ranks that wrote each file", lambda: own, combine)
+    dense, experts = (ranks["places"][group[0]] for group in (trainer.replicas.dense, trainer.replicas.experts))
+    return _Writers(tuple(dense), tuple(experts), frozenset(ranks["rank_dirs"]))
 
 
 def _read(trainer: Trainer, path: Path, writers: _Writers) -> ForeignState:
@@ -106,7 +109,7 @@ def _read(trainer: Trainer, path: Path, writers: _Writers) -> ForeignState:
 
 
 def _rank_dir(at: RankCoordinates, topology: Topology) -> str:
-    """As megatron's `get_checkpoint_name` has it: the pipeline and expert ranks only where there are several."""
+    """The folder name that megatron's `get_checkpoint_name` gives a rank: it omits pp and ep if their size is 1."""
     name = f"mp_rank_{at.tp:02d}"
     name += f"_{at.pp:03d}" if topology.pp > 1 else ""
     return name + (f"_{at.ep:03d}" if topology.ep > 1 else "")
@@ -119,8 +122,8 @@ def _check_ranks(topology: Topology, path: Path, expected: frozenset[str]) -> No
     raise CheckpointMismatchError(
         f"{path / 'model'}: was saved on {_describe(list(found.values()))}, this is tp={topology.tp}, "
         f"pp={topology.pp}, ep={topology.ep}: missing {sorted(expected - set(found))[:4]}, not wanted "
-        f"{sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl load only under the layout they were saved "
-        "with: use it, save with this package, and load that"
+        f"{sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl load only under the layout that they were "
+        "saved with: load it there, save it with mcore_ckpt, and load that checkpoint here"
     )
 
 
@@ -140,8 +143,8 @@ def _read_model(trainer: Trainer, path: Path) -> Iterator[LoadedModelTensor]:
     saved = saved if isinstance(saved, (list, tuple)) else [saved]
     if len(saved) != len(trainer.chunks):
         raise CheckpointMismatchError(
-            f"{file}: was saved under vpp={len(saved)} (so many virtual chunks are in it), this is "
-            f"vpp={len(trainer.chunks)}: use the layout it was saved with"
+            f"{file}: has {len(saved)} virtual chunks (vpp={len(saved)}), but the model has "
+            f"vpp={len(trainer.chunks)}: use the layout that the checkpoint was saved with"
         )
     for number, (chunk, tensors) in enumerate(zip(trainer.chunks, saved, strict=True)):
         yield from _read_chunk(f"{file}: chunk {number}", unwrap(chunk), tensors)
@@ -150,7 +153,7 @@ def _read_model(trainer: Trainer, path: Path) -> Iterator[LoadedModelTensor]:
 def _read_chunk(where: str, module: torch.nn.Module, saved: Any) -> Iterator[LoadedModelTensor]:
     if not isinstance(saved, Mapping):
         raise CheckpointMismatchError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
-    # Wrappers that hand on their state dict unchanged (DDP, Float16Module) did not always do so.
+    # Older versions of DDP and Float16Module added their prefix to the state dict of the module that they wrap.
     found = {_bare(name): value for name, value in saved.items() if isinstance(value, torch.Tensor)}
     found = {name: value for name, value in found.items() if _is_stored(name)}
     wanted = {
@@ -171,7 +174,7 @@ def _bare(name: str) -> str:
 
 
 def _is_stored(name: str) -> bool:
-    # Of transformer-engine, and of use with FP8 only, which is refused. It holds a pickle.
+    # transformer-engine's _extra_state holds a pickle, and only FP8, which is refused, needs it.
     return not name.endswith("_extra_state")
 
 
@@ -205,25 +208,28 @@ def _is_of_experts(part: OptimizerPart) -> bool:
 
 
 def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
-    """Of one chained optimizer: a file of several is a list, with None for those whose first rank was another."""
+    """Reads the buffers of one chained optimizer from the file.
+
+    A file of several chained optimizers is a list. It has None for the optimizers that another rank has written.
+    """
     if not file.is_file():
         raise CheckpointMismatchError(
-            f"{file}: missing. verl wrote the state of a data-parallel group to its first rank's file only, and in "
-            "some versions not that of the experts of every expert-parallel rank: such a state is lost. Leave "
-            "'optimizer' out of load_contents"
+            f"{file}: is missing. verl wrote the optimizer state of a data-parallel group to the file of its first "
+            "rank only; some versions did not write the experts' state of every expert-parallel rank, and that state "
+            "is lost. Leave 'optimizer' out of load_contents"
         )
     saved = load_safely(file, str(file), mmap=True)
     chained = saved if isinstance(saved, (list, tuple)) else [saved]
     if len(chained) != parts or not isinstance(chained[number], Mapping):
         raise CheckpointMismatchError(
-            f"{file}: wanted the state of {parts} chained optimizers, number {number} of them among it, found "
-            f"{[type(state).__name__ for state in chained]}: use the same layout and the same experts"
+            f"{file}: wanted the states of {parts} chained optimizers, and a dict at position {number}, found "
+            f"{[type(state).__name__ for state in chained]}: use the layout and the experts that it was saved with"
         )
     buffers: Mapping[Any, Any] = chained[number]
     if not buffers.get("buckets_coalesced"):
         raise CheckpointMismatchError(
-            f"{file}: is in the format that megatron wrote before February 2024, which is not supported: load and save "
-            "it with a newer megatron first"
+            f"{file}: is in the format that megatron wrote before February 2024, which is not supported: load it with "
+            "a newer megatron and save it again"
         )
     return buffers
 
@@ -235,8 +241,8 @@ def _read_parameter(
     if not isinstance(tensors, Mapping) or any(not isinstance(tensors.get(kind), torch.Tensor) for kind in KINDS):
         raise CheckpointMismatchError(
             f"{file}: optimizer state of {owned.name}: wanted buffer {where.buffer} of {where.dtype}, found "
-            f"{[(key, list(value)) for key, value in buffers.items() if isinstance(value, Mapping)]}: use the same "
-            "dtypes"
+            f"{[(key, list(value)) for key, value in buffers.items() if isinstance(value, Mapping)]}: use the dtypes "
+            "that it was saved with"
         )
     wanted = part.megatron.buffers[where.buffer].numel_unpadded
     first = where.before + where.start
@@ -246,7 +252,7 @@ def _read_parameter(
         if tensors[kind].shape != (wanted,):
             raise CheckpointMismatchError(
                 f"{file}: optimizer state of {owned.name}: {kind}: wanted a buffer of {wanted} elements, found "
-                f"{list(tensors[kind].shape)}: another model, layout or bucket size"
+                f"{list(tensors[kind].shape)}: use the model, the layout and the bucket size that it was saved with"
             )
         result[kind] = tensors[kind][first:last]
     return LoadedParameter(owned, result)
@@ -258,7 +264,7 @@ def _read_parameter(
 def _read_scheduler(path: Path) -> dict[str, Any] | None:
     file = path / _SCHEDULER_FILE
     if not file.is_file():
-        return None  # the check says what is missing, if there is a scheduler to load it into
+        return None  # check_scheduler refuses this if the trainer has a scheduler
     state = load_safely(file, str(file))
     if not isinstance(state, dict):
         raise CheckpointMismatchError(f"{file}: wanted the state of an LR scheduler, found a {type(state).__name__}")
@@ -269,11 +275,11 @@ def _read_rng(trainer: Trainer, path: Path) -> dict[str, Any]:
     file = path / file_names.rng_file(*trainer.coordinates.place)
     if not file.is_file():
         raise CheckpointMismatchError(
-            f"{file}: missing: this rank's random states were not saved (another data-parallel size?). Leave 'extra' "
-            "out of load_contents to go on with fresh ones"
+            f"{file}: is missing: this rank's random states were not saved (was the data-parallel size another one?). "
+            "Leave 'extra' out of load_contents to start with fresh ones"
         )
     states = load_safely(file, str(file))
     if isinstance(states, (list, tuple)):
-        # Of one entry, unless data-parallel ranks were seeded apart (data_parallel_random_init).
+        # The list has one entry, unless data_parallel_random_init gave each data-parallel rank its own seed.
         states = states[trainer.coordinates.dp if len(states) > 1 else 0] if states else None
     return rng_from_megatron(states, str(file))
