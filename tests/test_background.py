@@ -114,7 +114,7 @@ def test_deleting_old_steps_does_not_hold_up_the_trainer_and_the_next_save_waits
     background.run(handle_of(save))
     assert save.deleting.wait(LONG_S), "the trainer is here while the old steps are still being deleted"
     assert not background.busy
-    settling = threading.Thread(target=background.settle, daemon=True)
+    settling = threading.Thread(target=background.wait_until_idle, daemon=True)
     settling.start()
     assert settling.is_alive()
     save.may_delete.set()
@@ -202,11 +202,11 @@ def test_settle_waits_for_the_save_and_for_what_follows_it() -> None:
     assert save.begun.wait(LONG_S)
     settled = threading.Event()
 
-    def reconcile() -> None:
+    def wait() -> None:
         background.wait_until_idle()
         settled.set()
 
-    thread = threading.Thread(target=settle, daemon=True)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     assert not settled.is_set()
     save.may_end.set()

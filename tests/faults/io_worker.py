@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
 from checkpoints import SMALL_KNOBS, checkpoints, remains, save_together
 
 from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import tracker
 
@@ -92,7 +93,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    vars(knobs).update(SMALL_KNOBS)
+    vars(tuning).update(SMALL_KNOBS)
     for line in sys.stdin:
         told = run(Job(**json.loads(line)))
         sys.stdout.write(json.dumps(told) + "\n")

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from checkpoints import SMALL_KNOBS, save_together
 
+from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
 
 WORLD = 2
@@ -56,7 +57,7 @@ def test_ranks_with_a_disk_of_their_own(
     apart: int, step_is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SMALL_KNOBS.items():
-        monkeypatch.setattr(knobs, name, value)
+        monkeypatch.setattr(tuning, name, value)
     root, results = tmp_path / "root", tmp_path / "results"
     for folder in (root, results):
         folder.mkdir()

@@ -17,7 +17,7 @@ from tiny_models import make_hf_folder, read_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import DTensorPlacement, Partial
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
@@ -290,7 +290,7 @@ class Hostile:
 # -- tensors in other forms --------------------------------------------------------------------------------
 
 
-def pickled(local: torch.Tensor, shape: tuple[int, ...], ranks: Any, *placements: DTensorPlacement) -> Hostile:
+def pickled(local: torch.Tensor, shape: tuple[int, ...], ranks: Any, *placements: Placement) -> Hostile:
     """A DTensor as torch up to 2.8 pickled it: its mesh was a tensor of ranks."""
     mesh = object.__new__(DeviceMesh)
     mesh.__dict__.update(device_type="cpu", mesh=torch.tensor(ranks, dtype=torch.int), mesh_dim_names=("fsdp",))

@@ -196,10 +196,10 @@ def test_if_one_rank_fails_all_do(saved: Path, tmp_path: Path, monkeypatch: pyte
     def write(plan: Any, numbers: Any, *rest: Any, **options: Any) -> Any:
         if 0 in numbers:
             raise OSError(errno.ENOSPC, "no space", "the third file")
-        return writing.write_files(plan, numbers, *rest, **options)
+        return writing.write_weights(plan, numbers, *rest, **options)
 
     request = MergeRequest(saved, tmp_path / "out" / "merged")
-    monkeypatch.setattr(merging, "write_files", write)
+    monkeypatch.setattr(merging, "write_weights", write)
     ends = on_ranks(3, lambda agreement: merge(request, agreement=agreement))
     for error in ends:
         assert isinstance(error, CheckpointError)
@@ -406,7 +406,7 @@ def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # -- killed ------------------------------------------------------------------------------------------------
 
 KILLED_AT = {
-    "before the first file": "writing.write_files = merging.write_files = lambda *rest, **options: die()",
+    "before the first file": "writing.write_weights = merging.write_weights = lambda *rest, **options: die()",
     "in the middle of a file": "tuning.STREAM_BYTES = 8192; refuse = writing._refuse_nan; writing._refuse_nan = "
     "lambda placed: die() if placed.part.start > 50000 else refuse(placed)",
     "before the config": "merging.write_config = lambda *rest: die()",
@@ -449,9 +449,9 @@ def test_another_run_that_lives_keeps_its_folder(saved: Path, tmp_path: Path, mo
         if not inner:
             inner.append("begun")
             merge(MergeRequest(saved, tmp_path / "merged"))
-        return writing.write_files(plan, *rest, **options)
+        return writing.write_weights(plan, *rest, **options)
 
-    monkeypatch.setattr(merging, "write_files", write)
+    monkeypatch.setattr(merging, "write_weights", write)
     with pytest.raises(CheckpointError, match="could not be put in place"):
         merge(MergeRequest(saved, tmp_path / "merged"))
     assert os.listdir(tmp_path) == ["merged"]

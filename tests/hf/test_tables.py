@@ -20,15 +20,16 @@ from mcore_ckpt.models import (
     Row,
     Table,
     known_architectures,
-    model_shards,
+    model_from_config,
     read_config,
+    reconcile,
     register_architecture,
     to_mcore_config,
 )
-from mcore_ckpt.models.architecture import _architectures
 from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
 from mcore_ckpt.models.config_rules import DENSE
 from mcore_ckpt.models.mapping import check_names, hf_tensors, hf_tensors_in
+from mcore_ckpt.models.registry import _architectures
 from mcore_ckpt.models.rope_rules import ROPE
 
 
@@ -40,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip_is_exact_and_covers_every_element_once(folders: dict[str, Path], name: str) -> None:
-    model, stored = model_shards(read_config(folders[name])), load_file(folders[name] / "model.safetensors")
+    model, stored = model_from_config(read_config(folders[name])), load_file(folders[name] / "model.safetensors")
     shapes = {tensor.name: tensor.shape for tensor in hf_tensors(model)}
     assert shapes == {key: tuple(tensor.shape) for key, tensor in stored.items()}
     back = to_hf(model, to_mcore(model, stored))
@@ -51,7 +52,7 @@ def test_round_trip_is_exact_and_covers_every_element_once(folders: dict[str, Pa
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "qwen3_next"])
 def test_experts_as_transformers_5_stacks_them_are_the_same(folders: dict[str, Path], name: str) -> None:
-    model = model_shards(read_config(folders[name]))
+    model = model_from_config(read_config(folders[name]))
     stored = load_file(folders[name] / "model.safetensors")
     stacked = make_hf_model(name, dtype="bfloat16").state_dict()
     assert stacked.keys() != stored.keys()
@@ -72,7 +73,7 @@ def test_every_architecture_has_a_tiny_model_or_is_refused(folders: dict[str, Pa
 
 @pytest.mark.parametrize("name", ["qwen2", "deepseek_v3-mtp", "gpt_oss"])
 def test_a_missing_and_an_unknown_tensor_are_named(folders: dict[str, Path], name: str) -> None:
-    model = model_shards(read_config(folders[name]))
+    model = model_from_config(read_config(folders[name]))
     names = [tensor.name for tensor in hf_tensors(model)]
     lost = "model.layers.1.self_attn.o_proj.weight"
     less = [each for each in names if each != lost]
@@ -81,16 +82,16 @@ def test_a_missing_and_an_unknown_tensor_are_named(folders: dict[str, Path], nam
     more = [*names, "model.layers.0.self_attn.rotary_emb.inv_freq", "model.odd.weight"]
     with pytest.raises(CheckpointMismatchError, match=r"unknown tensors: model\.odd\.weight$"):
         check_names(model, hf_tensors_in(model, more), more, "here")
-    listed = model_shards(model.config, ignored=(r"model\.odd\..*",))
+    listed = model_from_config(model.config, ignored=(r"model\.odd\..*",))
     check_names(listed, hf_tensors_in(listed, more), more, "here")
 
 
 def test_unknown_model_types_and_quantized_weights_are_refused(folders: dict[str, Path]) -> None:
     config = read_config(folders["gpt_oss"])
     with pytest.raises(UnsupportedError, match=r"quantization_config is 'mxfp4': .* dequantize them first"):
-        model_shards({**config, "quantization_config": {"quant_method": "mxfp4"}})
+        model_from_config({**config, "quantization_config": {"quant_method": "mxfp4"}})
     with pytest.raises(UnsupportedError, match="model_type 'bert' is not known: there are tables for deepseek_v3, "):
-        model_shards({**config, "model_type": "bert"})
+        model_from_config({**config, "model_type": "bert"})
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_fields_that_hold_something_else_are_refused(
     folders: dict[str, Path], name: str, fields: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"config.json: .*{words}"):
-        to_mcore_config(model_shards({**read_config(folders[name]), **fields}))
+        to_mcore_config(model_from_config({**read_config(folders[name]), **fields}))
 
 
 # --- What is settled from config and data
@@ -128,7 +129,7 @@ def mcore_shapes(model: HfModel) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_folder_says_of_itself_is_settled_as_it_says(folders: dict[str, Path], name: str) -> None:
-    model = model_shards(read_config(folders[name]))
+    model = model_from_config(read_config(folders[name]))
     for tensors in (shapes_of(model), mcore_shapes(model)):
         settled = reconcile(model, tensors)
         assert (settled.is_tied, settled.is_value) == (name.endswith("-tied"), name.endswith("-value"))
@@ -136,7 +137,7 @@ def test_what_a_folder_says_of_itself_is_settled_as_it_says(folders: dict[str, P
 
 
 def test_multi_token_prediction_that_is_not_there_is_left_out(folders: dict[str, Path]) -> None:
-    model = model_shards({**read_config(folders["deepseek_v3"]), "num_nextn_predict_layers": 1})
+    model = model_from_config({**read_config(folders["deepseek_v3"]), "num_nextn_predict_layers": 1})
     without = reconcile(model, {name: s for name, s in shapes_of(model).items() if "layers.4." not in name})
     assert without.mtp_layers == ()
     assert to_mcore_config(without).transformer["mtp_num_layers"] is None
@@ -145,7 +146,9 @@ def test_multi_token_prediction_that_is_not_there_is_left_out(folders: dict[str,
 
 @pytest.mark.parametrize("shapes", [shapes_of, mcore_shapes])
 def test_contradictions_are_errors(folders: dict[str, Path], shapes: Any) -> None:
-    plain, tied, value = (model_shards(read_config(folders[name])) for name in ("llama", "llama-tied", "llama-value"))
+    plain, tied, value = (
+        model_from_config(read_config(folders[name])) for name in ("llama", "llama-tied", "llama-value")
+    )
     refused: list[tuple[HfModel, Mapping[str, tuple[int, ...]], dict[str, bool], str]] = [
         (plain, shapes(tied), {}, "tie_word_embeddings is False, but the tensors have no head"),
         (tied, shapes(plain), {}, "tie_word_embeddings is True, but the tensors have a head"),
@@ -166,8 +169,8 @@ def test_contradictions_are_errors(folders: dict[str, Path], shapes: Any) -> Non
 
 
 def test_a_copy_of_the_embedding_can_be_listed(folders: dict[str, Path]) -> None:
-    plain = model_shards(read_config(folders["llama"]))
-    tied = model_shards(read_config(folders["llama-tied"]), ignored=(r"lm_head\.weight",))
+    plain = model_from_config(read_config(folders["llama"]))
+    tied = model_from_config(read_config(folders["llama-tied"]), ignored=(r"lm_head\.weight",))
     assert reconcile(tied, shapes_of(plain)).is_tied
 
 
@@ -176,7 +179,7 @@ def test_a_copy_of_the_embedding_can_be_listed(folders: dict[str, Path]) -> None
 
 def test_an_architecture_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     known_architectures()
-    monkeypatch.setattr("mcore_ckpt.models.architecture._architectures", dict(_architectures))
+    monkeypatch.setattr("mcore_ckpt.models.registry._architectures", dict(_architectures))
     mlp = (
         Row("mlp.linear_fc1.weight", {"ff.w1.weight": "ffn hidden", "ff.w3.weight": "ffn hidden"}),
         Row("mlp.linear_fc2.weight", {"ff.w2.weight": "hidden ffn"}),
@@ -201,7 +204,7 @@ def test_an_architecture_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 16,
     }
-    model = model_shards(config)
+    model = model_from_config(config)
     tensors = {tensor.name: torch.randn(tensor.shape) for tensor in hf_tensors(model)}
     assert "model.layers.0.ff.w3.weight" in tensors
     there = to_mcore(model, tensors)

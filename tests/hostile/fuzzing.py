@@ -341,7 +341,7 @@ def foreign_pickle(sample: Sample) -> Case:
     return case
 
 
-def tracker(sample: Sample) -> Case:
+def damaged_tracker(sample: Sample) -> Case:
     def case(rng: Rng) -> Callable[[], None]:
         (sample.root / file_names.TRACKER_FILE).write_bytes(damage(rng.choice((b"7", b"123456", b"7\n")), rng))
 
@@ -554,7 +554,7 @@ TARGETS: dict[str, Callable[[Sample], Case]] = {
     "small file": small_file,
     "small pickle": small_pickle,
     "foreign pickle": foreign_pickle,
-    "tracker": tracker,
+    "tracker": damaged_tracker,
     "owner": owner,
     "config.json": hf_config,
     "safetensors": safetensors,

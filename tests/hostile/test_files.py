@@ -26,11 +26,13 @@ from mcore_ckpt.formats.pickles import load_safely
 from mcore_ckpt.formats.pt_files import read_pt
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.io.store import Remote
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.store import Store
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.steps import commit, retention, tracker
+from mcore_ckpt.steps import commit, pins, retention, tracker
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
 
@@ -299,9 +301,9 @@ def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_p
         lock.take(0)  # as a save does first
         sample = Sample.make(tmp_path / "deep" / "root")
         tracker.update_tracker(sample.root)
-        retention.pin(sample.root, steps.complete_steps(sample.root)[0].step)
+        pins.pin(sample.root, steps.complete_steps(sample.root)[0].step)
         uploads = UploadQueue(
-            Remote(f"file://{tmp_path}/deep/remote"), sample.root, "actor", retention.PreservationPolicy()
+            RemoteSteps(Store(f"file://{tmp_path}/deep/remote")), sample.root, "actor", retention.PreservationPolicy()
         )
         assert uploads.committed(steps.complete_steps(sample.root)[0].step).wait(60)
         assert uploads.wait(60)

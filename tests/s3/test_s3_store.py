@@ -17,8 +17,9 @@ from remote_store import LONG_S, role_dir, save, upload, version_at, versions
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.io import tuning
-from mcore_ckpt.io.store import Remote
+from mcore_ckpt.io import retries, tuning
+from mcore_ckpt.io.store import Store
+from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.upload_queue import UploadQueue
 
@@ -39,19 +40,19 @@ def proxy(server: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def direct(server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+def direct(server: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteSteps:
     """A way to the store past the proxy; and the bucket."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server[0]}:{server[1]}")
-    remote = Remote(f"s3://{BUCKET}/{tmp_path.name}/run")
-    if not remote.fs.exists(BUCKET):
-        remote.fs.mkdir(BUCKET)
+    remote = RemoteSteps(Store(f"s3://{BUCKET}/{tmp_path.name}/run"))
+    if not remote.store.fs.exists(BUCKET):
+        remote.store.fs.mkdir(BUCKET)
     return remote
 
 
 @pytest.fixture
-def remote(proxy: Proxy, direct: Remote, monkeypatch: pytest.MonkeyPatch) -> Remote:
+def remote(proxy: Proxy, direct: RemoteSteps, monkeypatch: pytest.MonkeyPatch) -> RemoteSteps:
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-    return Remote(direct.url)
+    return RemoteSteps(Store(direct.store.url))
 
 
 @pytest.fixture
@@ -59,11 +60,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "local"
 
 
-def uploads_of(remote: Remote, root: Path, keep: int | None = None) -> UploadQueue:
+def uploads_of(remote: RemoteSteps, root: Path, keep: int | None = None) -> UploadQueue:
     return UploadQueue(remote, root, "actor", PreservationPolicy(keep))
 
 
-def test_steps_arrive_are_replaced_and_pruned(remote: Remote, root: Path) -> None:
+def test_steps_arrive_are_replaced_and_pruned(remote: RemoteSteps, root: Path) -> None:
     uploads = uploads_of(remote, root, keep=2)
     for step, version in ((1, 1), (2, 2), (3, 3), (3, 33)):
         save(root, step, version)
@@ -71,11 +72,11 @@ def test_steps_arrive_are_replaced_and_pruned(remote: Remote, root: Path) -> Non
         assert told.done, told.exception
     assert versions(remote) == {2: 2, 3: 33}
     assert remote.read_tracker() == 3
-    assert not [name for name in remote.sizes("") if name.startswith("global_steps_1/")]
+    assert not [name for name in remote.store.sizes("") if name.startswith("global_steps_1/")]
 
 
 def test_what_the_store_says_of_a_file_is_believed_and_nothing_is_read_back(
-    proxy: Proxy, remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a file that goes in several parts."""
     monkeypatch.setattr(tuning, "UPLOAD_PART_BYTES", 5 << 20)
@@ -90,7 +91,7 @@ def test_what_the_store_says_of_a_file_is_believed_and_nothing_is_read_back(
     assert versions(remote) == {1: 1}
 
 
-def test_bytes_that_change_on_their_way_are_sent_again(proxy: Proxy, remote: Remote, root: Path) -> None:
+def test_bytes_that_change_on_their_way_are_sent_again(proxy: Proxy, remote: RemoteSteps, root: Path) -> None:
     save(root, 1, version=1)
     changed: list[str] = []
 
@@ -108,7 +109,7 @@ def test_bytes_that_change_on_their_way_are_sent_again(proxy: Proxy, remote: Rem
     assert versions(remote) == {1: 1}
 
 
-def test_requests_that_fail_now_and_then(proxy: Proxy, remote: Remote, root: Path) -> None:
+def test_requests_that_fail_now_and_then(proxy: Proxy, remote: RemoteSteps, root: Path) -> None:
     chance = random.Random(SEED)
     proxy.start_counting(lambda *_: chance.choice(["drop", "lose", "500"]) if chance.random() < 0.08 else "pass")
     uploads = uploads_of(remote, root, keep=2)
@@ -120,7 +121,7 @@ def test_requests_that_fail_now_and_then(proxy: Proxy, remote: Remote, root: Pat
 
 
 def test_an_outage_is_over_when_it_is_over(
-    proxy: Proxy, remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "REMOTE_TRIES", 2)
     uploads = uploads_of(remote, root)
@@ -136,7 +137,7 @@ def test_an_outage_is_over_when_it_is_over(
 
 
 def test_only_what_is_wanted_is_fetched(
-    proxy: Proxy, remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(checkpoints.SHAPES, "embedding.weight", (1031, 3001))
     save(root, 1, version=1)
@@ -155,13 +156,13 @@ def test_only_what_is_wanted_is_fetched(
     assert fetched < 2.1 * (1 << 20)
 
 
-def killed_uploading(remote: Remote, root: Path, step: int) -> int:
+def killed_uploading(remote: RemoteSteps, root: Path, step: int) -> int:
     """UploadQueue in a process of its own; its exit status, negative if it was killed."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         try:
-            fresh = Remote(remote.url)
+            fresh = RemoteSteps(Store(remote.store.url))
             ok = upload(uploads_of(fresh, root, keep=1), step).done
             os._exit(0 if ok else 1)
         finally:
@@ -174,7 +175,7 @@ _CHILD = [0]
 
 
 def test_a_process_killed_at_any_request_leaves_a_newest_step_that_loads(
-    proxy: Proxy, direct: Remote, remote: Remote, root: Path
+    proxy: Proxy, direct: RemoteSteps, remote: RemoteSteps, root: Path
 ) -> None:
     """SIGKILL at each request of an upload with retention, and then at some of the only step there is, saved again.
 
@@ -224,10 +225,10 @@ class Kill:
 
 
 def test_a_missing_bucket_is_told_and_training_goes_on(
-    direct: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+    direct: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "REMOTE_TRIES", 2)
-    remote = Remote("s3://no-such-bucket/x")
+    remote = RemoteSteps(Store("s3://no-such-bucket/x"))
     save(root, 1, version=1)
     uploads = uploads_of(remote, root)
     told = uploads.committed(1)
@@ -236,7 +237,7 @@ def test_a_missing_bucket_is_told_and_training_goes_on(
     assert "no-such-bucket" in str(told.exception)
 
 
-def test_errors_and_addresses(direct: Remote) -> None:
-    assert isinstance(direct.fs, s3fs.S3FileSystem)
+def test_errors_and_addresses(direct: RemoteSteps) -> None:
+    assert isinstance(direct.store.fs, s3fs.S3FileSystem)
     assert direct.steps() == []
     assert direct.read_tracker() is None

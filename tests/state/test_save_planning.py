@@ -16,7 +16,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.save.plan import SavePlan, SavePlanner
 from mcore_ckpt.state.model import model_shards
-from mcore_ckpt.state.trainer import Session
+from mcore_ckpt.state.trainer import Trainer
 
 
 class Tiny(torch.nn.Module):
@@ -56,7 +56,7 @@ class Tiny(torch.nn.Module):
         }
 
 
-class Trainer:
+class Training:
     def __init__(self) -> None:
         self.model = Tiny()
         self.adam = torch.optim.Adam(self.trained())
@@ -73,7 +73,7 @@ class Trainer:
         self.adam.step()
 
     def plan(self) -> SavePlan:
-        session: Any = Session(
+        trainer = Trainer(
             root=Path("unused"),
             role="actor",
             chunks=(self.model,),
@@ -90,21 +90,16 @@ class Trainer:
             num_layers=1,
             vocab_size=None,
             agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-            commits=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-            staging=SimpleNamespace(),  # type: ignore[arg-type]
-            lock=SimpleNamespace(),  # type: ignore[arg-type]
-            remote=None,
-            uploads=None,
         )
-        return self.planner.plan(session)
+        return self.planner.plan(trainer)
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return self.adam.state[parameter]
 
 
 @pytest.fixture
-def trainer() -> Trainer:
-    made = Trainer()
+def trainer() -> Training:
+    made = Training()
     made.step()
     return made
 
@@ -119,7 +114,7 @@ def planned(plan: SavePlan) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-def live(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:
+def live(trainer: Training) -> dict[tuple[str, str], torch.Tensor]:
     """What should be, found without the package under test."""
     model = trainer.model
     found = {(name, "model"): tensor for name, tensor in model.named_parameters()}
@@ -130,7 +125,7 @@ def live(trainer: Trainer) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-def assert_current(trainer: Trainer, plan: SavePlan) -> None:
+def assert_current(trainer: Training, plan: SavePlan) -> None:
     found, wanted = planned(plan), live(trainer)
     opaque = found.pop(("_extra_state", "opaque"), None)
     assert found.keys() == wanted.keys()
@@ -140,7 +135,7 @@ def assert_current(trainer: Trainer, plan: SavePlan) -> None:
     assert opaque is None or torch.equal(opaque, trainer.model.extra)  # type: ignore[arg-type]
 
 
-def test_a_plan_has_all_that_there_is(trainer: Trainer) -> None:
+def test_a_plan_has_all_that_there_is(trainer: Training) -> None:
     plan = trainer.plan()
     assert [file.request.kind for file in plan.files] == ["model", "optimizer"]
     assert_current(trainer, plan)
@@ -152,33 +147,33 @@ def test_a_plan_has_all_that_there_is(trainer: Trainer) -> None:
     assert aliases == {"weight", "inner.weight", "inner.bias"}
 
 
-def grow_nothing(trainer: Trainer) -> None: ...
+def grow_nothing(trainer: Training) -> None: ...
 
 
-def train(trainer: Trainer) -> None:
+def train(trainer: Training) -> None:
     trainer.step()
     trainer.model.counts += 1
 
 
-def new_data(trainer: Trainer) -> None:
+def new_data(trainer: Training) -> None:
     trainer.model.weight.data = torch.rand(3, 4)
 
 
-def new_extra(trainer: Trainer) -> None:
+def new_extra(trainer: Training) -> None:
     trainer.model.extra = torch.arange(7, dtype=torch.uint8) + 1
 
 
-def new_scratch(trainer: Trainer) -> None:
+def new_scratch(trainer: Training) -> None:
     trainer.model.scratch = torch.ones(9)
 
 
-def stray_state(trainer: Trainer) -> None:
+def stray_state(trainer: Training) -> None:
     """Of a parameter that is in no group any more."""
     trainer.adam.state[torch.nn.Parameter(torch.zeros(2))] = {"exp_avg": torch.zeros(2)}
 
 
 @pytest.mark.parametrize("change", [grow_nothing, train, new_data, new_extra, new_scratch, stray_state])
-def test_the_plan_holds_while_its_tensors_are_the_same(trainer: Trainer, change: Callable[[Trainer], None]) -> None:
+def test_the_plan_holds_while_its_tensors_are_the_same(trainer: Training, change: Callable[[Training], None]) -> None:
     first = trainer.plan()
     for _ in range(2):
         change(trainer)
@@ -187,7 +182,7 @@ def test_the_plan_holds_while_its_tensors_are_the_same(trainer: Trainer, change:
         assert_current(trainer, again)
 
 
-def new_parameter(trainer: Trainer) -> None:
+def new_parameter(trainer: Training) -> None:
     old = trainer.model.weight
     trainer.model.weight = torch.nn.Parameter(old.detach().clone())
     (group,) = trainer.adam.param_groups
@@ -195,67 +190,67 @@ def new_parameter(trainer: Trainer) -> None:
     trainer.adam.state[trainer.model.weight] = trainer.adam.state.pop(old)
 
 
-def new_frozen_parameter(trainer: Trainer) -> None:
+def new_frozen_parameter(trainer: Training) -> None:
     """Of which the optimizer knows nothing."""
     trainer.model.frozen = torch.nn.Parameter(torch.rand(2), requires_grad=False)
 
 
-def new_moment(trainer: Trainer) -> None:
+def new_moment(trainer: Training) -> None:
     state = trainer.state_of(trainer.model.weight)
     state["exp_avg"] = state["exp_avg"].clone()
 
 
-def moments_go(trainer: Trainer) -> None:
+def moments_go(trainer: Training) -> None:
     trainer.adam.state.clear()
 
 
-def a_moment_more(trainer: Trainer) -> None:
+def a_moment_more(trainer: Training) -> None:
     for parameter in trainer.trained():
         trainer.state_of(parameter)["max_exp_avg_sq"] = torch.zeros_like(parameter)
 
 
-def new_buffer(trainer: Trainer) -> None:
+def new_buffer(trainer: Training) -> None:
     trainer.model.counts = trainer.model.counts.clone()
 
 
-def first_buffer(trainer: Trainer) -> None:
+def first_buffer(trainer: Training) -> None:
     """Of a module that had none. In the middle of the model: megatron registers some when they are first needed."""
     trainer.model.inner.register_buffer("late", torch.zeros(3))
 
 
-def first_parameter(trainer: Trainer) -> None:
+def first_parameter(trainer: Training) -> None:
     trainer.model.bare.late = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
 
 
-def first_child(trainer: Trainer) -> None:
+def first_child(trainer: Training) -> None:
     trainer.model.bare.late = torch.nn.LayerNorm(3)
     for parameter in trainer.model.bare.late.parameters():
         parameter.requires_grad = False
 
 
-def other_dtype(trainer: Trainer) -> None:
+def other_dtype(trainer: Training) -> None:
     trainer.model.inner.weight.data = trainer.model.inner.weight.data.bfloat16()
 
 
-def other_shape(trainer: Trainer) -> None:
+def other_shape(trainer: Training) -> None:
     trainer.adam.state.clear()
     trainer.model.weight.data = torch.rand(4, 3)
 
 
-def same_bytes_of_another_shape(trainer: Trainer) -> None:
+def same_bytes_of_another_shape(trainer: Training) -> None:
     trainer.adam.state.clear()
     trainer.model.weight.data = trainer.model.weight.data.view(12)
 
 
-def longer_extra(trainer: Trainer) -> None:
+def longer_extra(trainer: Training) -> None:
     trainer.model.extra = torch.arange(30, dtype=torch.uint8)
 
 
-def no_extra(trainer: Trainer) -> None:
+def no_extra(trainer: Training) -> None:
     trainer.model.extra = torch.empty(0, dtype=torch.uint8)
 
 
-def new_module(trainer: Trainer) -> None:
+def new_module(trainer: Training) -> None:
     """The same parameter, under another name."""
     trainer.model.outer = trainer.model.inner
     del trainer.model.inner
@@ -281,7 +276,7 @@ def new_module(trainer: Trainer) -> None:
         new_module,
     ],
 )
-def test_the_plan_is_made_anew_when_something_is_another(trainer: Trainer, change: Callable[[Trainer], None]) -> None:
+def test_the_plan_is_made_anew_when_something_is_another(trainer: Training, change: Callable[[Training], None]) -> None:
     first = trainer.plan()
     change(trainer)
     again = trainer.plan()
@@ -291,7 +286,7 @@ def test_the_plan_is_made_anew_when_something_is_another(trainer: Trainer, chang
 
 
 def test_moments_that_appear_with_the_first_step_are_in_the_next_plan() -> None:
-    trainer = Trainer()
+    trainer = Training()
     assert_current(trainer, trainer.plan())
     trainer.step()
     plan = trainer.plan()
@@ -299,7 +294,7 @@ def test_moments_that_appear_with_the_first_step_are_in_the_next_plan() -> None:
     assert ("inner.weight", "exp_avg_sq") in planned(plan)
 
 
-def test_an_extra_state_that_appears_is_in_the_next_plan(trainer: Trainer) -> None:
+def test_an_extra_state_that_appears_is_in_the_next_plan(trainer: Training) -> None:
     """As a module's does that has none (None, not an empty one) until it is asked to compute in fp8."""
     trainer.model.extra = None
     assert_current(trainer, trainer.plan())
@@ -307,7 +302,7 @@ def test_an_extra_state_that_appears_is_in_the_next_plan(trainer: Trainer) -> No
     assert_current(trainer, trainer.plan())
 
 
-def test_a_plan_that_could_not_be_made_is_not_kept(trainer: Trainer) -> None:
+def test_a_plan_that_could_not_be_made_is_not_kept(trainer: Training) -> None:
     trainer.plan()
     state = trainer.state_of(trainer.model.weight)
     state["odd"] = "text"  # type: ignore[assignment]
@@ -318,7 +313,7 @@ def test_a_plan_that_could_not_be_made_is_not_kept(trainer: Trainer) -> None:
     assert_current(trainer, trainer.plan())
 
 
-def test_what_the_trainer_lets_go_is_gone(trainer: Trainer) -> None:
+def test_what_the_trainer_lets_go_is_gone(trainer: Training) -> None:
     """Between saves: an optimizer that is offloaded puts copies in the place of its moments, to free the GPU."""
     trainer.plan()
     old = weakref.ref(trainer.state_of(trainer.model.weight)["exp_avg"])
@@ -327,7 +322,7 @@ def test_what_the_trainer_lets_go_is_gone(trainer: Trainer) -> None:
     assert old() is None
 
 
-def test_what_load_state_dict_puts_in_place_is_saved(trainer: Trainer) -> None:
+def test_what_load_state_dict_puts_in_place_is_saved(trainer: Training) -> None:
     """torch puts a new `state` and new `param_groups` on the optimizer; the old ones live on, unchanged."""
     trainer.plan()
     trainer.adam.load_state_dict(copy.deepcopy(trainer.adam.state_dict()))
@@ -335,13 +330,13 @@ def test_what_load_state_dict_puts_in_place_is_saved(trainer: Trainer) -> None:
     assert_current(trainer, trainer.plan())
 
 
-def test_a_new_state_of_the_optimizer_is_saved(trainer: Trainer) -> None:
+def test_a_new_state_of_the_optimizer_is_saved(trainer: Training) -> None:
     trainer.plan()
     trainer.adam.state = {p: {k: v.clone() for k, v in s.items()} for p, s in trainer.adam.state.items()}  # type: ignore[assignment]
     assert_current(trainer, trainer.plan())
 
 
-def test_a_late_param_group_is_saved(trainer: Trainer) -> None:
+def test_a_late_param_group_is_saved(trainer: Training) -> None:
     trainer.plan()
     late = trainer.model.frozen
     late.requires_grad_(True)
@@ -350,7 +345,7 @@ def test_a_late_param_group_is_saved(trainer: Trainer) -> None:
     assert_current(trainer, trainer.plan())
 
 
-def test_moments_that_are_dropped_are_freed(trainer: Trainer) -> None:
+def test_moments_that_are_dropped_are_freed(trainer: Training) -> None:
     trainer.plan()
     old = weakref.ref(trainer.state_of(trainer.model.weight)["exp_avg"])
     trainer.adam.state.clear()
@@ -358,7 +353,7 @@ def test_moments_that_are_dropped_are_freed(trainer: Trainer) -> None:
     assert old() is None
 
 
-def test_a_tensor_without_memory_is_refused_by_name(trainer: Trainer) -> None:
+def test_a_tensor_without_memory_is_refused_by_name(trainer: Training) -> None:
     """As megatron's buffers leave it when they are offloaded: it has its shape, and somebody else's address."""
     trainer.plan()
     trainer.state_of(trainer.model.weight)["exp_avg"].untyped_storage().resize_(0)

@@ -10,6 +10,7 @@ from checkpoints import ROLE, SMALL_KNOBS
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.formats.native import folder
+from mcore_ckpt.io import tuning
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def dead_pid() -> int:
 def small_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' small files are shared, and written in several pieces."""
     for name, value in SMALL_KNOBS.items():
-        monkeypatch.setattr(knobs, name, value)
+        monkeypatch.setattr(tuning, name, value)
 
 
 @pytest.fixture

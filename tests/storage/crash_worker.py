@@ -24,7 +24,7 @@ import torch.distributed as dist
 from checkpoints import SMALL_KNOBS, begin, delete_old, finish
 
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.io import _native
+from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.steps import commit
@@ -277,6 +277,6 @@ def encode(job: Job) -> str:
 
 
 if __name__ == "__main__":
-    vars(knobs).update(SMALL_KNOBS)
+    vars(tuning).update(SMALL_KNOBS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the jobs' own children; a job waits for its ranks
     serve()

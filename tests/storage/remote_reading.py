@@ -5,14 +5,14 @@ from checkpoints import ROLE
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.io.store import Remote
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange
+from mcore_ckpt.steps.remote_steps import RemoteSteps
 
 
-def read_rows(remote: Remote, step: int, name: str, rows: slice) -> torch.Tensor:
+def read_rows(remote: RemoteSteps, step: int, name: str, rows: slice) -> torch.Tensor:
     """Rows of one of the optimizer's tensors of a world of one."""
-    folder = RemoteFolder(remote, file_names.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
+    folder = RemoteFolder(remote.store, file_names.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
     (file,) = folder.manifest().files_of("optimizer")
     shard = next(shard for shard in folder.index(file).shards if shard.key.name == name)
     width = shard.region.global_shape[1]

@@ -10,7 +10,7 @@ from checkpoints import ROLE
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.io.store import Remote
+from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
 
 # Longer than any upload of the tests.
@@ -31,20 +31,21 @@ def upload(uploads: UploadQueue, step: int) -> UploadHandle:
     return told
 
 
-def version_at(remote: Remote, step: int, role: str = ROLE) -> int:
+def version_at(remote: RemoteSteps, step: int, role: str = ROLE) -> int:
     """Which version a complete step holds. Fails unless every byte is that version's."""
     found = remote.step(step)
     assert found.is_complete, found.reason
-    return checkpoints.read_folder(RemoteFolder(remote, file_names.remote_dir(step, role, found.found[role].attempt)))
+    key = file_names.remote_dir(step, role, found.found[role].attempt)
+    return checkpoints.read_folder(RemoteFolder(remote.store, key))
 
 
-def versions(remote: Remote) -> dict[int, int]:
+def versions(remote: RemoteSteps) -> dict[int, int]:
     """Of all complete steps, each read whole."""
     return {step.step: version_at(remote, step.step) for step in remote.steps() if step.is_complete}
 
 
-def files(remote: Remote) -> list[str]:
-    return sorted(remote.sizes(""))
+def files(remote: RemoteSteps) -> list[str]:
+    return sorted(remote.store.sizes(""))
 
 
 class Outage(Exception):
@@ -98,12 +99,13 @@ class FailingStream:
 
 @contextmanager
 def failing(
-    remote: Remote,
+    remote: RemoteSteps,
     before: Callable[[int, str], None] = lambda number, name: None,
     after: Callable[[int, str], None] = lambda number, name: None,
 ) -> Iterator[FailingStore]:
-    real, remote.fs = remote.fs, FailingStore(remote.fs, before, after)
+    store = remote.store
+    real, store.fs = store.fs, FailingStore(store.fs, before, after)
     try:
-        yield remote.fs
+        yield store.fs
     finally:
-        remote.fs = real
+        store.fs = real

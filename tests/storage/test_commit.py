@@ -34,6 +34,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps.owner import Owner, read_owner
 

@@ -21,9 +21,10 @@ from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
-from mcore_ckpt.io import tuning
-from mcore_ckpt.io.store import Remote, public_url
+from mcore_ckpt.io import retries, tuning
+from mcore_ckpt.io.store import Store, public_url
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.upload import SentBytes, Upload, part_size
 from mcore_ckpt.steps.upload_queue import UploadQueue
@@ -39,8 +40,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["memory", "file"])
-def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
-    return Remote(f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/remote")
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteSteps:
+    return RemoteSteps(Store(f"memory://{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/remote"))
 
 
 @pytest.fixture
@@ -48,14 +49,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "local"
 
 
-def uploads_of(remote: Remote, root: Path, keep: int | None = None, role: str = ROLE) -> UploadQueue:
+def uploads_of(remote: RemoteSteps, root: Path, keep: int | None = None, role: str = ROLE) -> UploadQueue:
     return UploadQueue(remote, root, role, PreservationPolicy(keep))
 
 
 # -- what arrives -----------------------------------------------------------------------------------------------
 
 
-def test_a_committed_step_arrives_whole_and_the_tracker_names_it(remote: Remote, root: Path) -> None:
+def test_a_committed_step_arrives_whole_and_the_tracker_names_it(remote: RemoteSteps, root: Path) -> None:
     uploads = uploads_of(remote, root)
     for step in (1, 2):
         save(root, step, version=step)
@@ -72,17 +73,17 @@ def test_a_committed_step_arrives_whole_and_the_tracker_names_it(remote: Remote,
     assert not checkpoints.remains(root)
 
 
-def test_the_manifest_goes_last_and_then_the_tracker(remote: Remote, root: Path) -> None:
+def test_the_manifest_goes_last_and_then_the_tracker(remote: RemoteSteps, root: Path) -> None:
     save(root, 1, version=1)
     opened: list[str] = []
-    real = remote.writing
-    remote.writing = lambda key, part: (opened.append(key), real(key, part))[1]  # type: ignore[method-assign]
+    real = remote.store.writing
+    remote.store.writing = lambda key, part: (opened.append(key), real(key, part))[1]  # type: ignore[method-assign]
     upload(uploads_of(remote, root), 1)
     assert [path.rpartition("/")[2] for path in opened[-2:]] == [file_names.MANIFEST_FILE, file_names.TRACKER_FILE]
     assert len(opened) == 3 + 2
 
 
-def test_a_step_saved_again_replaces_its_copy(remote: Remote, root: Path) -> None:
+def test_a_step_saved_again_replaces_its_copy(remote: RemoteSteps, root: Path) -> None:
     uploads = uploads_of(remote, root)
     for version in (1, 2):
         save(root, 5, version=version)
@@ -93,7 +94,7 @@ def test_a_step_saved_again_replaces_its_copy(remote: Remote, root: Path) -> Non
 
 
 def test_the_newer_attempt_counts_even_if_the_clock_was_put_back(
-    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploads = uploads_of(remote, root)
     original = checkpoints.manifest_of
@@ -108,7 +109,9 @@ def test_the_newer_attempt_counts_even_if_the_clock_was_put_back(
     assert versions(remote) == {5: 2}
 
 
-def test_steps_that_earlier_runs_have_left_behind_are_uploaded_the_newest_first(remote: Remote, root: Path) -> None:
+def test_steps_that_earlier_runs_have_left_behind_are_uploaded_the_newest_first(
+    remote: RemoteSteps, root: Path
+) -> None:
     for step in (1, 2, 3, 4):
         save(root, step, version=step)
     upload(uploads_of(remote, root), 1)  # an earlier run's; all are newer than what is there: nothing
@@ -119,7 +122,7 @@ def test_steps_that_earlier_runs_have_left_behind_are_uploaded_the_newest_first(
     assert set(versions(remote)) == {1, 3, 4, 5}
 
 
-def test_what_the_policy_would_delete_is_not_sent(remote: Remote, root: Path) -> None:
+def test_what_the_policy_would_delete_is_not_sent(remote: RemoteSteps, root: Path) -> None:
     for step in (1, 2, 3, 4):
         save(root, step, version=step)
     opened: list[str] = []
@@ -129,7 +132,7 @@ def test_what_the_policy_would_delete_is_not_sent(remote: Remote, root: Path) ->
     assert opened.count("open") == 2 * (3 + 1) + 1
 
 
-def test_retention_counts_what_is_in_the_store(remote: Remote, root: Path) -> None:
+def test_retention_counts_what_is_in_the_store(remote: RemoteSteps, root: Path) -> None:
     uploads = uploads_of(remote, root, keep=2)
     for step in (1, 2, 3, 4):
         save(root, step, version=step)
@@ -142,7 +145,7 @@ def test_retention_counts_what_is_in_the_store(remote: Remote, root: Path) -> No
     assert remote.read_tracker() == 4
 
 
-def test_what_is_pinned_here_stays_in_the_store_when_this_disk_is_lost(remote: Remote, root: Path) -> None:
+def test_what_is_pinned_here_stays_in_the_store_when_this_disk_is_lost(remote: RemoteSteps, root: Path) -> None:
     save(root, 1, version=1)
     pin(root, 1)
     upload(uploads_of(remote, root, keep=1), 1)
@@ -162,7 +165,7 @@ def test_what_is_pinned_here_stays_in_the_store_when_this_disk_is_lost(remote: R
         assert set(versions(remote)) == ({1, 3, 4} if pinned else {1, 4})
 
 
-def test_what_was_unpinned_is_told_although_it_is_deleted_here_at_once(remote: Remote, root: Path) -> None:
+def test_what_was_unpinned_is_told_although_it_is_deleted_here_at_once(remote: RemoteSteps, root: Path) -> None:
     """As retention does behind the same commit, while the upload has only begun."""
     uploads = uploads_of(remote, root, keep=1)
     save(root, 1, version=1)
@@ -181,7 +184,7 @@ def test_what_was_unpinned_is_told_although_it_is_deleted_here_at_once(remote: R
 @pytest.mark.parametrize("what", ["step", "role"])
 def test_what_a_link_in_the_store_leads_to_stays(root: Path, tmp_path: Path, what: str) -> None:
     """Somebody has moved it to a better place: it is not the store's any more."""
-    remote = Remote(f"file://{tmp_path}/remote")
+    remote = RemoteSteps(Store(f"file://{tmp_path}/remote"))
     uploads = uploads_of(remote, root, keep=1 if what == "step" else None)
     save(root, 1, version=1)
     upload(uploads, 1)
@@ -198,7 +201,7 @@ def test_what_a_link_in_the_store_leads_to_stays(root: Path, tmp_path: Path, wha
 
 
 def test_a_deletion_takes_the_manifest_first_and_what_it_leaves_goes_later(
-    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
     uploads = uploads_of(remote, root, keep=1)
@@ -219,7 +222,7 @@ def test_a_deletion_takes_the_manifest_first_and_what_it_leaves_goes_later(
     assert {name.partition("/")[0] for name in files(remote)} == {"global_steps_3", file_names.TRACKER_FILE}
 
 
-def test_a_step_counts_when_all_its_roles_are_there(remote: Remote, root: Path) -> None:
+def test_a_step_counts_when_all_its_roles_are_there(remote: RemoteSteps, root: Path) -> None:
     roles = ("actor", "critic")
     for role, step in (("actor", 1), ("critic", 1), ("actor", 2)):
         make(role_dir(root, step, role), version=step, roles=roles)
@@ -236,7 +239,7 @@ def test_a_step_counts_when_all_its_roles_are_there(remote: Remote, root: Path) 
 # -- what fails -------------------------------------------------------------------------------------------------
 
 
-def test_what_a_store_fails_to_do_now_and_then_is_tried_again(remote: Remote, root: Path) -> None:
+def test_what_a_store_fails_to_do_now_and_then_is_tried_again(remote: RemoteSteps, root: Path) -> None:
     chance = random.Random(6)
 
     def flaky(number: int, name: str) -> None:
@@ -268,7 +271,7 @@ def from_operation(number: int) -> Interrupt:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_upload_interrupted_anywhere_leaves_a_newest_step_that_loads(
-    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A new step with retention, and then the only step that is there, saved again."""
     monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
@@ -297,7 +300,7 @@ def test_an_upload_interrupted_anywhere_leaves_a_newest_step_that_loads(
 
 
 def test_a_failed_upload_warns_and_is_made_good_behind_the_next_commit(
-    remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retries, "REMOTE_TRIES", 2)
     uploads = uploads_of(remote, root)
@@ -315,7 +318,7 @@ def test_a_failed_upload_warns_and_is_made_good_behind_the_next_commit(
     assert versions(remote) == {1: 1, 2: 2}
 
 
-def test_what_has_arrived_does_not_go_again(remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_arrived_does_not_go_again(remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
     monkeypatch.setattr(tuning, "UPLOAD_FILES", 1)
     save(root, 1, version=1)
@@ -335,7 +338,7 @@ def test_what_has_arrived_does_not_go_again(remote: Remote, root: Path, monkeypa
     assert versions(remote) == {1: 1}
 
 
-def test_a_damaged_local_file_is_not_uploaded(remote: Remote, root: Path) -> None:
+def test_a_damaged_local_file_is_not_uploaded(remote: RemoteSteps, root: Path) -> None:
     save(root, 1, version=1)
     path = role_dir(root, 1) / file_names.model_file(0, 0)
     data = bytearray(path.read_bytes())
@@ -352,9 +355,9 @@ def test_a_damaged_local_file_is_not_uploaded(remote: Remote, root: Path) -> Non
     assert versions(remote) == {2: 2}
 
 
-def test_bytes_that_change_on_their_way_are_sent_again(remote: Remote, root: Path) -> None:
+def test_bytes_that_change_on_their_way_are_sent_again(remote: RemoteSteps, root: Path) -> None:
     save(root, 1, version=1)
-    real, changed = remote.fs.open, []
+    real, changed = remote.store.fs.open, []
 
     class Changing:
         def __init__(self, stream: object) -> None:
@@ -370,7 +373,7 @@ def test_bytes_that_change_on_their_way_are_sent_again(remote: Remote, root: Pat
                 changed.append(1)
             self.stream.write(flipped)
 
-    remote.fs.open = lambda path, mode="rb", **kwargs: (
+    remote.store.fs.open = lambda path, mode="rb", **kwargs: (
         Changing(real(path, mode, **kwargs)) if mode == "wb" else real(path, mode, **kwargs)
     )
     assert upload(uploads_of(remote, root), 1).done
@@ -378,7 +381,9 @@ def test_bytes_that_change_on_their_way_are_sent_again(remote: Remote, root: Pat
     assert versions(remote) == {1: 1}
 
 
-def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(remote: Remote, root: Path) -> None:
+def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(
+    remote: RemoteSteps, root: Path
+) -> None:
     save(root, 1, version=1)
     run = Upload(remote, role_dir(root, 1), threading.Event())
     real = remote.sizes
@@ -391,7 +396,7 @@ def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(
     assert versions(remote) == {1: 1}
 
 
-def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, root: Path) -> None:
+def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: RemoteSteps, root: Path) -> None:
     """Else a store that is slower than the saves would never get one."""
     uploads = uploads_of(remote, root)
     begun, may_end = threading.Event(), threading.Event()
@@ -420,14 +425,16 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: Remote, r
     assert set(file_names.step_dirs(root)) == {3}
 
 
-def test_a_step_that_is_gone_before_its_turn_is_given_up(remote: Remote, root: Path) -> None:
+def test_a_step_that_is_gone_before_its_turn_is_given_up(remote: RemoteSteps, root: Path) -> None:
     uploads = uploads_of(remote, root)
     told = upload(uploads, 9)
     assert not told.done
     assert "step 9 is not uploaded" in str(told.exception)
 
 
-def test_close_ends_an_upload_that_takes_too_long(remote: Remote, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_ends_an_upload_that_takes_too_long(
+    remote: RemoteSteps, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     uploads = uploads_of(remote, root)
     begun, may_end = threading.Event(), threading.Event()
 
@@ -454,10 +461,10 @@ def test_close_ends_an_upload_that_takes_too_long(remote: Remote, root: Path, ca
 # -- what is read -----------------------------------------------------------------------------------------------
 
 
-def folder_of(remote: Remote, root: Path, step: int = 1) -> RemoteFolder:
+def folder_of(remote: RemoteSteps, root: Path, step: int = 1) -> RemoteFolder:
     save(root, step, version=step)
     assert upload(uploads_of(remote, root), step).done
-    return RemoteFolder(remote, file_names.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
+    return RemoteFolder(remote.store, file_names.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
 
 
 def first_file(folder: RemoteFolder, kind: str = "optimizer") -> FileRecord:
@@ -465,10 +472,10 @@ def first_file(folder: RemoteFolder, kind: str = "optimizer") -> FileRecord:
 
 
 def spoil(folder: RemoteFolder, path: str, change: Callable[[bytearray], None]) -> None:
-    key = folder.remote._path(f"{folder.key}/{path}")
-    data = bytearray(folder.remote.fs.cat_file(key))
+    key = folder.store._path(f"{folder.key}/{path}")
+    data = bytearray(folder.store.fs.cat_file(key))
     change(data)
-    folder.remote.fs.pipe_file(key, bytes(data))
+    folder.store.fs.pipe_file(key, bytes(data))
 
 
 def flip(position: int) -> Callable[[bytearray], None]:
@@ -482,7 +489,7 @@ def cut(data: bytearray) -> None:
     del data[-2:]  # more than the newline
 
 
-def test_a_block_with_a_wrong_crc_is_found(remote: Remote, root: Path) -> None:
+def test_a_block_with_a_wrong_crc_is_found(remote: RemoteSteps, root: Path) -> None:
     folder = folder_of(remote, root)
     spoil(folder, first_file(folder).path, flip(700_000))
     with pytest.raises(CheckpointCorruptError, match="wrong CRC: damaged"):
@@ -490,21 +497,21 @@ def test_a_block_with_a_wrong_crc_is_found(remote: Remote, root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rng", "model"])
-def test_a_file_that_is_cut_or_missing_is_found(remote: Remote, root: Path, kind: str) -> None:
+def test_a_file_that_is_cut_or_missing_is_found(remote: RemoteSteps, root: Path, kind: str) -> None:
     folder = folder_of(remote, root)
     record = first_file(folder, kind)
     spoil(folder, record.path, cut)
     with pytest.raises(CheckpointCorruptError, match=f"not the {record.size} of the manifest"):
         checkpoints.read_folder(folder)
-    remote.fs.rm_file(remote._path(f"{folder.key}/{record.path}"))
+    remote.store.fs.rm_file(remote.store._path(f"{folder.key}/{record.path}"))
     with pytest.raises(CheckpointCorruptError, match="missing"):
-        checkpoints.read_folder(RemoteFolder(remote, folder.key))
+        checkpoints.read_folder(RemoteFolder(remote.store, folder.key))
 
 
-def test_a_damaged_manifest_makes_no_step(remote: Remote, root: Path) -> None:
+def test_a_damaged_manifest_makes_no_step(remote: RemoteSteps, root: Path) -> None:
     folder = folder_of(remote, root)
     spoil(folder, file_names.MANIFEST_FILE, cut)
-    fresh = Remote(remote.url)
+    fresh = RemoteSteps(Store(remote.store.url))
     (found,) = fresh.steps()
     assert not found.is_complete
     assert file_names.MANIFEST_FILE in found.reason
@@ -513,7 +520,7 @@ def test_a_damaged_manifest_makes_no_step(remote: Remote, root: Path) -> None:
     assert versions(fresh) == {1: 11}
 
 
-def test_a_store_that_does_not_answer_is_told(remote: Remote, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_told(remote: RemoteSteps, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(remote, root)
     monkeypatch.setattr(retries, "REMOTE_TRIES", 3)
     with failing(remote, before=from_operation(1)) as store:
@@ -522,10 +529,10 @@ def test_a_store_that_does_not_answer_is_told(remote: Remote, root: Path, monkey
         assert store.count == 3
 
 
-def test_foreign_things_in_the_root_are_left_alone(remote: Remote, root: Path) -> None:
+def test_foreign_things_in_the_root_are_left_alone(remote: RemoteSteps, root: Path) -> None:
     foreign = ["notes.txt", "global_steps_x/a", "global_steps_7/README", "global_steps_1/actor/notes/x"]
     for name in foreign:
-        with remote.writing(name, 1 << 20) as stream:
+        with remote.store.writing(name, 1 << 20) as stream:
             stream.write(b"mine")
     uploads = uploads_of(remote, root, keep=1)
     for step in (1, 2):
@@ -552,7 +559,7 @@ def test_a_url_in_messages_has_no_credentials(url: str, public: str) -> None:
 
 
 def test_an_error_of_the_store_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = Remote("memory://user:pa55word@x/y")
+    remote = RemoteSteps(Store("memory://user:pa55word@x/y"))
     with failing(remote, before=lambda *_: (_ for _ in ()).throw(Outage("no route for user:pa55word"))):
         monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
         with pytest.raises(RemoteError, match="no route for") as caught:
@@ -563,7 +570,7 @@ def test_an_error_of_the_store_is_told_without_the_password(monkeypatch: pytest.
 @pytest.mark.parametrize("url", ["/a/path", "bucket/prefix", "nosuch://x", "simplecache::s3://x"])
 def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="remote is"):
-        Remote(url)
+        RemoteSteps(Store(url))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +579,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(UnsupportedError, match=r"pip install 'mcore_ckpt\[s3\]'"):
-        Remote("s3://key:secret@bucket/x")
+        RemoteSteps(Store("s3://key:secret@bucket/x"))
 
 
 def test_checksums_that_stores_tell() -> None:
@@ -601,7 +608,7 @@ def test_a_large_file_goes_in_no_more_parts_than_stores_take(monkeypatch: pytest
     assert part_size(1 << 30) == 16 << 20
 
 
-def test_the_stage_of_a_save_is_no_checkpoint_to_upload(remote: Remote, root: Path) -> None:
+def test_the_stage_of_a_save_is_no_checkpoint_to_upload(remote: RemoteSteps, root: Path) -> None:
     stage(role_dir(root, 1), 1)
     assert not upload(uploads_of(remote, root), 1).done
     assert files(remote) == []

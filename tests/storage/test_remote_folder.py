@@ -13,7 +13,7 @@ from mcore_ckpt.formats.native import remote_folder
 from mcore_ckpt.formats.native.ranges import read_stored
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder, plan_fetches
 from mcore_ckpt.io import _native, tuning
-from mcore_ckpt.io.store import Remote
+from mcore_ckpt.io.store import Store
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
@@ -92,7 +92,7 @@ def test_rows_arrive_as_the_native_reader_brings_them(
         for r in reads
     ]
     read_stored(root / "key", list(zip(bare, native, strict=True)))
-    folder = RemoteFolder(Remote(f"file://{root}"), "key")
+    folder = RemoteFolder(Store(f"file://{root}"), "key")
     record = FileRecord(FILE, "optimizer", 0, (root / "key" / FILE).stat().st_size, 0)
     nbytes = folder.fill({FILE: record}, list(zip(reads, found, strict=True)))
     for here, there in zip(found, native, strict=True):

@@ -275,7 +275,7 @@ def test_two_roles_that_move_the_tracker_at_once_leave_it_at_the_newest(
 ) -> None:
     """Between one role's look at the steps and its write, another completes a newer step and moves the tracker."""
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
-    replace, others = steps.replace_file, [8, 9]
+    replace, others = tracker.replace_file, [8, 9]
 
     def late(path: Path, data: bytes) -> None:
         if others:
@@ -284,7 +284,7 @@ def test_two_roles_that_move_the_tracker_at_once_leave_it_at_the_newest(
             replace(path, str(step).encode())
         replace(path, data)
 
-    monkeypatch.setattr(steps, "replace_file", late)
+    monkeypatch.setattr(tracker, "replace_file", late)
     assert tracker.update_tracker(tmp_path) == 9
     assert tracker.read_tracker(tmp_path) == 9
 

@@ -267,8 +267,10 @@ def test_a_folder_that_is_deleted_under_a_save(
             check_files = commit.check_files
             patch.setattr(commit, "check_files", lambda staging, files: (delete(staging), check_files(staging, files)))
         else:
-            seal = commit.write_manifest
-            patch.setattr(commit, "seal", lambda staging, manifest: (seal(staging, manifest), delete(staging)))
+            write = commit.write_manifest
+            patch.setattr(
+                commit, "write_manifest", lambda staging, manifest: (write(staging, manifest), delete(staging))
+            )
         errors = save(root, 2)
     assert [type(error) for error in errors] == [CommitError] * WORLD
     assert all("staging-" in str(error) for error in errors)

@@ -30,7 +30,7 @@ from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_
 from mcore_ckpt.models.mapping import hf_tensors  # noqa: E402
 from mcore_ckpt.sharding.plan import MODEL  # noqa: E402
 from mcore_ckpt.sharding.synonyms import found_as  # noqa: E402
-from mcore_ckpt.state.model import model_from_config as read_shards  # noqa: E402
+from mcore_ckpt.state.model import model_shards as read_shards  # noqa: E402
 
 
 def main(tiny_models: str) -> None:
