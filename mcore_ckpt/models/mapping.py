@@ -11,7 +11,7 @@ import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.table import Block, Row, Section, Sizes, Table, ValueChange, shape_of
+from mcore_ckpt.models.table import Row, RowRange, Section, Sizes, Table, ValueChange, shape_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 MCORE_LAYER = "decoder.layers.{layer}."
@@ -185,7 +185,7 @@ def _stacked(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes:
         yield HfTensor(name, shape, slabs, row.is_copy)
 
 
-def _regions(row: Row, blocks: Sequence[Block], shapes: Sequence[Shape]) -> list[Region]:
+def _regions(row: Row, blocks: Sequence[RowRange], shapes: Sequence[Shape]) -> list[Region]:
     """Where the rows of each HuggingFace tensor are in the mcore tensor."""
     if row.change is not None and len(shapes) == 1:
         # Its values change their places, too: the region is that of the mcore tensor, whole.

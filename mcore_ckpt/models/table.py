@@ -21,7 +21,7 @@ HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-class Block(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `[start, start + rows)` of one of the HuggingFace tensors of a row of the table."""
 
     source: int
@@ -36,19 +36,19 @@ class Section(NamedTuple):
     rows: int
 
 
-Transform = Callable[[Sizes, Sequence[Shape]], Sequence[Block]]
+Transform = Callable[[Sizes, Sequence[Shape]], Sequence[RowRange]]
 """The blocks of HuggingFace rows that, one behind the other, are the mcore tensor.
 
 It is handed the model's sizes and the shapes of the HuggingFace tensors.
 """
 
 
-def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
     """One tensor as it is, or several one behind the other: gate and up are fc1."""
-    return [Block(source, 0, shape[0]) for source, shape in enumerate(shapes)]
+    return [RowRange(source, 0, shape[0]) for source, shape in enumerate(shapes)]
 
 
-def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
     """For each query group its queries, its key, its value: as `SelfAttention.get_query_key_value_tensors` (0.16.1)
     splits what linear_qkv gives."""
     per_group = sizes["heads"] // sizes["groups"] * sizes["head_dim"]
@@ -56,23 +56,23 @@ def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
         block
         for group in range(sizes["groups"])
         for block in (
-            Block(0, group * per_group, per_group),
-            Block(1, group * sizes["head_dim"], sizes["head_dim"]),
-            Block(2, group * sizes["head_dim"], sizes["head_dim"]),
+            RowRange(0, group * per_group, per_group),
+            RowRange(1, group * sizes["head_dim"], sizes["head_dim"]),
+            RowRange(2, group * sizes["head_dim"], sizes["head_dim"]),
         )
     ]
 
 
-def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
     """As `qkv`, of attention whose output has a gate: HuggingFace has each head's query and gate one behind the other,
     mcore all queries of a group before their gates (`SelfAttention.get_query_key_value_tensors` with `output_gate`)."""
     dim, per_group = sizes["head_dim"], sizes["heads"] // sizes["groups"]
-    blocks: list[Block] = []
+    blocks: list[RowRange] = []
     for group in range(sizes["groups"]):
         heads = range(group * per_group, (group + 1) * per_group)
-        blocks += (Block(0, 2 * head * dim, dim) for head in heads)
-        blocks += (Block(0, (2 * head + 1) * dim, dim) for head in heads)
-        blocks += (Block(1, group * dim, dim), Block(2, group * dim, dim))
+        blocks += (RowRange(0, 2 * head * dim, dim) for head in heads)
+        blocks += (RowRange(0, (2 * head + 1) * dim, dim) for head in heads)
+        blocks += (RowRange(1, group * dim, dim), RowRange(2, group * dim, dim))
     return blocks
 
 

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
-from mcore_ckpt.formats.pt_files import PickledObject, PtDTensor, PtTensor, read_integers
+from mcore_ckpt.formats.torch_save_files import PickledObject, PtDTensor, PtTensor, read_integers
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt.models.architectures.qwen import moe_sizes
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
 from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, LinearLayers, SparseStep, is_linear, is_sparse
 from mcore_ckpt.models.rope_rules import Rope
-from mcore_ckpt.models.table import Block, Row, Sizes, Table, gated_qkv
+from mcore_ckpt.models.table import Row, RowRange, Sizes, Table, gated_qkv
 from mcore_ckpt.sharding.regions import Shape
 
 
@@ -42,7 +42,7 @@ def _read(config: HfConfig) -> ModelFacts:
     return ModelFacts(sizes, frozenset(facts), layers)
 
 
-def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
+def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
     """HuggingFace has, for each key head, its query, key, values and gates, and in another tensor its betas and alphas;
     mcore all queries, all keys, ... (`GatedDeltaNet.forward`, 0.16.1)."""
     heads, key = sizes["key_heads"], sizes["key_dim"]
@@ -50,7 +50,7 @@ def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
     per_head = 2 * key + 2 * value
     parts = [(0, per_head, at, rows) for at, rows in ((0, key), (key, key), (2 * key, value), (2 * key + value, value))]
     parts += [(1, 2 * number, 0, number), (1, 2 * number, number, number)]
-    return [Block(source, head * each + at, rows) for source, each, at, rows in parts for head in range(heads)]
+    return [RowRange(source, head * each + at, rows) for source, each, at, rows in parts for head in range(heads)]
 
 
 class ZeroCentred:
