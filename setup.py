@@ -1,4 +1,7 @@
-"""Builds mcore_ckpt.io._native from csrc/: with CUDA if nvcc is found, host-only elsewhere or with MCORE_CKPT_CUDA=0."""
+"""Builds the extension mcore_ckpt.io._native from csrc/.
+
+It is built with CUDA if nvcc is found, and for the host alone otherwise or with MCORE_CKPT_CUDA=0.
+"""
 
 import json
 import os
@@ -15,11 +18,12 @@ from setuptools.command.build_ext import build_ext
 WITHOUT_CUDA = "csrc/device_copy_none.cpp"
 HOST_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp") if str(path) != WITHOUT_CUDA)
 CUDA_SOURCES = sorted(Path("csrc").glob("*.cu"))
-# GPUs newer than these translate the PTX of the last.
+# The driver compiles the PTX of the last entry for GPUs newer than these.
 GPU_CODE = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
 
 
 def find_nvcc() -> str:
+    """Returns the path of nvcc. Raises OSError with the reason if there is none, or if CUDA is switched off."""
     if os.environ.get("MCORE_CKPT_CUDA") == "0":
         raise OSError("MCORE_CKPT_CUDA was 0")
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
@@ -31,6 +35,7 @@ def find_nvcc() -> str:
 
 
 def run(command: list[str]) -> str:
+    """Runs a command and returns its output. Raises OSError with the first line of the output if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         reason = (done.stdout.strip() or f"exit status {done.returncode}").splitlines()[0]
@@ -39,14 +44,17 @@ def run(command: list[str]) -> str:
 
 
 def compile_cuda(nvcc: str, build_folder: str) -> list[str]:
-    """Returns what to link: object files and the static CUDA runtime, so that no GPU driver is needed to import."""
+    """Compiles the CUDA sources and returns the files to link: object files and the static CUDA runtime.
+
+    The runtime is linked statically, so that the package can be imported without a GPU driver.
+    """
     objects = []
     for source in CUDA_SOURCES:
         objects.append(os.path.join(build_folder, f"{source.stem}.o"))
         command = [nvcc, "-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
         command += [*(f"-gencode={code}" for code in GPU_CODE), str(source), "-o", objects[-1]]
         run(command)
-    # The nvcc on the PATH may be a wrapper far from its toolkit, so ask it where its libraries are.
+    # The nvcc on the PATH may be a wrapper far from its toolkit, so nvcc itself must say where its libraries are.
     for folder in re.findall(r'"-L(.+?)"', run([*command, "-dryrun"])):
         runtime = os.path.join(folder, "libcudart_static.a")
         if os.path.exists(runtime):
@@ -55,6 +63,8 @@ def compile_cuda(nvcc: str, build_folder: str) -> list[str]:
 
 
 class BuildNative(build_ext):
+    """Builds the extension with CUDA if possible, and without it otherwise."""
+
     def build_extension(self, ext: Pybind11Extension) -> None:
         compiler = self.compiler.compiler_so_cxx[0]
         if shutil.which(compiler) is None:
@@ -62,12 +72,12 @@ class BuildNative(build_ext):
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         try:
             ext.extra_objects += compile_cuda(find_nvcc(), self.build_temp)
-            # Hidden, or torch's own copy of the CUDA runtime could be mixed up with this one.
+            # The symbols stay hidden. Otherwise the loader could mix this CUDA runtime up with torch's own copy.
             ext.extra_link_args += ["-Wl,--exclude-libs,ALL", "-ldl", "-lrt"]
         except OSError as reason:
             print(f"mcore_ckpt is built without CUDA, because {reason}.", file=sys.stderr)
             ext.sources.append(WITHOUT_CUDA)
-            # pip hides what a build prints, so the error that a user meets much later says it too.
+            # pip hides the output of a build, so the reason also goes into the error that a GPU user meets later.
             ext.define_macros.append(("MCORE_CKPT_NO_CUDA_REASON", json.dumps(str(reason))))
         super().build_extension(ext)
 

@@ -1,4 +1,7 @@
-"""Which program wrote a folder. Names, a small JSON file, a zip directory; never a pickle."""
+"""Tells which program wrote a folder: Megatron's torch_dist, verl's per-rank files, or another one.
+
+It looks at file names, a small JSON file and the directory of a zip file. It never opens a pickle.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ ForeignKind = Literal["verl_ranks", "torch_dist"]
 
 TORCH_DIST_CONFIG = "metadata.json"
 
-# verl's trees: one folder, and since its layout 2 one for each of these.
+# verl saved into one folder. Since its layout 2 it has a folder for each of these.
 _VERL_TREES = ("model", "optimizer", "extra")
 _MODEL_FILES = ("model.pt", "model_states.pt")
 _RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -27,7 +30,7 @@ _STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
 
 
 def kind_of(path: Path) -> ForeignKind | None:
-    """The kind of a folder, or None for ours and for whatever else.
+    """Returns the kind of a foreign folder, or None for a folder of this package or of an unknown program.
 
     Example:
         >>> kind_of(Path("/nowhere")) is None
@@ -42,7 +45,7 @@ def kind_of(path: Path) -> ForeignKind | None:
 
 
 def torch_dist_folders(path: Path) -> list[Path]:
-    """The folders that `dist_checkpointing.save` wrote: this one, or those verl puts below it."""
+    """Returns the folders that `dist_checkpointing.save` wrote: this one, or those that verl puts below it."""
     candidates = (path, path / "dist_ckpt")
     for candidate in candidates:
         if _has_config(candidate):
@@ -51,7 +54,11 @@ def torch_dist_folders(path: Path) -> list[Path]:
 
 
 def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
-    """The numbers in the names of the folders `model/mp_rank_*` that hold a model file."""
+    """Finds the folders `model/mp_rank_*` that hold a model file.
+
+    Returns:
+        The numbers in each folder's name, by the name: `mp_rank_00_001` gives (0, 1).
+    """
     found = {}
     for folder in sorted((path / "model").glob("mp_rank_*")):
         match = _RANK_DIR.fullmatch(folder.name)
@@ -61,12 +68,17 @@ def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_file(folder: Path) -> Path | None:
-    """The model file of one rank's folder, by either of its names."""
+    """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if it has neither."""
     return next((folder / name for name in _MODEL_FILES if (folder / name).is_file()), None)
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of the nearest folder that has one (`global_step_12/actor`, `iter_0000012`), else 0."""
+    """Returns the step in the name of the folder or its nearest parent that has one, or 0.
+
+    Example:
+        >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))
+        (12, 12)
+    """
     for folder in (path, *path.parents):
         match = _STEP_DIR.fullmatch(folder.name)
         if match:
@@ -75,7 +87,10 @@ def step_of(path: Path) -> int:
 
 
 def _has_our_index(file: Path) -> bool:
-    """A folder of ours whose manifest is gone is no checkpoint, and nobody else's either."""
+    """True if this package wrote the file.
+
+    A folder of this package without its manifest is not a checkpoint. It must not pass for verl's either.
+    """
     try:
         descriptor = open_regular(file)
     except OSError:
@@ -91,6 +106,7 @@ def _has_our_index(file: Path) -> bool:
 
 
 def _has_config(folder: Path) -> bool:
+    """True if the folder has the `metadata.json` of a torch_dist checkpoint."""
     try:
         config = fields.parse(read_small(folder / TORCH_DIST_CONFIG, limits.HF_JSON_BYTES))
     except (OSError, CheckpointCorruptError, fields.FieldError):

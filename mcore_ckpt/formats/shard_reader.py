@@ -11,7 +11,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
 from mcore_ckpt.formats.huggingface.safetensors_files import HfStored
 from mcore_ckpt.formats.native.ranges import read_stored
-from mcore_ckpt.formats.pt_files import PtTensor
+from mcore_ckpt.formats.torch_save_files import PtTensor
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
 

@@ -15,8 +15,8 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.kinds import model_file, rank_dirs, step_of
-from mcore_ckpt.formats.pickles import load_safely
 from mcore_ckpt.load.foreign_state import (
     KINDS,
     BucketRange,

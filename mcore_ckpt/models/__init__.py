@@ -1,10 +1,16 @@
-"""Which HuggingFace tensors make up which Megatron tensors, and what `config.json` means to Megatron.
+"""Converts between HuggingFace models and Megatron models: names of tensors, order of rows, fields of `config.json`.
 
-An architecture of one's own is a table of names, what the table needs to know from `config.json`, and what the fields
-of `config.json` are in megatron:
+Each architecture is one `Architecture`. It has three parts:
+
+- `table`: which HuggingFace tensors make up which Megatron tensor;
+- `read`: a function that reads from `config.json` what the table needs (sizes, features, kinds of layers);
+- `rules`: what the fields of `config.json` are called in Megatron.
+
+To add an architecture to this package, write `models/architectures/<name>.py`, which exports `ARCHITECTURES`, and list
+it in `models/architectures/__init__.py`. A program outside the package registers its own architecture:
 
     from mcore_ckpt.models import Architecture, ModelFacts, Row, Table, model_from_config, register_architecture
-    from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, alike, facts_of, sizes_of
+    from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, facts_of, sizes_of, uniform_layers
     from mcore_ckpt.models.config_rules import DENSE
     from mcore_ckpt.models.rope_rules import ROPE
 
@@ -17,7 +23,7 @@ of `config.json` are in megatron:
             "my_model",
             ("MyModelForCausalLM",),
             Table(MODEL, (*NORMS, *ATTENTION, *MLP)),
-            lambda config: ModelFacts(sizes_of(config), frozenset(facts_of(config)), alike(config)),
+            lambda config: ModelFacts(sizes_of(config), frozenset(facts_of(config)), uniform_layers(config)),
             (*DENSE, ROPE),
         )
     )

@@ -1,4 +1,4 @@
-"""What is known of an architecture, and of one model of it: read from `config.json`, never guessed."""
+"""The data classes of an architecture and of one model, and the reader of `config.json`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from mcore_ckpt.models.table import Sizes, Table
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a table needs to know of a model.
+    """The facts about one model that its table of tensors depends on.
+
+    An architecture's `read` function takes them from `config.json`. A field that is missing there is an error, never a
+    guess.
 
     Attributes:
-        sizes: lengths of axes by the table's words: hidden, heads, groups, head_dim, ffn, vocab, experts, ...
-        facts: what is true of the model: tied, value, qkv_bias, ...
-        layers: what is true of each decoder layer besides: dense or moe, ...
-        mtp_layers: the same of each multi-token-prediction layer.
+        sizes: the lengths that the table's shapes refer to, by name: hidden, heads, groups, head_dim, ffn, vocab,
+            experts, ...
+        facts: words that are true of the whole model: tied, value, qkv_bias, ...
+        layers: for each decoder layer, the words that are true of this layer in addition: moe, linear, ...
+        mtp_layers: the same for each layer of multi-token prediction.
     """
 
     sizes: Sizes
@@ -35,14 +39,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """One HuggingFace architecture and its counterpart in Megatron.
 
     Attributes:
-        model_type: as in `config.json`.
-        classes: the names of its transformers classes; `architectures` in `config.json` is one of them.
-        table: its tensors.
-        read: what the table needs to know, from a config.
-        rules: what the config's fields are in megatron; later rules win over earlier ones.
+        model_type: the value of `model_type` in `config.json`.
+        classes: the names of its transformers classes. `architectures` in `config.json` holds one of them.
+        table: which HuggingFace tensors make up which Megatron tensor.
+        read: reads the facts that the table depends on from a config.
+        rules: translate the config's fields to Megatron's arguments and back. Where two rules give the same argument,
+            the later one wins.
     """
 
     model_type: str
@@ -54,13 +59,13 @@ class Architecture:
 
 @dataclass(frozen=True)
 class HfModel:
-    """One model.
+    """One HuggingFace model: its architecture, its `config.json`, and the facts read from it.
 
     Attributes:
-        architecture: of which it is.
-        config: its `config.json`.
-        known: what was read from it.
-        ignored: regular expressions of HuggingFace names to leave out: the architecture's and the user's.
+        architecture: the architecture that `model_type` names.
+        config: the object in its `config.json`.
+        known: the facts that `architecture.read` found in the config.
+        ignored: regular expressions of HuggingFace tensor names that are left out, the architecture's and the user's.
     """
 
     architecture: Architecture
@@ -93,22 +98,27 @@ class HfModel:
         return "value" in self.facts
 
     def ignores(self, name: str) -> bool:
-        """Whether a HuggingFace name is one to leave out."""
+        """True if the HuggingFace tensor of this name is left out."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def describe(self) -> str:
-        """For error messages."""
+        """Describes the model for error messages: "qwen3 of 4 layers (tied)"."""
         words = [*(("tied",) if self.is_tied else ()), *(("value model",) if self.is_value else ())]
         extra = f" ({', '.join(words)})" if words else ""
         return f"{self.architecture.model_type} of {len(self.layers)} layers{extra}"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's `config.json`. Raises CheckpointNotFoundError, UnsupportedError."""
+    """Reads the object in a folder's `config.json`.
+
+    Raises:
+        CheckpointNotFoundError: the folder has no `config.json`.
+        UnsupportedError: the file cannot be read, or holds no JSON object.
+    """
     path = folder / "config.json"
     try:
         return fields.parse(read_small(linked_file(folder, "config.json"), limits.HF_JSON_BYTES))
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path}: missing: {folder} is not the folder of a HuggingFace model") from None
+        raise CheckpointNotFoundError(f"{path}: missing: {folder} is not a HuggingFace model's folder") from None
     except (OSError, CheckpointCorruptError, fields.FieldError) as error:
         raise UnsupportedError(f"{path}: cannot be read: {error}") from None

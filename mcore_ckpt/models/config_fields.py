@@ -1,9 +1,12 @@
-"""Rules of single fields: what a field of `config.json` is called in megatron, in both directions.
+"""Rules that translate single fields of `config.json` to Megatron's arguments and back.
 
-A rule reads some fields of a `config.json` and says what they are in megatron (`to_mcore`), or which fields say what
-megatron has (`to_hf`). Values of megatron are in one flat dict: arguments of `TransformerConfig` under their names,
-arguments of `GPTModel` after "gpt.", and after "attributes." what megatron-core 0.16.1 reads from the config although
-it is no field of it.
+A rule's `to_mcore` reads some fields of a `config.json` and returns Megatron's values. Its `to_hf` returns the fields
+that express Megatron's values. One flat dict holds Megatron's values under three kinds of names:
+
+- arguments of `TransformerConfig` under their own names;
+- arguments of `GPTModel` with the prefix "gpt.";
+- with the prefix "attributes.", the attributes that megatron-core 0.16.1 reads from the config although
+  `TransformerConfig` has no such field.
 """
 
 from __future__ import annotations
@@ -22,19 +25,27 @@ HfFields = dict[str, Any]
 
 
 class MissingFieldError(UnsupportedError):
-    """A `config.json` lacks a field that cannot be guessed."""
+    """A `config.json` lacks a field that has no safe default."""
 
 
 class Rule(Protocol):
-    """Some fields in both worlds."""
+    """A translation between some fields of `config.json` and Megatron's values."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
-        """What a config says. Raises MissingFieldError, and UnsupportedError for what megatron cannot do."""
+        """Returns Megatron's values for a config.
+
+        Raises:
+            MissingFieldError: a field that the rule needs is missing.
+            UnsupportedError: a field asks for something that Megatron cannot do.
+        """
         ...
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
-        """The fields that say it; `base` is the config that they will be put in. What cannot be said is left out:
-        whoever asks compares what `to_mcore` makes of the result."""
+        """Returns the fields of `config.json` that express Megatron's values.
+
+        `base` is the config that the caller puts these fields into. The rule leaves out what no field can express: the
+        caller translates the result back with `to_mcore` and compares.
+        """
         ...
 
 
@@ -42,7 +53,7 @@ _REQUIRED = object()
 
 
 def needed(hf: HfConfig, *names: str) -> Any:
-    """The first of several fields that is there. Raises MissingFieldError."""
+    """Returns the value of the first of several fields that is present. Raises MissingFieldError if none is."""
     for name in names:
         if hf.get(name) is not None:
             return hf[name]
@@ -51,13 +62,13 @@ def needed(hf: HfConfig, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class Same:
-    """One value under two names.
+    """A field that has the same value in `config.json` and in Megatron, under two names.
 
     Attributes:
-        mcore: its name in megatron.
+        mcore: its name in Megatron.
         hf: its name in `config.json`.
-        default: what its absence, or null, means; else it must be there.
-        also: other names of it in `config.json`, of other versions of transformers; all are written.
+        default: the value if the field is missing or null. Without a default the field is required.
+        also: further names of the field in `config.json`, used by other versions of transformers. `to_hf` writes all.
     """
 
     mcore: str
@@ -79,7 +90,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Constant:
-    """A value that every model of the architecture has in megatron."""
+    """A Megatron value that is the same for every model of the architecture; no field of `config.json` holds it."""
 
     mcore: str
     value: Any
@@ -93,7 +104,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that must have one value, because megatron has nothing for others. Absence means that value."""
+    """A field whose only supported value is `allowed`, because Megatron has no counterpart for any other value.
+
+    A missing field counts as `allowed`.
+    """
 
     hf: str
     allowed: Any
@@ -102,8 +116,8 @@ class Refused:
         value = hf.get(self.hf)
         if value is not None and value != self.allowed:
             raise UnsupportedError(
-                f"config.json: {self.hf} is {value!r}, which megatron-core 0.16.1 has no counterpart for: it does what "
-                f"{self.allowed!r} means"
+                f"config.json: {self.hf} is {value!r}, which megatron-core 0.16.1 has no counterpart for: only "
+                f"{self.allowed!r} can be converted"
             )
         return {}
 

@@ -1,4 +1,4 @@
-"""The rules that architectures share (`config_fields`), and tuples of them: what decoders, routers, ... say alike."""
+"""The rules that several architectures share, and tuples of rules for decoders, routers and latent attention."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreV
 from mcore_ckpt.models.rope_rules import LatentRope
 
 
-class Groups:
-    """Query groups; without a number of key-value heads every head is one."""
+class QueryGroups:
+    """The number of query groups. Without `num_key_value_heads` every attention head is a group of its own."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         groups = hf.get("num_key_value_heads")
@@ -22,7 +22,7 @@ class Groups:
 
 
 class HeadDim:
-    """The size of a head, which older configs leave to be hidden / heads."""
+    """The size of an attention head. Older configs omit it; it is then hidden_size / num_attention_heads."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         size = hf.get("head_dim")
@@ -33,7 +33,7 @@ class HeadDim:
 
 
 class Silu:
-    """The gated linear unit with SiLU."""
+    """The activation: a gated linear unit with SiLU."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         from torch.nn.functional import silu
@@ -47,12 +47,12 @@ class Silu:
 
 
 class ClampedGlu:
-    """gpt-oss' `(up + 1) * gate * sigmoid(1.702 * gate)`, both clamped."""
+    """The activation of gpt-oss: `(up + 1) * gate * sigmoid(1.702 * gate)`, with `up` and `gate` clamped."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         from megatron.core.activations import quick_gelu
 
-        # quick_gelu is x * sigmoid(1.702 * x).
+        # megatron's quick_gelu has a fixed factor: it is x * sigmoid(1.702 * x).
         Refused("swiglu_alpha", 1.702).to_mcore(hf)
         limit = hf.get("swiglu_limit")
         return {
@@ -67,7 +67,7 @@ class ClampedGlu:
 
 
 class Dtype:
-    """The dtype of the weights, `torch_dtype` in transformers 4 and `dtype` in 5."""
+    """The dtype of the weights: `torch_dtype` in transformers 4, `dtype` in transformers 5."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         import torch
@@ -83,11 +83,11 @@ class Dtype:
         return {"torch_dtype": name} if "torch_dtype" in base and "dtype" not in base else {"dtype": name}
 
 
-# --- Which layers
+# --- Kinds of layers
 
 
 def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
-    """Which layers are of a kind by `layer_types`; None if there is none."""
+    """Returns for each layer whether `layer_types` gives it this kind; None if the config has no `layer_types`."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
@@ -97,16 +97,16 @@ def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
     return [each == kind for each in kinds[:layers]]
 
 
-class Window:
-    """Attention over the last tokens only, in some or all layers.
+class SlidingWindow:
+    """Sliding-window attention in some or all layers.
 
-    A window of HuggingFace counts the token itself, megatron's counts those before it
-    (`get_sliding_window_causal_mask`, 0.16.1).
+    HuggingFace's window includes the current token. Megatron's window counts only the tokens before it
+    (`get_sliding_window_causal_mask`, 0.16.1), so it is smaller by one.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         window = hf.get("sliding_window")
-        # Qwen's configs have a window that is off unless they say otherwise, the others have no switch.
+        # Qwen's window is off unless use_sliding_window turns it on. Other architectures have no such switch.
         is_on = hf.get("use_sliding_window", not str(hf.get("model_type")).startswith("qwen"))
         layers = self._layers(hf) if window and is_on else []
         if not window or not any(layers):
@@ -117,7 +117,7 @@ class Window:
     def _layers(self, hf: HfConfig) -> list[bool]:
         layers, kind = needed(hf, "num_hidden_layers"), hf.get("model_type")
         if kind == "qwen3_moe":
-            return [True] * layers  # Qwen3MoeModel has one mask for all layers, whatever layer_types says.
+            return [True] * layers  # Qwen3MoeModel ignores layer_types: it has one mask for all layers.
         named = per_layer(hf, "sliding_attention")
         if named is not None:
             return named
@@ -128,8 +128,8 @@ class Window:
         if kind in ("qwen2", "qwen3"):
             return [number >= needed(hf, "max_window_layers") for number in range(layers)]
         raise UnsupportedError(
-            "config.json: use_sliding_window is true, but which layers that means depends on the version of "
-            "transformers: say it with layer_types"
+            "config.json: use_sliding_window is true, but it depends on the version of transformers which layers have "
+            "the window: add layer_types"
         )
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
@@ -145,7 +145,7 @@ class Window:
 
 
 def is_sparse(hf: HfConfig) -> list[bool]:
-    """Which layers of a Qwen model are mixtures of experts."""
+    """Returns for each layer of a Qwen model whether it is a mixture of experts."""
     step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
     return [(number + 1) % step == 0 and number not in dense for number in range(needed(hf, "num_hidden_layers"))]
 
@@ -160,7 +160,11 @@ def _moe_pattern(mcore: McoreValues) -> list[int]:
 
 
 class SparseStep:
-    """Qwen's `decoder_sparse_step` counts from a step's end, megatron's `moe_layer_freq` from its beginning: a list."""
+    """The layers of a Qwen model that are mixtures of experts.
+
+    With a step of n, Qwen's `decoder_sparse_step` puts experts into the last of every n layers, megatron's
+    `moe_layer_freq` into the first. This rule therefore writes `moe_layer_freq` as a list of layers.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         return {"moe_layer_freq": _moe_freq(is_sparse(hf))}
@@ -171,7 +175,7 @@ class SparseStep:
 
 
 class DenseFirst:
-    """Dense layers before those with experts."""
+    """The number of dense layers that precede the layers with experts."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         dense = hf.get("first_k_dense_replace") or 0
@@ -182,7 +186,7 @@ class DenseFirst:
 
 
 def is_linear(hf: HfConfig) -> list[bool]:
-    """Which layers of Qwen3-Next have linear attention."""
+    """Returns for each layer of Qwen3-Next whether it has linear attention."""
     named = per_layer(hf, "linear_attention")
     if named is not None:
         return named
@@ -191,7 +195,7 @@ def is_linear(hf: HfConfig) -> list[bool]:
 
 
 class LinearLayers:
-    """Layers of linear attention."""
+    """The layers that have linear attention (GatedDeltaNet)."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         layers = [int(layer) for layer in is_linear(hf)]
@@ -206,14 +210,17 @@ class LinearLayers:
 
 
 class NormalizedTopk:
-    """Whether the weights of a token's experts add up to 1: then megatron's softmax is over them, else over all."""
+    """Whether the weights of a token's experts add up to 1.
+
+    If they do, megatron applies the softmax to the chosen experts alone; if not, to all experts.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         normalized = bool(needed(hf, "norm_topk_prob"))
         if normalized and needed(hf, "num_experts_per_tok") == 1:
             raise UnsupportedError(
-                "config.json: norm_topk_prob is true with num_experts_per_tok 1: megatron-core 0.16.1 (TopKRouter) "
-                "wants the softmax over all experts there, so that the weight is not 1"
+                "config.json: norm_topk_prob is true with num_experts_per_tok 1: this cannot be converted, because "
+                "megatron-core 0.16.1 (TopKRouter) then applies the softmax to all experts and the weight is not 1"
             )
         return {"moe_router_pre_softmax": not normalized}
 
@@ -222,7 +229,11 @@ class NormalizedTopk:
 
 
 class SigmoidScores:
-    """DeepSeek's choice of experts: sigmoid scores, a bias that only chooses, groups of experts chosen first."""
+    """DeepSeek's choice of experts.
+
+    The router scores experts with a sigmoid. A bias influences which experts are chosen, but not their weights. Groups
+    of experts are chosen before single experts are.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         for rule in (
@@ -231,16 +242,16 @@ class SigmoidScores:
             Refused("moe_layer_freq", 1),
         ):
             rule.to_mcore(hf)
-        # topk_routing_with_score_function (0.16.1): normalized if there are several, else not.
+        # topk_routing_with_score_function (0.16.1) normalizes the weights of several experts, but not of a single one.
         topk = needed(hf, "num_experts_per_tok")
         Refused("norm_topk_prob", topk > 1).to_mcore(hf)
         groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
         if chosen >= groups:
             groups = chosen = None
         elif topk // chosen != 2:
-            # DeepSeek judges a group by its 2 best experts, group_limited_topk (0.16.1) by its topk // group_topk best.
+            # DeepSeek ranks a group by its 2 best experts, group_limited_topk (0.16.1) by its topk // group_topk best.
             raise UnsupportedError(
-                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 chooses "
+                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 ranks "
                 f"groups by their {topk // chosen} best experts, DeepSeek by their 2 best"
             )
         return {
@@ -262,7 +273,7 @@ class SigmoidScores:
 
 
 class SharedExperts:
-    """Shared experts by number; megatron has one of all their sizes."""
+    """Shared experts. HuggingFace gives their number; Megatron has one shared expert as large as all together."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         size = (hf.get("n_shared_experts") or 0) * needed(hf, "moe_intermediate_size")
@@ -274,7 +285,7 @@ class SharedExperts:
 
 
 class Mtp:
-    """Layers of multi-token prediction; megatron takes 0 for a number of layers and fails, so none is None."""
+    """The number of multi-token-prediction layers. Megatron fails with 0 layers, so "no layers" is None there."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         return {"mtp_num_layers": hf.get("num_nextn_predict_layers") or None}
@@ -284,7 +295,11 @@ class Mtp:
 
 
 class LatentHead:
-    """`kv_channels` is not used by latent attention but by the shape of what local attention gives: a value's size."""
+    """The sizes of latent attention that have no direct counterpart.
+
+    Latent attention itself does not use `kv_channels`. Megatron's local attention uses it for the shape of its output,
+    so it must be the size of a value.
+    """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         return {"kv_channels": needed(hf, "v_head_dim"), "q_lora_rank": hf.get("q_lora_rank")}
@@ -297,7 +312,7 @@ _DECODER: tuple[Rule, ...] = (
     Same("num_layers", "num_hidden_layers"),
     Same("hidden_size", "hidden_size"),
     Same("num_attention_heads", "num_attention_heads"),
-    Groups(),
+    QueryGroups(),
     Same("ffn_hidden_size", "intermediate_size"),
     Same("layernorm_epsilon", "rms_norm_eps"),
     Same("attention_dropout", "attention_dropout", default=0.0),
@@ -311,9 +326,10 @@ _DECODER: tuple[Rule, ...] = (
 _SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
 
 DECODER: tuple[Rule, ...] = (*_DECODER, HeadDim())
-"""What all decoders have whose attention is not latent, but for the activation, biases and positions."""
+"""The rules of every decoder without latent attention. Activation, biases and positions are not included."""
 
 DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
+"""The rules of a decoder with SiLU and without biases. Positions are not included."""
 
 EXPERT_COUNT: tuple[Rule, ...] = (
     Same("num_moe_experts", "num_local_experts", also=("num_experts",)),
@@ -334,8 +350,9 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
     *_DECODER,
     *_SILU,
     Constant("multi_latent_attention", True),
-    # q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention) and
-    # layernorm_epsilon in megatron: the same for DeepSeek, 1e-5 for Moonlight, a difference far below bf16's rounding.
+    # These are q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention) and
+    # layernorm_epsilon in megatron. That is the same for DeepSeek. Moonlight's is 1e-5: the difference is far below
+    # bf16's rounding.
     Constant("qk_layernorm", True),
     LatentHead(),
     Same("kv_lora_rank", "kv_lora_rank"),

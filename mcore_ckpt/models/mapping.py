@@ -1,4 +1,4 @@
-"""A table and a model's sizes, spelled out: every HuggingFace tensor, and where its elements are in mcore's tensors."""
+"""Applies an architecture's table to one model: lists every HuggingFace tensor and where its elements are in mcore."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.table import Block, Row, Section, Sizes, Table, ValueChange, shape_of
+from mcore_ckpt.models.table import Row, RowRange, Section, Sizes, Table, ValueChange, shape_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 MCORE_LAYER = "decoder.layers.{layer}."
@@ -22,16 +22,16 @@ HF_LAYER = "model.layers.{layer}."
 
 @dataclass(frozen=True)
 class Slab:
-    """A contiguous range of a HuggingFace tensor that is (a part of) one mcore tensor.
+    """A contiguous range of elements in a HuggingFace tensor that comes from one mcore tensor.
 
     Attributes:
-        start: its first element in the row-major HuggingFace tensor.
-        mcore: the mcore tensor's global name, as megatron's local layer specs have it; empty: the range is zeros.
-        region: which elements of the mcore tensor, in the order of the range. Its global shape is the mcore tensor's,
-            without padding of the vocabulary.
-        change: what happens to the values: the region's elements, as a tensor of `region.local_shape`, become the range
-            by `change.to_hf`.
-        sections: of the mcore tensor, as in `Row`; empty: it is one, or is `linear_fc1`.
+        start: the range's first element in the row-major HuggingFace tensor.
+        mcore: the global name of the mcore tensor in megatron's local layer specs. It is empty if the range is zeros.
+        region: which elements of the mcore tensor fill the range, in the range's order. Its global shape is that of
+            the mcore tensor, without padding of the vocabulary.
+        change: converts the values, or None. `change.to_hf` turns the region's elements, as a tensor of
+            `region.local_shape`, into the range's elements.
+        sections: the sections of the mcore tensor, see `Row`. Empty for a tensor in one part and for `linear_fc1`.
     """
 
     start: int
@@ -47,9 +47,9 @@ class Slab:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One HuggingFace tensor; its slabs follow on each other and fill it.
+    """One HuggingFace tensor and the consecutive slabs that fill it.
 
-    `is_copy`: its elements are in another tensor too.
+    `is_copy` is True if another HuggingFace tensor has the same elements.
     """
 
     name: str
@@ -63,15 +63,15 @@ class HfTensor:
 
 
 def hf_tensors(model: HfModel) -> list[HfTensor]:
-    """All tensors of a model as HuggingFace has it on disk, embedding first, layer by layer."""
+    """Lists all tensors of a model as a HuggingFace folder has them: embedding first, then layer by layer."""
     return [tensor for tensor, _ in _spelled_out(model, model.architecture.table)]
 
 
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
-    """As `hf_tensors`, in the form that a folder has them: `names` are the HuggingFace tensors there.
+    """Lists the tensors of a model in the form in which one folder stores them.
 
-    What is stacked there is taken stacked. Copies are left out, and so is a multi-token prediction of which
-    nothing is there.
+    `names` are the names of the tensors in the folder. Experts that the folder stores stacked are listed stacked. The
+    list contains no copies, and no multi-token prediction if the folder has none of its tensors.
     """
     found: list[HfTensor] = []
     stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
@@ -89,20 +89,20 @@ def check_names(model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str]
     """Raises CheckpointMismatchError unless a folder has exactly the tensors that the table names.
 
     Args:
-        model: what the configuration says the model is.
-        wanted: from `hf_tensors_in`.
-        found: all tensors in the folder.
-        where: the folder, for the message.
+        model: the model that the configuration describes.
+        wanted: the tensors that the folder must have, from `hf_tensors_in`.
+        found: the names of all tensors in the folder.
+        where: the folder, for the error message.
     """
     names = set(found)
     known = {tensor.name for tensor in wanted} | {tensor.name for tensor in hf_tensors(model)}
     missing = [tensor.name for tensor in wanted if tensor.name not in names]
     ignored = [re.compile(pattern) for pattern in model.ignored]
     unknown = sorted(name for name in names - known if not any(pattern.fullmatch(name) for pattern in ignored))
-    for what, those in (("lacks", missing), ("has unknown tensors:", unknown)):
-        if those:
-            more = f" and {len(those) - 5} more" if len(those) > 5 else ""
-            raise CheckpointMismatchError(f"{where}: {model.describe()} {what} {', '.join(those[:5])}{more}")
+    for problem, affected in (("lacks", missing), ("has unknown tensors:", unknown)):
+        if affected:
+            more = f" and {len(affected) - 5} more" if len(affected) > 5 else ""
+            raise CheckpointMismatchError(f"{where}: {model.describe()} {problem} {', '.join(affected[:5])}{more}")
 
 
 def _only_stacked(table: Table) -> Table:
@@ -119,7 +119,7 @@ def _spelled_out(model: HfModel, table: Table) -> list[tuple[HfTensor, bool]]:
 
 
 def _spell_out(model: HfModel, table: Table) -> Iterator[tuple[HfTensor, bool]]:
-    """Each tensor, and whether it is of multi-token prediction."""
+    """Yields each tensor, and whether it belongs to multi-token prediction."""
     first = [row for row in table.model if not _is_last(row)]
     last = [row for row in table.model if _is_last(row)]
     for row in first:
@@ -185,23 +185,23 @@ def _stacked(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes:
         yield HfTensor(name, shape, slabs, row.is_copy)
 
 
-def _regions(row: Row, blocks: Sequence[Block], shapes: Sequence[Shape]) -> list[Region]:
-    """Where the rows of each HuggingFace tensor are in the mcore tensor."""
+def _regions(row: Row, ranges: Sequence[RowRange], shapes: Sequence[Shape]) -> list[Region]:
+    """Returns for each HuggingFace tensor the region of the mcore tensor that its rows fill."""
     if row.change is not None and len(shapes) == 1:
-        # Its values change their places, too: the region is that of the mcore tensor, whole.
+        # A change may move values, too. The region is therefore the whole mcore tensor.
         return [Region.whole(_mcore_shape(row, shapes[0]))]
     rest = shapes[0][1:]
-    global_shape = (sum(block.rows for block in blocks), *rest)
+    global_shape = (sum(part.rows for part in ranges), *rest)
     pieces: list[list[Piece]] = [[] for _ in shapes]
     at = 0
-    for block in blocks:
+    for part in ranges:
         zeros = (0,) * len(rest)
-        pieces[block.source].append(Piece((block.start, *zeros), (block.rows, *rest), (at, *zeros)))
-        at += block.rows
+        pieces[part.source].append(Piece((part.start, *zeros), (part.rows, *rest), (at, *zeros)))
+        at += part.rows
     regions = []
-    for shape, parts in zip(shapes, pieces, strict=True):
+    for shape, own in zip(shapes, pieces, strict=True):
         region = Region(
-            global_shape, shape, tuple(_joined(sorted(parts, key=lambda p: p.local_offset))), (0, prod(shape))
+            global_shape, shape, tuple(_joined(sorted(own, key=lambda p: p.local_offset))), (0, prod(shape))
         )
         region.check()
         regions.append(region)
@@ -214,7 +214,7 @@ def _mcore_shape(row: Row, shape: Shape) -> Shape:
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Pieces that follow on each other on both sides, as one."""
+    """Joins pieces that are adjacent both in the HuggingFace tensor and in the mcore tensor."""
     last: Piece | None = None
     for piece in pieces:
         if last is not None:

@@ -1,4 +1,7 @@
-"""`config.json` <-> the arguments of megatron's `TransformerConfig` and `GPTModel`, and whether a live model agrees."""
+"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and `GPTModel`, and back.
+
+It also compares a live model with a `config.json`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ _ATTRIBUTES = "attributes."
 
 @dataclass(frozen=True)
 class McoreConfig:
-    """What a model is in megatron.
+    """The megatron arguments that build a model.
 
     Attributes:
-        transformer: arguments of `TransformerConfig`, or of `MLATransformerConfig` where `multi_latent_attention` is
-            among them. How it is trained and cut is not: add that.
-        gpt: arguments of `GPTModel`; `vocab_size` is HuggingFace's, without padding.
-        attributes: what `GPTModel` reads from the config although it is no field of it (Yarn's numbers, 0.16.1): to be
-            set on it.
+        transformer: arguments of `TransformerConfig`, or of `MLATransformerConfig` if `multi_latent_attention` is among
+            them. Arguments for training and parallelism are not included.
+        gpt: arguments of `GPTModel`. `vocab_size` is HuggingFace's, without padding.
+        attributes: attributes to set on the config. `GPTModel` reads them there although `TransformerConfig` has no
+            such fields (Yarn's parameters, 0.16.1).
     """
 
     transformer: dict[str, Any]
@@ -34,7 +37,7 @@ class McoreConfig:
     attributes: dict[str, Any]
 
     def transformer_config(self, **more: Any) -> Any:
-        """The megatron config, with arguments for training and parallelism added."""
+        """Builds the megatron config. `more` holds the arguments for training and parallelism."""
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         kind = MLATransformerConfig if self.transformer.get("multi_latent_attention") else TransformerConfig
@@ -45,10 +48,10 @@ class McoreConfig:
 
 
 def to_mcore_config(model: HfModel) -> McoreConfig:
-    """What a HuggingFace model is in megatron.
+    """Returns the megatron arguments of a HuggingFace model.
 
     Raises:
-        UnsupportedError: a field of its `config.json` says what megatron-core 0.16.1 cannot do.
+        UnsupportedError: a field of its `config.json` asks for something that megatron-core 0.16.1 cannot do.
 
     Example:
         >>> config = to_mcore_config(model_from_config(read_config(folder)))  # doctest: +SKIP
@@ -57,7 +60,10 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
     import torch
 
     if not model.architecture.rules:
-        raise UnsupportedError(f"{model.architecture.model_type} was registered without rules for its config.json")
+        raise UnsupportedError(
+            f"{model.architecture.model_type} was registered without rules for its config.json: add them to its "
+            "mcore_ckpt.models.Architecture"
+        )
     values = _values(model.architecture, model.config)
     values["gpt.share_embeddings_and_output_weights"] = model.is_tied
     values["gpt.vocab_size"] = model.sizes["vocab"]
@@ -78,55 +84,59 @@ def to_hf_config(
     base: HfConfig,
     is_value: bool | None = None,
 ) -> dict[str, Any]:
-    """The `config.json` of a megatron model: the one it came from, changed where the model differs.
+    """Returns the `config.json` of a megatron model: the source's one, changed where the model differs from it.
 
-    Fields that megatron has no counterpart for are kept. What already says the same is kept as it is. Where
-    transformers 4 and 5 have different fields, both are written, since each takes defaults for what it does not find.
+    Fields without a counterpart in megatron are kept, and so are fields that already express the model. Where
+    transformers 4 and 5 use different fields, the result has both, because each version takes defaults for fields that
+    it does not find.
 
     Args:
-        architecture: what the model is to be.
+        architecture: the HuggingFace architecture of the result.
         transformer: a `TransformerConfig`, or its arguments as a mapping.
-        gpt: arguments of `GPTModel`, as many as are known (`gpt_arguments` reads those of a live one); `vocab_size`
-            is HuggingFace's, without padding.
-        base: the source's `config.json`; may be empty if `transformer` and `gpt` say all.
-        is_value: whether the model has a value head; None: as `base` says.
+        gpt: arguments of `GPTModel`, as many as are known. `gpt_arguments` reads those of a live model. `vocab_size` is
+            HuggingFace's, without padding.
+        base: the source's `config.json`. It may be empty if `transformer` and `gpt` describe the model completely.
+        is_value: whether the model has a value head. None takes the answer from `base`.
 
     Raises:
-        UnsupportedError: the model has a feature that the architecture cannot express, by name.
+        UnsupportedError: the model has a feature that the architecture cannot express. The message names it.
     """
     config: dict[str, Any] = {**base, "model_type": architecture.model_type}
     for rule in architecture.rules:
         try:
-            said = {name: value for name, value in rule.to_mcore(config).items() if name not in _OF_TRAINING}
-            wanted = {name: _read(transformer, gpt, name, value) for name, value in said.items()}
+            stated = {name: value for name, value in rule.to_mcore(config).items() if name not in _TRAINING_FIELDS}
+            wanted = {name: _read(transformer, gpt, name, value) for name, value in stated.items()}
         except MissingFieldError:
-            said, wanted = None, {}
-        # What a source leaves out, it leaves to transformers' defaults on purpose; without a source all is said: these
-        # defaults are those of one size of model (DeepSeek's num_key_value_heads is 128).
-        if said != wanted or not base:
-            config.update(rule.to_hf(_Everything(transformer, gpt, wanted), config))
-    _check_all_said(architecture, transformer, gpt, config)
+            stated, wanted = None, {}
+        # A field that the source omits means transformers' default, so a field that already agrees is not added.
+        # Without a source every field is written: transformers' defaults describe one size of a model (DeepSeek's
+        # num_key_value_heads is 128).
+        if stated != wanted or not base:
+            config.update(rule.to_hf(_McoreValues(transformer, gpt, wanted), config))
+    _check_expressed(architecture, transformer, gpt, config)
     _spell_for_both_versions(architecture, config)
     _set_class(architecture, config, is_value)
     return config
 
 
 def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
-    """The `config.json` beside weights, for transformers 4 and 5; what else it said before, it says still.
+    """Returns the `config.json` that belongs beside exported weights, for transformers 4 and 5.
+
+    All other fields of `model.config` stay as they are.
 
     Args:
-        model: what the weights are; its `config` is what was known before.
-        dtype: of the weights.
-        has_mtp: whether multi-token prediction is among them.
+        model: the model that the weights belong to.
+        dtype: the dtype of the weights.
+        has_mtp: whether multi-token prediction is among the weights.
 
     Raises:
-        UnsupportedError: it is a value model, and transformers has no class for that.
+        UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
     """
     config = dict(model.config)
     _spell_for_both_versions(model.architecture, config)
-    # transformers took up "dtype" in 4.56; it reads the older name still.
+    # transformers 4.56 introduced "dtype" and still reads the older name.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    # Without a table nothing is known of it, and all stays as it is.
+    # An architecture without a table is unknown, so its class stays as it is.
     if model.architecture.table.layer:
         _set_class(model.architecture, config, model.is_value)
     if model.is_value:
@@ -136,12 +146,12 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
     return config
 
 
-# transformers counts labels by these.
+# transformers takes the number of labels, and so the size of the head, from these fields.
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def gpt_arguments(model: Any) -> dict[str, Any]:
-    """What a live `GPTModel` (unwrapped) shows of its arguments: without `vocab_size`, which is padded there."""
+    """Reads the arguments that a live, unwrapped `GPTModel` exposes, without `vocab_size`, which is padded there."""
     found = {
         "position_embedding_type": getattr(model, "position_embedding_type", None),
         "rotary_base": getattr(model, "rotary_base", None),
@@ -153,49 +163,52 @@ def gpt_arguments(model: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-# How a model is trained, not what it is.
-_OF_TRAINING = {"attention_dropout", "hidden_dropout"}
-# The vocabulary is padded in a live model, and whether the head is tied is asked apart.
-_FREE = {
-    *("params_dtype", "bf16", "fp16", *_OF_TRAINING),
+# These fields describe the training, not the model.
+_TRAINING_FIELDS = {"attention_dropout", "hidden_dropout"}
+# check_model does not compare these. A live model's vocabulary is padded, and tied embeddings are checked separately.
+_NOT_COMPARED = {
+    *("params_dtype", "bf16", "fp16", *_TRAINING_FIELDS),
     *("gpt.vocab_size", "gpt.max_sequence_length", "gpt.share_embeddings_and_output_weights"),
 }
-_FREE_OF_LATENT = {"kv_channels", "gpt.rotary_percent", "gpt.rotary_base"}
+_NOT_COMPARED_IF_LATENT = {"kv_channels", "gpt.rotary_percent", "gpt.rotary_base"}
 
 
 def check_model(model: Any, hf_model: HfModel) -> None:
-    """Raises CheckpointMismatchError unless a live model is what a HuggingFace config describes.
+    """Raises CheckpointMismatchError unless a live model is the one that a HuggingFace config describes.
 
     Args:
-        model: an unwrapped `GPTModel`, or another module with megatron's `config`. What it does not show (a
-            pipeline stage without embedding has no vocabulary) is not compared; multi-token prediction may be left out.
-        hf_model: from `model_from_config`.
+        model: an unwrapped `GPTModel`, or another module with megatron's `config`. Arguments that it does not expose
+            are not compared (a pipeline stage without embedding has no vocabulary). The model may lack multi-token
+            prediction.
+        hf_model: the model that the config describes, from `model_from_config`.
     """
     wanted = to_mcore_config(hf_model)
     gpt = gpt_arguments(model)
-    free = _FREE | _FREE_OF_LATENT if wanted.transformer.get("multi_latent_attention") else _FREE
+    is_latent = wanted.transformer.get("multi_latent_attention")
+    not_compared = _NOT_COMPARED | _NOT_COMPARED_IF_LATENT if is_latent else _NOT_COMPARED
     flat = {**wanted.transformer, **{_ATTRIBUTES + n: v for n, v in wanted.attributes.items()}}
     flat |= {_GPT + name: value for name, value in wanted.gpt.items()}
     for name, value in flat.items():
-        if name in free:
+        if name in not_compared:
             continue
         found = _read(model.config, gpt, name, value)
         if name == "mtp_num_layers" and not found:
             continue
         if found != value:
             raise CheckpointMismatchError(
-                f"the model's {_plain(name)} is {found!r}, config.json of this "
-                f"{hf_model.describe()} says {value!r}: build the model with "
-                "mcore_ckpt.models.to_mcore_config, or load what it was built for"
+                f"the model's {_without_prefix(name)} is {found!r}, config.json of this {hf_model.describe()} says "
+                f"{value!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace model "
+                "that it was built for"
             )
     if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
         raise CheckpointMismatchError(
             f"the model's share_embeddings_and_output_weights is {model.share_embeddings_and_output_weights}, "
-            f"tie_word_embeddings of this {hf_model.describe()} is {hf_model.is_tied}"
+            f"tie_word_embeddings of this {hf_model.describe()} is {hf_model.is_tied}: build the model with "
+            "mcore_ckpt.models.to_mcore_config"
         )
 
 
-def _plain(name: str) -> str:
+def _without_prefix(name: str) -> str:
     return name.removeprefix(_GPT).removeprefix(_ATTRIBUTES)
 
 
@@ -206,13 +219,13 @@ def _values(architecture: Architecture, config: HfConfig) -> dict[str, Any]:
             values.update(rule.to_mcore(config))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UnsupportedError(
-                f"config.json: cannot be that of a {architecture.model_type} ({type(rule).__name__}): {error!r}"
+                f"config.json: cannot be that of a {architecture.model_type} (rule {type(rule).__name__}): {error!r}"
             ) from error
     return values
 
 
-class _Everything(dict[str, Any]):
-    """Megatron's values by name, read when they are asked for."""
+class _McoreValues(dict[str, Any]):
+    """Megatron's values by name. A value that is not known yet is read from the model when a rule looks it up."""
 
     def __init__(self, transformer: Any, gpt: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         super().__init__(known)
@@ -221,7 +234,10 @@ class _Everything(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         value = _read(self._transformer, self._gpt, name, _absent)
         if value is _absent:
-            raise UnsupportedError(f"{_plain(name)} is not known, and config.json does not say it")
+            raise UnsupportedError(
+                f"{_without_prefix(name)} of the model is not known, and config.json does not state it: pass it to "
+                "to_hf_config"
+            )
         return value
 
 
@@ -229,15 +245,15 @@ _absent = object()
 
 
 def _read(transformer: Any, gpt: Mapping[str, Any], name: str, default: Any) -> Any:
-    """A value of the megatron model in the form that rules have; `default` if the model does not show it."""
+    """Reads a value of the megatron model in the form that rules use. Returns `default` if the model lacks it."""
     if name.startswith(_GPT):
         value = gpt.get(name.removeprefix(_GPT), _absent)
     else:
         value = _field(transformer, name.removeprefix(_ATTRIBUTES))
     if value is _absent:
         return default
-    form = _FORMS.get(name)
-    return value if form is None else form(transformer, value)
+    normalize = _NORMAL_FORMS.get(name)
+    return value if normalize is None else normalize(transformer, value)
 
 
 def _field(transformer: Any, name: str) -> Any:
@@ -276,8 +292,9 @@ def _window_size(transformer: Any, size: Any) -> Any:
     return None if size is None else tuple(size)
 
 
-# One form of what can be said in several (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1).
-_FORMS: dict[str, Callable[[Any, Any], Any]] = {
+# megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1). Rules
+# know one form, so the others are converted before they are compared.
+_NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _linear_attention_freq,
     "window_attn_skip_freq": _window_attn_skip_freq,
@@ -286,19 +303,23 @@ _FORMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _check_all_said(architecture: Architecture, transformer: Any, gpt: Mapping[str, Any], config: HfConfig) -> None:
-    for name, said in _values(architecture, config).items():
-        found = _read(transformer, gpt, name, said)
-        if found != said and name not in _OF_TRAINING:
+def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[str, Any], config: HfConfig) -> None:
+    """Raises UnsupportedError if `config` does not describe the megatron model."""
+    for name, stated in _values(architecture, config).items():
+        found = _read(transformer, gpt, name, stated)
+        if found != stated and name not in _TRAINING_FIELDS:
             raise UnsupportedError(
-                f"{_plain(name)} is {found!r}, which a config.json of "
-                f"{architecture.model_type} cannot say: there it is {said!r}"
+                f"{_without_prefix(name)} is {found!r}, which a config.json of {architecture.model_type} cannot "
+                f"express: there it is {stated!r}"
             )
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
-    """Adds the fields of the other version of transformers: 4 takes a config without `rope_theta` for one with the
-    default, or one of `num_local_experts` for one of 128 experts."""
+    """Adds the fields that only transformers 4, or only transformers 5, reads.
+
+    Without them transformers 4 would take the default `rope_theta`, or 128 experts where only `num_local_experts` is
+    given.
+    """
     for rule in architecture.rules:
         try:
             if isinstance(rule, Same) and rule.also:
@@ -307,7 +328,7 @@ def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any])
                 for name, value in rule.spelling(config).items():
                     config.setdefault(name, value)
         except UnsupportedError:
-            # What megatron has no word for stays as its author has spelled it.
+            # A value that megatron cannot express stays in the fields in which the config has it.
             continue
 
 

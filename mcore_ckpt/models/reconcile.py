@@ -1,4 +1,4 @@
-"""Whether a model is tied, has a value head or multi-token prediction: config, data and the user's word compared."""
+"""Reconciles `config.json`, the tensors and the user's flags: tied embeddings, value head, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ def reconcile(
     tie_word_embedding: bool | None = None,
     is_value_model: bool | None = None,
 ) -> HfModel:
-    """The model as it is: what `config.json` says, checked against the tensors that there are.
+    """Returns the model with the facts that its tensors show, after checking them against config and flags.
 
     Args:
-        model: from `model_from_config`.
-        tensors: shapes by name, of a HuggingFace folder or of an mcore checkpoint (global names); all of them.
-        tie_word_embedding: what the user says: the head is the embedding. None: nothing.
-        is_value_model: what the user says: the head gives one value. None: nothing. Trainers leave the language model's
-            config beside a critic, so here the user's word and the data together outweigh the config's class.
+        model: the model that `config.json` describes, from `model_from_config`.
+        tensors: the shapes of all tensors by name. They come from a HuggingFace folder, or from an mcore checkpoint
+            (global names).
+        tie_word_embedding: the user's flag that the output head is the embedding; None if the user gave none.
+        is_value_model: the user's flag that the head gives one value; None if the user gave none. Trainers leave the
+            language model's config beside a critic. The flag and the tensors together therefore overrule the class in
+            the config.
 
     Returns:
         The model with `is_tied`, `is_value`, the bias of the value head and `mtp_layers` as the tensors have them. A
         value model is never tied.
 
     Raises:
-        CheckpointMismatchError: user, config and data do not agree.
+        CheckpointMismatchError: flags, config and tensors contradict each other.
 
     Example:
         >>> shapes = {tensor.name: tensor.shape for tensor in stored}  # doctest: +SKIP
@@ -47,7 +49,8 @@ def reconcile(
     tied = not value and _reconcile_tied(model, _tied_in(there, is_mcore), tie_word_embedding)
     facts = model.facts - {"value", "score_bias", "tied"}
     if value:
-        # ...ForTokenClassification, which an export of a model whose config does not say makes, has a bias.
+        # mcore's value heads have no bias, so the config decides for mcore tensors. Without a value class in the config
+        # an export becomes a ...ForTokenClassification, which has a bias.
         has_bias = _HF_BIAS in there if not is_mcore else "score_bias" in model.facts or not model.is_value
         facts |= {"value", *(("score_bias",) if has_bias else ())}
     elif tied:
@@ -57,7 +60,7 @@ def reconcile(
 
 
 _VALUE_HINTS = {
-    True: "say is_value_model=True (--is-value-model) if that is meant",
+    True: "pass is_value_model=True (--is-value-model) if the checkpoint is a value model",
     False: "use the config.json of the language model",
 }
 
@@ -76,8 +79,8 @@ def _reconcile_value(model: HfModel, data: bool, user: bool | None) -> bool:
     named = bool(model.config.get("architectures"))
     if user is not None and user != data:
         raise CheckpointMismatchError(
-            f"is_value_model is {user}, but the tensors are those of a model with a {_head(data)}: leave it out, or "
-            "choose the right checkpoint"
+            f"is_value_model is {user}, but the tensors are those of a model with a {_head(data)}: omit the flag, or "
+            "choose another checkpoint"
         )
     if user is None and named and model.is_value != data:
         raise CheckpointMismatchError(
@@ -92,27 +95,30 @@ def _head(is_value: bool) -> str:
 
 
 def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
-    says = bool(model.config.get("tie_word_embeddings"))
+    stated = bool(model.config.get("tie_word_embeddings"))
     head = (
         "no head of its own (lm_head.weight or output_layer.weight)"
         if data
         else "a head (lm_head.weight or output_layer.weight)"
     )
     if user is not None and user != data:
-        raise CheckpointMismatchError(f"tie_word_embedding is {user}, but the tensors have {head}")
-    if says != data:
+        raise CheckpointMismatchError(f"tie_word_embedding is {user}, but the tensors have {head}: omit the flag")
+    if stated != data:
         hint = (
-            "if the head is a copy of the embedding, leave it out (--ignore)"
-            if says
+            "if the head is a copy of the embedding, exclude it with --ignore"
+            if stated
             else "the checkpoint is incomplete, or tie_word_embeddings should be true"
         )
         raise CheckpointMismatchError(
-            f"config.json: tie_word_embeddings is {says}, but the tensors have {head}: {hint}"
+            f"config.json: tie_word_embeddings is {stated}, but the tensors have {head}: {hint}"
         )
     return data
 
 
 def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
-    """transformers does not save multi-token prediction though its configs announce it: none is no contradiction."""
+    """Returns the multi-token-prediction layers, or none if the tensors have none.
+
+    That is no contradiction: transformers does not save multi-token prediction although its configs announce it.
+    """
     first = "mtp.layers.0." if is_mcore else f"model.layers.{len(model.layers)}."
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

@@ -1,4 +1,4 @@
-"""The known architectures, and what a `config.json` says of a model of one of them."""
+"""The registry of known architectures; it turns a `config.json` into a model of one of them."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures import ARCHITECTURES
 from mcore_ckpt.models.config_fields import HfConfig
 
+# Limits on what a config may state. A damaged or hostile config would otherwise make the mapping list tensors for ever.
 _MOST_COUNTED = 100_000
-
-
 _MOST_OF_A_SIZE = 2**40
-
-
-# Of all layers together.
-_MOST_EXPERTS = 1_000_000
-
+_MOST_EXPERTS_OF_ALL_LAYERS = 1_000_000
 
 _architectures: dict[str, Architecture] = {known.model_type: known for known in ARCHITECTURES}
 
 
 def register_architecture(architecture: Architecture) -> None:
-    """Makes an architecture known, by its `model_type`; one that is known by it already is replaced."""
+    """Registers an architecture under its `model_type`. It replaces an architecture with the same `model_type`."""
     _architectures[architecture.model_type] = architecture
 
 
 def known_architectures() -> dict[str, Architecture]:
-    """By `model_type`."""
+    """Returns all registered architectures by `model_type`."""
     return dict(_architectures)
 
 
 def model_from_config(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
-    """What a `config.json` describes.
+    """Returns the model that a `config.json` describes.
 
     Args:
-        config: the object in it.
-        ignored: regular expressions of HuggingFace tensors to leave out.
+        config: the object in the `config.json`.
+        ignored: regular expressions of HuggingFace tensor names to leave out.
 
     Raises:
-        UnsupportedError: no table for this architecture, a feature that mcore has no counterpart for, or fields that
-            hold something else than they should.
+        UnsupportedError: the architecture is not registered, the model has a feature without a counterpart in mcore,
+            or a field holds an impossible value.
     """
     known = known_architectures()
     model_type = config.get("model_type")
@@ -48,14 +43,14 @@ def model_from_config(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfMode
     if architecture is None:
         raise UnsupportedError(
             f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(sorted(known))}; "
-            "add one with mcore_ckpt.models.register_architecture"
+            "register this one with mcore_ckpt.models.register_architecture"
         )
     refuse_quantized(config)
     return HfModel(architecture, config, _known(architecture, config), (*architecture.table.ignored, *ignored))
 
 
 def refuse_quantized(config: HfConfig) -> None:
-    """Raises UnsupportedError if a `config.json` speaks of quantized weights: their numbers mean nothing alone."""
+    """Raises UnsupportedError if a `config.json` announces quantized weights, whose bytes are not plain numbers."""
     quantization = config.get("quantization_config")
     if quantization:
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -68,7 +63,7 @@ def refuse_quantized(config: HfConfig) -> None:
 
 def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
     for name, value in config.items():
-        # As many layers, heads or experts as are said are counted through.
+        # Code below loops over layers, heads and experts, as many as the config states.
         if name.startswith(("num_", "n_")) and isinstance(value, int) and value > _MOST_COUNTED:
             raise UnsupportedError(f"config.json: {name} is {value}, more than {_MOST_COUNTED}: no such model exists")
     try:
@@ -79,6 +74,9 @@ def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
         if type(size) is not int or not 0 <= size <= _MOST_OF_A_SIZE:
             raise UnsupportedError(f"config.json: the size {name} of the model is {fields.shown(size)}")
     layers = len(known.layers) + len(known.mtp_layers)
-    if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS:
-        raise UnsupportedError(f"config.json: {layers} layers of {known.sizes['experts']} experts: none has so many")
+    if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS_OF_ALL_LAYERS:
+        raise UnsupportedError(
+            f"config.json: {layers} layers of {known.sizes['experts']} experts are more than "
+            f"{_MOST_EXPERTS_OF_ALL_LAYERS} experts: no such model exists"
+        )
     return known

@@ -1,4 +1,4 @@
-"""Rotary embeddings: what `config.json` says of them, in transformers 4 or 5, and what megatron calls it."""
+"""Rules for rotary embeddings: translate the fields of transformers 4 and 5 to megatron's arguments and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from mcore_ckpt.models.config_fields import HfConfig, HfFields, McoreValues, nee
 
 @dataclass(frozen=True)
 class RopeFields:
-    """What a config says of rotary embeddings, wherever it says it."""
+    """The fields of rotary embeddings in a `config.json`, independent of the version of transformers.
+
+    Attributes:
+        kind: the value of `rope_type`.
+        theta: the base of the frequencies.
+        partial: the part of each head that is rotated, from 0 to 1.
+        fields: the object `rope_parameters` (transformers 5) or `rope_scaling` (4).
+    """
 
     kind: str
     theta: float
@@ -21,10 +28,10 @@ class RopeFields:
 
 
 def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
-    """Rotary embeddings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
+    """Reads the rotary embeddings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
 
     Raises:
-        UnsupportedError: they differ between layers, or are no fields at all.
+        UnsupportedError: the fields differ between kinds of layers, or the value is not an object.
     """
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(fields, Mapping):
@@ -44,9 +51,10 @@ def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> Rop
 
 
 def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str, Any]) -> HfFields:
-    """As `read_rope`, the other way, for transformers 4 and 5: each reads its own fields and leaves the others alone.
+    """Returns the fields that express rotary embeddings, both those of transformers 4 and those of 5.
 
-    transformers 4 takes a config that has only `rope_parameters` for one with the default theta.
+    Each version reads its own fields and ignores the others. Given only `rope_parameters`, transformers 4 would take
+    the default theta.
     """
     of_part = {} if partial is None else {"partial_rotary_factor": partial}
     return {
@@ -72,11 +80,11 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embeddings of attention that is not latent.
+    """The rotary embeddings of attention that is not latent.
 
     Attributes:
-        default_theta: what transformers takes if a config does not say it.
-        default_partial: the same of the part of a head that is rotated.
+        default_theta: transformers' default for a config without theta.
+        default_partial: transformers' default for the part of each head that is rotated.
     """
 
     default_theta: float = 10000.0
@@ -94,7 +102,7 @@ class Rope:
         if rope.kind == "linear":
             values["gpt.seq_len_interpolation_factor"] = needed(rope.fields, "factor")
         elif rope.kind == "llama3":
-            # RotaryEmbedding._apply_scaling (0.16.1) takes no others.
+            # RotaryEmbedding._apply_scaling (0.16.1) has these values built in.
             for name, value in _LLAMA3.items():
                 if rope.fields.get(name) != value:
                     raise _refuse_rope(rope.kind, name, rope.fields.get(name), f"megatron-core 0.16.1 has {value}")
@@ -126,7 +134,7 @@ class Rope:
         return write_rope(kind, mcore["gpt.rotary_base"], partial, more)
 
     def spelling(self, hf: HfConfig) -> HfFields:
-        """The same fields for transformers 4 and 5."""
+        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
         return _both_ropes(read_rope(hf, self.default_theta, self.default_partial), self.default_partial)
 
 
@@ -142,10 +150,10 @@ _YARN = (
 
 
 def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
-    """Yarn's fields under megatron's names; defaults as in transformers' `_compute_yarn_parameters`.
+    """Returns Yarn's fields under megatron's names, with the defaults of transformers' `_compute_yarn_parameters`.
 
-    mscale and mscale_all_dim are None where the config does not have both: cosine and sine are then scaled by the
-    factor alone, in transformers as in `_yarn_get_concentration_factor` (0.16.1).
+    mscale and mscale_all_dim are None unless the config has both. The factor alone then scales cosine and sine, in
+    transformers and in `_yarn_get_concentration_factor` (0.16.1).
     """
     fields = rope.fields
     if fields.get("attention_factor") is not None:
@@ -164,7 +172,10 @@ def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
 
 
 def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
-    """As `read_yarn`, the other way; `cut`: whether the architecture may say how the correction range is rounded."""
+    """Returns the fields of `config.json` for what `read_yarn` returned.
+
+    `cut` is True if the architecture has the field `truncate`, which says whether the correction range is rounded.
+    """
     more = {
         "factor": yarn["rotary_scaling_factor"],
         **{name: yarn[name] for name in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
@@ -176,13 +187,13 @@ def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
 
 
 class LatentRope:
-    """Rotary embeddings of latent attention: fields of `MLATransformerConfig`."""
+    """The rotary embeddings of latent attention, which are fields of `MLATransformerConfig`."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         rope = read_rope(hf, 10000.0, 1.0)
         values = {"gpt.position_embedding_type": "rope", "rotary_base": rope.theta, "rotary_percent": rope.partial}
         if rope.kind == "default":
-            # rotary_scaling_factor is 40 unless it is said, and scales the softmax if mscale_all_dim is not 0.
+            # Megatron's default for rotary_scaling_factor is 40, and it scales the softmax if mscale_all_dim is not 0.
             return values | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
         if rope.kind != "yarn":
             raise UnsupportedError(
@@ -193,7 +204,7 @@ class LatentRope:
             raise _refuse_rope(rope.kind, "truncate", False, "latent attention of megatron-core 0.16.1 rounds")
         if yarn["mscale"] is None:
             if rope.fields.get("mscale_all_dim"):
-                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim is there without it")
+                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim needs it")
             yarn |= {"mscale": 1.0, "mscale_all_dim": 0.0}
         return values | {"rope_type": "yarn"} | yarn
 
@@ -204,7 +215,7 @@ class LatentRope:
         return write_rope("yarn", mcore["rotary_base"], None, write_yarn(yarn, cut=False))
 
     def spelling(self, hf: HfConfig) -> HfFields:
-        """The same fields for transformers 4 and 5."""
+        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
         return _both_ropes(read_rope(hf, 10000.0, 1.0), 1.0)
 
 

@@ -1,7 +1,7 @@
-"""What a table says of an architecture: which HuggingFace tensors make up which mcore tensor, in what order of rows.
+"""The table of an architecture: which HuggingFace tensors make up which mcore tensor, and in what order of rows.
 
-Both sides are *global* tensors: how tensor parallelism cuts the mcore one is not a table's business. Names are those of
-megatron's local layer specs; `sharding.synonyms` knows what transformer-engine's specs call the same tensors.
+Both sides are *global* tensors. A table does not know how tensor parallelism cuts an mcore tensor. It uses the names of
+megatron's local layer specs; `sharding.synonyms` translates the names of transformer-engine's specs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from mcore_ckpt.sharding.regions import Shape
 
 Sizes = Mapping[str, int]
 
-# What tied embeddings are the same tensor of; nearly all architectures call them this.
+# The embedding and the output head, which are one tensor if embeddings are tied. Nearly all architectures use these
+# names.
 HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-class Block(NamedTuple):
-    """Rows `[start, start + rows)` of one of the HuggingFace tensors of a row of the table."""
+class RowRange(NamedTuple):
+    """Rows `[start, start + rows)` of one HuggingFace tensor; `source` is its position in `Row.hf`."""
 
     source: int
     start: int
@@ -30,54 +31,59 @@ class Block(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Rows of an mcore tensor that tensor parallelism cuts by themselves; `name` is what megatron calls them."""
+    """A group of rows in an mcore tensor that tensor parallelism cuts separately; `name` is megatron's name for it."""
 
     name: str
     rows: int
 
 
-Transform = Callable[[Sizes, Sequence[Shape]], Sequence[Block]]
-"""The blocks of HuggingFace rows that, one behind the other, are the mcore tensor.
+Transform = Callable[[Sizes, Sequence[Shape]], Sequence[RowRange]]
+"""Returns the HuggingFace rows that make up the mcore tensor, in its order of rows.
 
-It is handed the model's sizes and the shapes of the HuggingFace tensors.
+Arguments: the model's sizes, and the shapes of the HuggingFace tensors in the order of `Row.hf`.
 """
 
 
-def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
-    """One tensor as it is, or several one behind the other: gate and up are fc1."""
-    return [Block(source, 0, shape[0]) for source, shape in enumerate(shapes)]
+def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
+    """Takes one tensor as it is, or concatenates several: gate and up become fc1."""
+    return [RowRange(source, 0, shape[0]) for source, shape in enumerate(shapes)]
 
 
-def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
-    """For each query group its queries, its key, its value: as `SelfAttention.get_query_key_value_tensors` (0.16.1)
-    splits what linear_qkv gives."""
+def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
+    """Interleaves queries, keys and values: for each query group its queries, its key, its value.
+
+    `SelfAttention.get_query_key_value_tensors` (0.16.1) splits the output of linear_qkv in this order.
+    """
     per_group = sizes["heads"] // sizes["groups"] * sizes["head_dim"]
     return [
-        block
+        rows
         for group in range(sizes["groups"])
-        for block in (
-            Block(0, group * per_group, per_group),
-            Block(1, group * sizes["head_dim"], sizes["head_dim"]),
-            Block(2, group * sizes["head_dim"], sizes["head_dim"]),
+        for rows in (
+            RowRange(0, group * per_group, per_group),
+            RowRange(1, group * sizes["head_dim"], sizes["head_dim"]),
+            RowRange(2, group * sizes["head_dim"], sizes["head_dim"]),
         )
     ]
 
 
-def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
-    """As `qkv`, of attention whose output has a gate: HuggingFace has each head's query and gate one behind the other,
-    mcore all queries of a group before their gates (`SelfAttention.get_query_key_value_tensors` with `output_gate`)."""
+def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
+    """Interleaves queries, gates, keys and values of attention whose output has a gate.
+
+    HuggingFace stores the gate of each head directly after its query. mcore stores all queries of a group before all
+    its gates (`SelfAttention.get_query_key_value_tensors` with `output_gate`). The rest is as in `qkv`.
+    """
     dim, per_group = sizes["head_dim"], sizes["heads"] // sizes["groups"]
-    blocks: list[Block] = []
+    ranges: list[RowRange] = []
     for group in range(sizes["groups"]):
         heads = range(group * per_group, (group + 1) * per_group)
-        blocks += (Block(0, 2 * head * dim, dim) for head in heads)
-        blocks += (Block(0, (2 * head + 1) * dim, dim) for head in heads)
-        blocks += (Block(1, group * dim, dim), Block(2, group * dim, dim))
-    return blocks
+        ranges += (RowRange(0, 2 * head * dim, dim) for head in heads)
+        ranges += (RowRange(0, (2 * head + 1) * dim, dim) for head in heads)
+        ranges += (RowRange(1, group * dim, dim), RowRange(2, group * dim, dim))
+    return ranges
 
 
 class ValueChange(Protocol):
-    """A change that is more than another order of rows. Exact in both directions."""
+    """A conversion of a tensor's elements that a new order of rows cannot express. It is exact in both directions."""
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor: ...
     def to_mcore(self, hf: torch.Tensor) -> torch.Tensor: ...
@@ -85,20 +91,24 @@ class ValueChange(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table.
+    """One row of a table: one mcore tensor and the HuggingFace tensors that make it up.
 
     Attributes:
-        mcore: the tensor's name below its layer (or the model), with `{expert}` where it is one expert's. Empty: HF has
-            a tensor that mcore has not, which is written as zeros, and must be zeros when it is read.
-        hf: the names of the HuggingFace tensors and their shapes in words: "heads*head_dim hidden". Where the mcore
-            name has `{expert}` and these have not, each holds all experts, stacked along its first axis.
-        transform: the order of their rows.
-        when: words that must all be true of the model and the layer, or with `!` false: "moe !tied".
-        change: what happens to the values.
-        is_copy: the tensor is another row's too (DeepSeek's MTP layers bring embedding and head again): written, and
-            left out when read.
-        sections: of an mcore tensor that megatron keeps as several (`_split_tensor_factory`, 0.16.1): what it calls
-            them, one behind the other, and their rows in words. Gate and up of `linear_fc1` need not be named.
+        mcore: the mcore tensor's name below its layer, or below the model for rows outside of layers. It contains
+            `{expert}` if the tensor belongs to one expert. It is empty if only HuggingFace has the tensor: then zeros
+            are written, and anything but zeros is an error on reading.
+        hf: the names of the HuggingFace tensors, each with its shape in words: "heads*head_dim hidden". If the mcore
+            name contains `{expert}` and these names do not, each tensor holds all experts, stacked along its first
+            axis.
+        transform: gives the order of the HuggingFace rows in the mcore tensor.
+        when: the words that must be among the facts of the model and of the layer. A word with `!` must not be:
+            "moe !tied".
+        change: converts the values, or None if the values stay as they are.
+        is_copy: True if another row holds the same tensor (DeepSeek's MTP layers repeat the embedding and the head).
+            A copy is written on export and ignored on reading.
+        sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
+            order of their rows: megatron's name of each, and its number of rows in words. Gate and up of `linear_fc1`
+            need no sections.
     """
 
     mcore: str
@@ -110,21 +120,23 @@ class Row:
     sections: Mapping[str, str] = field(default_factory=dict)
 
     def applies(self, facts: frozenset[str]) -> bool:
+        """True if a model and layer with these facts have the row's tensors."""
         return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in self.when.split())
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of an architecture.
+    """All rows of an architecture.
 
     Attributes:
-        model: rows outside of layers; both names are whole.
-        layer: rows of a decoder layer; names are below `decoder.layers.{n}.` and `model.layers.{n}.`.
-        mtp: rows of a multi-token-prediction layer beside those of `layer`, which it has too; names are below
-            `mtp.layers.{n}.` and `model.layers.{number of decoder layers + n}.`.
-        stacked: the same tensors under other names, which are accepted on reading: experts in one tensor, as
-            transformers 5 has them in memory. Names as in `layer`.
-        ignored: regular expressions of HuggingFace names that hold nothing to keep.
+        model: the rows outside of layers, with full names on both sides.
+        layer: the rows of a decoder layer. Names are below `decoder.layers.{n}.` in mcore and `model.layers.{n}.` in
+            HuggingFace.
+        mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are below
+            `mtp.layers.{n}.` in mcore and `model.layers.{number of decoder layers + n}.` in HuggingFace.
+        stacked: alternative rows for tensors of `layer`, accepted only on reading: one tensor holds all experts, as
+            transformers 5 keeps them in memory. Names are as in `layer`.
+        ignored: regular expressions of HuggingFace tensor names that hold no weights.
     """
 
     model: tuple[Row, ...]
@@ -135,7 +147,7 @@ class Table:
 
 
 def shape_of(words: str, sizes: Sizes) -> Shape:
-    """A shape in words as numbers. Raises KeyError for a size that the model does not have.
+    """Turns a shape in words into numbers. Raises KeyError for a size that the model does not have.
 
     Example:
         >>> shape_of("2*ffn hidden", {"ffn": 8, "hidden": 4})

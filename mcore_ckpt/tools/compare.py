@@ -18,8 +18,8 @@ from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
 from mcore_ckpt.formats.huggingface.export_plan import FileTensor
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder, read_weight_map
-from mcore_ckpt.formats.pt_files import PtTensor, read_pt
 from mcore_ckpt.formats.shard_reader import ShardReader, safetensors_reader, stored_shard
+from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD

@@ -14,7 +14,7 @@ from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import read_index, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.pt_files import read_pt
+from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.io import _native
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
 

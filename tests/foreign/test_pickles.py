@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.pickles import load_metadata, load_safely
+from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 
 
 class Hostile:

@@ -123,7 +123,7 @@ def test_what_training_changed_is_patched_and_nothing_else() -> None:
     ("name", "changes", "message"),
     [
         ("llama", {"add_qkv_bias": True}, None),
-        ("qwen2", {"add_qkv_bias": False}, "add_qkv_bias is False, which a config.json of qwen2 cannot say"),
+        ("qwen2", {"add_qkv_bias": False}, "add_qkv_bias is False, which a config.json of qwen2 cannot express"),
         ("qwen3", {"qk_layernorm": False}, "qk_layernorm is False"),
         ("mixtral", {"moe_router_pre_softmax": True}, "moe_router_pre_softmax is True"),
         ("deepseek_v3", {"moe_layer_freq": [1, 0, 1, 1]}, r"moe_layer_freq is \[1, 0, 1, 1\]"),

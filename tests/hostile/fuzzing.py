@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
 from checkpoints import ROLE, make, tensors
+from mcore_ckpt.formats.native.catalog import Catalog
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
@@ -42,14 +43,13 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.contract import PartRead
+from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.huggingface.reader import FolderCatalog, read_contents
 from mcore_ckpt.formats.huggingface.safetensors_files import encode_header, read_folder, read_weight_map
-from mcore_ckpt.formats.native.catalog import Catalog
 from mcore_ckpt.formats.native.ranges import read_ranges
-from mcore_ckpt.formats.pickles import load_safely
-from mcore_ckpt.formats.pt_files import read_pt
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
+from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mapping import hf_tensors

@@ -18,12 +18,12 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.huggingface.reader import FolderCatalog, read_contents
 from mcore_ckpt.formats.native.ranges import read_ranges
-from mcore_ckpt.formats.pickles import load_safely
-from mcore_ckpt.formats.pt_files import read_pt
 from mcore_ckpt.formats.torch_dist import reader as torch_dist_source
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.models import mapping
 from mcore_ckpt.models.registry import known_architectures
 from mcore_ckpt.sharding.overlap import Rows

@@ -20,11 +20,11 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, decode_manife
 from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, UnsupportedError
 from mcore_ckpt.formats import kinds
+from mcore_ckpt.formats.foreign_pickles import load_safely
 from mcore_ckpt.formats.huggingface.assets import copy_assets
 from mcore_ckpt.formats.huggingface.safetensors_files import read_file
-from mcore_ckpt.formats.pickles import load_safely
-from mcore_ckpt.formats.pt_files import read_pt
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.formats.torch_save_files import read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.store import Store

@@ -1,4 +1,4 @@
-"""Which part of a tensor one rank of an FSDP training has, from what it saved of a `DTensor`."""
+"""Finds which region of a tensor one rank of an FSDP training has, from the `DTensor` that the rank saved."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
-from mcore_ckpt.formats.pt_files import PickledObject, PtDTensor, PtTensor, read_integers
+from mcore_ckpt.formats.torch_save_files import PickledObject, PtDTensor, PtTensor, read_integers
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 
 @dataclass(frozen=True)
 class DTensorPlacement:
-    """How a tensor lies on a mesh.
+    """How a tensor is distributed over a mesh of ranks.
 
     Attributes:
-        mesh: how many ranks along each of its axes.
-        ranks: those of the mesh, row-major.
-        axes: by mesh axis, the tensor's axis that is cut along it; None: it is not.
+        mesh: the number of ranks along each axis of the mesh.
+        ranks: the ranks of the mesh, row-major.
+        axes: for each axis of the mesh, the axis of the tensor that it cuts; None if it replicates the tensor.
     """
 
     mesh: Shape
@@ -28,10 +28,11 @@ class DTensorPlacement:
     axes: tuple[int | None, ...]
 
     def region(self, shape: Shape, rank: int) -> Region:
-        """What a rank of the mesh has of a tensor.
+        """Returns the region of a tensor of this shape that one rank of the mesh has.
 
-        As `compute_local_shape_and_global_offset` (torch 2.13): chunks as those of `torch.chunk`, the last ones shorter
-        or empty; where two axes of the mesh cut the same axis, the second cuts what the first has left.
+        The rules are those of `compute_local_shape_and_global_offset` (torch 2.13). Chunks are those of `torch.chunk`:
+        the last ones are shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second one cuts
+        the chunks of the first.
 
         Example:
             >>> DTensorPlacement((2,), (0, 1), (0,)).region((5, 3), 1).pieces[0].global_offset
@@ -52,16 +53,16 @@ class DTensorPlacement:
 
 
 def placement_of(tensor: PtDTensor, name: str) -> DTensorPlacement:
-    """How a saved tensor lies on its mesh.
+    """Returns how a saved tensor is distributed over its mesh.
 
     Raises:
-        UnsupportedError: it waits for a reduction, or is cut in strides (FSDP with tensor parallelism).
-        CheckpointCorruptError: its mesh cannot be read.
+        UnsupportedError: the tensor is not reduced yet (Partial), or is cut in strides (FSDP with tensor parallelism).
+        CheckpointCorruptError: the mesh cannot be read.
     """
     fields = tensor.spec.fields
     mesh, placements = fields.get("mesh"), fields.get("placements")
     if not isinstance(mesh, PickledObject) or not isinstance(placements, (tuple, list)):
-        raise CheckpointCorruptError(f"{tensor.local.path}: tensor {name}: its DTensor has no mesh or no placements")
+        raise CheckpointCorruptError(f"{tensor.local.path}: tensor {name}: its DTensor lacks a mesh or placements")
     axes = tuple(_axis(tensor, name, placement) for placement in placements)
     shape, ranks = _mesh(mesh, f"{tensor.local.path}: tensor {name}")
     if len(axes) != len(shape) or len(ranks) != prod(shape):
@@ -78,8 +79,8 @@ def _axis(tensor: PtDTensor, name: str, placement: Any) -> int | None:
     axis = getattr(placement, "fields", {}).get("dim")
     if kind != "Shard" or not isinstance(axis, int):
         raise UnsupportedError(
-            f"{tensor.local.path}: tensor {name}: is placed as {kind}; Shard and Replicate can be read. Of FSDP with "
-            "tensor parallelism save a full state dict"
+            f"{tensor.local.path}: tensor {name}: is placed as {kind}, but only Shard and Replicate can be read: if "
+            "the training combines FSDP with tensor parallelism, save a full state dict"
         )
     axis += len(tensor.shape) if axis < 0 else 0
     if not 0 <= axis < len(tensor.shape):
@@ -88,20 +89,23 @@ def _axis(tensor: PtDTensor, name: str, placement: Any) -> int | None:
 
 
 def _mesh(mesh: PickledObject, where: str) -> tuple[Shape, tuple[int, ...]]:
-    """Its shape and its ranks. Since torch 2.9 a mesh is a layout (lengths and strides) of a list of ranks."""
+    """Returns the shape of a mesh and its ranks.
+
+    Since torch 2.9 a mesh is a layout (lengths and strides) over a list of ranks; before, it was a tensor of ranks.
+    """
     ranks = mesh.fields.get("mesh")
     if isinstance(ranks, PtTensor):
         return ranks.shape, tuple(read_integers(ranks))
     layout, of_layout = mesh.fields.get("_layout"), mesh.fields.get("_rank_map")
     if not isinstance(layout, PickledObject) or not isinstance(of_layout, PtTensor):
-        raise CheckpointCorruptError(f"{where}: its DeviceMesh has neither ranks nor a layout of them")
+        raise CheckpointCorruptError(f"{where}: its DeviceMesh has neither a tensor of ranks nor a layout")
     numbers = read_integers(of_layout)
     try:
         layout_axes = list(_layout_axes(layout))
-        # Before anything is multiplied out: a damaged mesh may have any lengths.
+        # Check before the loops below run over all places: a damaged mesh may have any lengths.
         if prod(length for lengths, _ in layout_axes for length in lengths) > len(numbers):
             raise IndexError(f"more ranks than {len(numbers)}")
-        axes = [list(_steps(*axis)) for axis in layout_axes]
+        axes = [list(_offsets(*axis)) for axis in layout_axes]
         ranks_of_mesh = tuple(numbers[sum(place)] for place in product(*axes))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{where}: its DeviceMesh cannot be read: {error!r}") from None
@@ -115,7 +119,7 @@ def _layout_axes(layout: PickledObject) -> Iterator[tuple[Shape, Shape]]:
         return
     shape, stride = layout.fields["shape"], layout.fields["stride"]
     shapes, strides = (part if isinstance(part, tuple) else (part,) for part in (shape, stride))
-    yield from ((_flat(lengths), _flat(steps)) for lengths, steps in zip(shapes, strides, strict=True))
+    yield from ((_flat(lengths), _flat(axis_strides)) for lengths, axis_strides in zip(shapes, strides, strict=True))
 
 
 def _flat(numbers: Any) -> Shape:
@@ -124,7 +128,7 @@ def _flat(numbers: Any) -> Shape:
     return tuple(number for part in numbers for number in _flat(part))
 
 
-def _steps(lengths: Shape, strides: Shape) -> Iterator[int]:
-    """The places that an axis goes through; it may be several folded into one."""
+def _offsets(lengths: Shape, strides: Shape) -> Iterator[int]:
+    """Yields the offsets of all places along an axis, which may be several axes folded into one."""
     for index in product(*map(range, lengths)):
         yield sum(at * stride for at, stride in zip(index, strides, strict=True))

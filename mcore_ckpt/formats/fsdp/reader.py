@@ -19,8 +19,8 @@ from mcore_ckpt.errors import (
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
 from mcore_ckpt.formats.locate import same_bytes
-from mcore_ckpt.formats.pt_files import PtDTensor, PtTensor, read_pt
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
+from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small

@@ -1,4 +1,4 @@
-"""What a `huggingface/` folder holds beside the weights: configuration and tokenizer."""
+"""Writes, copies and checks the files beside the weights of a HuggingFace model: configuration, tokenizer, code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
-# What a tokenizer, a processor or a model's own code may consist of.
+# The suffixes of the files of a tokenizer, of a processor and of a model's own code.
 _ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
 
@@ -36,18 +36,18 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
     """Writes config.json, the generation config if the config has one, and the tokenizer's or processor's files.
 
     Args:
-        folder: made if needed.
+        folder: the folder to write into. It is created if it is missing.
         hf_config: a transformers PretrainedConfig, or None.
         processing_class: a transformers tokenizer or processor, or None.
 
     Returns:
-        All files written.
+        The paths of all files written.
     """
     if hf_config is None and processing_class is None:
         return []
     make_folder(folder)
-    # Which files these write only they know, and other ranks are writing weights into the folder: in one of its own
-    # there is nothing else.
+    # save_pretrained does not say which files it writes, and other ranks write weights into the same folder. In a
+    # temporary folder of its own every file is an asset.
     with tempfile.TemporaryDirectory(prefix=".assets-", dir=folder) as own:
         for source in (hf_config, _generation_config(hf_config), processing_class):
             if source is not None:
@@ -64,25 +64,26 @@ def _move(path: Path, target: Path) -> Path:
 
 
 def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
-    """A `tokenizer_config.json` of transformers 5 in words that 4 knows too; of 4 as it is, which 5 reads.
+    """Rewrites a `tokenizer_config.json` of transformers 5 so that transformers 4 can read it, too.
 
-    With 5's words AutoTokenizer of 4.57 fails: it has no class TokenizersBackend, and its extra_special_tokens is a
-    mapping. PreTrainedTokenizerFast is TokenizersBackend in 5 (tokenization_utils_tokenizers, 5.23), which also takes
-    additional_special_tokens for its own list (PreTrainedTokenizerBase._from_pretrained).
+    A file of transformers 4 stays as it is: transformers 5 reads it. AutoTokenizer of 4.57 fails on a file of 5: it has
+    no class TokenizersBackend and expects extra_special_tokens to be a mapping. In transformers 5
+    PreTrainedTokenizerFast is another name of TokenizersBackend (tokenization_utils_tokenizers, 5.23), and
+    additional_special_tokens is read as its list (PreTrainedTokenizerBase._from_pretrained).
     """
-    spelled = dict(config)
-    if spelled.get("tokenizer_class") == "TokenizersBackend":
-        spelled["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(spelled.get("extra_special_tokens"), list):
-        spelled["additional_special_tokens"] = spelled.pop("extra_special_tokens")
-    return spelled
+    readable = dict(config)
+    if readable.get("tokenizer_class") == "TokenizersBackend":
+        readable["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(readable.get("extra_special_tokens"), list):
+        readable["additional_special_tokens"] = readable.pop("extra_special_tokens")
+    return readable
 
 
 def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
-    """Files that somebody else wrote below a role's `huggingface/`, made durable, for the manifest."""
+    """Makes files below a role's `huggingface/` durable and returns their records for the manifest."""
     written = []
     for path in sorted(set(paths)):
-        # transformers makes files with all permissions that the umask leaves.
+        # transformers creates files with all permissions that the umask allows. No checkpoint file is world-writable.
         path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
         sync_file(path)
         data = path.read_bytes()
@@ -92,17 +93,17 @@ def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
 
 
 def copy_assets(source: Path, folder: Path) -> list[Path]:
-    """Copies configuration, tokenizer, processor and a model's own code, durably; never weights. Code is not run.
+    """Copies configuration, tokenizer, processor and a model's own code durably. It copies no weights and runs no code.
 
     Returns:
-        The files written.
+        The paths of the files written.
 
     Raises:
         OSError: a file cannot be read or written.
     """
     written = []
     for path in sorted((*source.iterdir(), *(source / _TEMPLATES).glob("*.jinja"))):
-        # The hub's cache is made of links.
+        # is_file follows links, because the hub's cache consists of links.
         if path.suffix in _ASSETS and path.is_file() and not path.name.startswith(".") and not _is_index(path.name):
             target = folder / path.relative_to(source)
             target.parent.mkdir(FOLDER_MODE, exist_ok=True)
@@ -112,25 +113,29 @@ def copy_assets(source: Path, folder: Path) -> list[Path]:
 
 
 def check_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Code of a model's own is copied, never run. What names code that is not there could not be loaded.
+    """Checks that the code which `config` names is in the folder. Nobody could load the exported model without it.
+
+    Args:
+        folder: the folder of the `config.json`.
+        config: the object in the `config.json`.
 
     Raises:
-        UnsupportedError: `config`, of a `config.json` in this folder, does.
+        UnsupportedError: `auto_map` names code that is not in the folder.
     """
     named = config.get("auto_map") or {}
     for value in named.values() if isinstance(named, Mapping) else ():
         for name in value if isinstance(value, list) else [value]:
-            # "repository--module.Class" is loaded from there.
+            # transformers loads "repository--module.Class" from the repository.
             if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
                 raise UnsupportedError(
-                    f"{folder / 'config.json'}: auto_map names code, {name}, that is not beside it, so that nobody "
+                    f"{folder / 'config.json'}: auto_map names the code {name}, which is not in the folder, so nobody "
                     "could load the model (trust_remote_code): add the file, or remove auto_map if transformers knows "
                     "the architecture itself"
                 )
 
 
 def _read(source: Path, path: Path) -> bytes:
-    """A file that becomes part of what others get: nothing that a link fetches from elsewhere. Raises OSError."""
+    """Reads a file that will be published. A link may not lead to a file outside of the model. Raises OSError."""
     try:
         return read_small(linked_file(source, str(path.relative_to(source))), limits.HF_ASSET_BYTES)
     except CheckpointCorruptError as error:
@@ -138,16 +143,18 @@ def _read(source: Path, path: Path) -> bytes:
 
 
 def _is_index(name: str) -> bool:
-    """Whether a file says which file has which weights."""
+    """True if the file is an index that says which file has which weights."""
     return name.endswith(".index.json")
 
 
 def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool) -> Path:
-    """Writes `config.json` as it must be beside weights, durably, in place of what is there. See `config_of_weights`.
+    """Writes the `config.json` that belongs beside the weights durably; replaces an existing one.
+
+    `config_of_weights` says what it contains.
 
     Raises:
-        UnsupportedError: it is a value model, and transformers has no class for that.
-        OSError: it cannot be written.
+        UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
+        OSError: the file cannot be written.
     """
     path = folder / CONFIG_FILE
     config = config_of_weights(model, dtype, has_mtp)
@@ -157,10 +164,13 @@ def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool
 
 
 def config_of(hf_config: Any) -> dict[str, Any]:
-    """A transformers config as the object of a `config.json`, defaults included. Raises UnsupportedError."""
+    """Converts a transformers config to the object of a `config.json`, with all defaults.
+
+    Raises UnsupportedError if `hf_config` is not a transformers config.
+    """
     to_json = getattr(hf_config, "to_json_string", None)
     if to_json is None:
-        raise UnsupportedError(f"hf_config is a {type(hf_config).__name__}: hand over a transformers config")
+        raise UnsupportedError(f"hf_config is a {type(hf_config).__name__}: pass a transformers config")
     config = json.loads(to_json(use_diff=False))
     assert isinstance(config, dict)
     return config

@@ -1,6 +1,7 @@
-"""Folders of `.safetensors` files: where each tensor's bytes are, and the index of several files.
+"""Reads and writes headers and indexes of `.safetensors` files: which tensors there are, and where their bytes are.
 
-The format: 8 bytes that say how long the header is, the header (JSON: dtype, shape, place of each tensor), the bytes.
+A file has three parts: 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place
+of each tensor), and the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from mcore_ckpt.sharding.regions import Shape
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# As the safetensors library refuses larger ones.
+# The safetensors library refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
-# As many as torch has.
+# torch's own limit.
 _MOST_AXES = 64
 _MOST_ELEMENTS = 2**62
 
@@ -50,7 +51,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class HfStored:
-    """A tensor in a file: bytes `[offset, offset + nbytes)` of `path`, row-major."""
+    """A tensor in a `.safetensors` file: the row-major bytes `[offset, offset + nbytes)` of `path`."""
 
     name: str
     dtype: torch.dtype
@@ -61,14 +62,14 @@ class HfStored:
 
 
 def read_folder(folder: Path) -> dict[str, HfStored]:
-    """Every tensor of a HuggingFace model's folder, by name.
+    """Returns every tensor in the folder of a HuggingFace model, by name.
 
-    Of several files the index says which has what; what it says is checked. A single file wins over an index beside it,
-    as in transformers (`_get_resolved_checkpoint_files`, 4.57 and 5).
+    An index says which of several files has which tensor; this is checked against the files. If the folder has both a
+    single file and an index, the single file counts, as in transformers (`_get_resolved_checkpoint_files`, 4.57 and 5).
 
     Raises:
-        CheckpointNotFoundError: there are no weights.
-        CheckpointCorruptError: a file is missing, cut or no safetensors file, or differs from the index.
+        CheckpointNotFoundError: the folder has no weights.
+        CheckpointCorruptError: a file is missing, cut, not a safetensors file, or does not match the index.
     """
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if single.exists():
@@ -82,7 +83,9 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
             if where.get(tensor.name) == file:
                 found[tensor.name] = tensor
             else:
-                raise CheckpointCorruptError(f"{folder / file}: tensor {tensor.name}: {INDEX_FILE} does not say so")
+                raise CheckpointCorruptError(
+                    f"{folder / file}: has tensor {tensor.name}, which {INDEX_FILE} does not list here"
+                )
     if missing := sorted(where.keys() - found.keys()):
         raise CheckpointCorruptError(
             f"{folder / where[missing[0]]}: lacks tensor {missing[0]}, which {INDEX_FILE} names"
@@ -91,14 +94,18 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
 
 
 def read_file(path: Path) -> list[HfStored]:
-    """The tensors of one file. Raises CheckpointCorruptError."""
+    """Reads the header of one file. Raises CheckpointCorruptError.
+
+    Returns:
+        The tensors, in the order of their bytes.
+    """
     try:
         descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
             length = struct.unpack("<Q", read_exact(descriptor, 8, 0, path))[0] if size > 8 else -1
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointCorruptError(f"{path}: is not a safetensors file, or was cut")
+                raise CheckpointCorruptError(f"{path}: is not a safetensors file, or was cut: fetch it again")
             header = fields.parse(read_exact(descriptor, length, 8, path))
         finally:
             os.close(descriptor)
@@ -113,10 +120,12 @@ def read_file(path: Path) -> list[HfStored]:
     end = 8 + length
     for tensor in tensors:
         if tensor.offset != end:
-            raise CheckpointCorruptError(f"{path}: tensor {tensor.name}: its bytes are not where those before end")
+            raise CheckpointCorruptError(
+                f"{path}: tensor {tensor.name}: its bytes overlap the previous ones or leave a gap"
+            )
         end += tensor.nbytes
     if end != size:
-        raise CheckpointCorruptError(f"{path}: has {size} bytes, its header speaks of {end}: cut or damaged")
+        raise CheckpointCorruptError(f"{path}: has {size} bytes, but its header describes {end}: cut or damaged")
     return tensors
 
 
@@ -127,7 +136,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
     offsets = fields.get_ints(record, "data_offsets")
     if dtype not in _DTYPES:
         raise fields.FieldError(f"tensor {name}: dtype {dtype!r} is not known")
-    # Without empty axes: torch multiplies all of them.
+    # An empty axis counts as 1: its 0 would hide other axes, which torch multiplies for the strides.
     if len(lengths) > _MOST_AXES or prod(length or 1 for length in lengths) > _MOST_ELEMENTS or len(offsets) != 2:
         raise fields.FieldError(f"tensor {name}: shape {fields.shown(lengths)} at {fields.shown(offsets)}")
     nbytes = prod(lengths) * _DTYPES[dtype].itemsize
@@ -139,7 +148,11 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Which file has a tensor, from the index of several. Raises CheckpointCorruptError."""
+    """Reads an index of several files. Raises CheckpointCorruptError.
+
+    Returns:
+        The file of each tensor, by the tensor's name.
+    """
     try:
         index = fields.parse(read_small(path, limits.HF_JSON_BYTES))
         where = fields.get_dict(index, "weight_map")
@@ -148,20 +161,20 @@ def read_weight_map(path: Path) -> dict[str, str]:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from None
     for file in pairs.values():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise CheckpointCorruptError(f"{path}: names {file!r}, which is not a file beside it")
+            raise CheckpointCorruptError(f"{path}: names {file!r}, which is not the name of a file in its folder")
     return pairs
 
 
 def has_name(dtype: torch.dtype) -> bool:
-    """Whether a file can have tensors of a dtype (complex numbers it cannot)."""
+    """True if the format has this dtype. It has none for complex numbers."""
     return dtype in _NAMES
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
-    """The beginning of a file that holds these tensors one behind the other, in this order: length and header.
+    """Encodes the beginning of a file that holds these tensors one after the other: the header and its length.
 
-    The tensors' bytes begin behind it, at a multiple of 8 as the safetensors library puts them. transformers asks for
-    its `format` entry.
+    The tensors' bytes follow it. They begin at a multiple of 8, as in files of the safetensors library. transformers
+    requires the entry `format`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -175,11 +188,11 @@ def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
 
 
 def file_name(number: int, count: int) -> str:
-    """The name of file `number` (from 0) of `count`."""
+    """Returns the name of file `number` (counted from 0) of `count`."""
     return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def encode_index(files: dict[str, str], total_bytes: int) -> bytes:
-    """The index of several files: `files` says which has a tensor."""
+    """Encodes the index of several files. `files` has the file of each tensor, by the tensor's name."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return json.dumps(index, indent=2).encode() + b"\n"

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
-from mcore_ckpt.formats.pickles import load_metadata, load_safely
-from mcore_ckpt.formats.pt_files import PtTensor, read_bytes, read_pt
+from mcore_ckpt.formats.torch_save_files import PtTensor, read_bytes, read_pt
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small

@@ -1,8 +1,9 @@
-"""What megatron's `sharded_state_dict` calls a tensor, with default metadata (megatron-core 0.16.1), by rules.
+"""The keys under which megatron's `sharded_state_dict` stores tensors, with default metadata (megatron-core 0.16.1).
 
-`TransformerBlock.sharded_state_dict`: layers that are alike share a key, with an axis of layers before the tensor's
-own; otherwise the layer's number is in the key. Experts share a key below `experts.experts`, with an axis of experts
-(`SequentialMLP`, `TEGroupedMLP`); multi-token prediction has no axis of layers (`MultiTokenPredictionBlock`).
+- `TransformerBlock.sharded_state_dict`: layers of the same structure share a key, and the stored tensor has an axis of
+  layers before its own axes. Otherwise the key contains the layer's number.
+- `SequentialMLP`, `TEGroupedMLP`: experts share a key below `experts.experts`, with an axis of experts.
+- `MultiTokenPredictionBlock`: multi-token prediction has no axis of layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LATENT = "self_attention.linear_kv_up_proj.weight"
 _LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
 
-# Modules with weights, but without `_extra_state` (of the output layer GPTModel takes it away).
+# Modules that have weights but no `_extra_state`. GPTModel removes that of the output layer.
 _STATELESS = re.compile(
     r"(?:embedding\.|output_layer\.|.*\.router\.|.*\.conv1d\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
 )
@@ -30,7 +31,13 @@ _MTP_ATTENTION = re.compile(r"(mtp\..+\.self_attention\.)linear_proj\.weight")
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor's place below a key: the index in the axes before its own, and their lengths."""
+    """The place of a tensor below a key.
+
+    Attributes:
+        key: the key of the stored tensor.
+        index: the tensor's index in the axes of layers and experts, which come before its own axes.
+        lengths: the lengths of these axes.
+    """
 
     key: str
     index: Shape
@@ -38,19 +45,19 @@ class Place:
 
     @property
     def object_key(self) -> str:
-        """Of a sharded object in this place (`ShardedObject.unique_key`)."""
+        """The key of a sharded object at this place (`ShardedObject.unique_key`)."""
         index, lengths = (self.index, self.lengths) if self.index else ((0,), (1,))
         return f"{self.key}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lengths))}"
 
 
 class Keys:
-    """The keys of one model's tensors.
+    """Translates the names of one model's tensors to the keys of a torch_dist checkpoint.
 
     Args:
-        names: all its tensors, as the local layer specs call them.
-        layers: how many decoder layers there are.
-        experts: how many experts a layer of experts has.
-        alike: whether all decoder layers are made alike.
+        names: the names of all its tensors in the local layer specs.
+        layers: the number of decoder layers.
+        experts: the number of experts in a mixture-of-experts layer.
+        alike: True if all decoder layers have the same structure.
     """
 
     def __init__(self, names: Container[str], layers: int, experts: int, alike: bool) -> None:
@@ -60,16 +67,16 @@ class Keys:
         self._alike = alike
 
     def places(self, name: str) -> list[Place]:
-        """Where a tensor goes: in two places where layer specs disagree about a norm."""
+        """Returns the places of a tensor: two if megatron's layer specs disagree about a norm, otherwise one."""
         return [self._place(key) for key in self._in_specs(name)]
 
     def states(self, name: str) -> Iterator[Place]:
-        """The places of the `_extra_state` of the modules that have a tensor: megatron asks for all of them."""
+        """Yields the places of the `_extra_state` of the modules that hold a tensor. megatron requires all of them."""
         for key in self._in_specs(name):
             if (match := _MODULE.fullmatch(key)) and not _STATELESS.match(key):
                 yield self._place(f"{match[1]}._extra_state")
-        # transformer-engine's attention keeps quiet about its own (`TEDotProductAttention.sharded_state_dict`), but
-        # `MultiTokenPredictionBlock.sharded_state_dict` also takes whatever is in `state_dict()`.
+        # transformer-engine's attention hides its own state (`TEDotProductAttention.sharded_state_dict`), but
+        # `MultiTokenPredictionBlock.sharded_state_dict` takes everything in `state_dict()`.
         if match := _MTP_ATTENTION.fullmatch(name):
             yield self._place(f"{match[1]}core_attention._extra_state")
 
@@ -81,15 +88,15 @@ class Keys:
         is_latent, is_moe = layer + _LATENT in self._names, layer + _ROUTER in self._names
         module, _, kind = rest.rpartition(".")
         if module == "input_layernorm" and layer + _LINEAR in self._names:
-            # There is a spec of transformer-engine's alone (`get_gated_delta_net_module_spec`).
+            # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).
             return (f"{layer}self_attention.in_proj.layer_norm_{kind}",)
         if module == "input_layernorm" and not is_latent:
-            # Both specs: fused, or renamed by the layer's `sharded_state_dict_keys_map`.
+            # transformer-engine's spec fuses the norm; the local spec renames it (`sharded_state_dict_keys_map`).
             return (f"{layer}self_attention.linear_qkv.layer_norm_{kind}",)
         if module == "pre_mlp_layernorm":
             fused = f"{layer}mlp.linear_fc1.layer_norm_{kind}"
             if is_latent:
-                # The local spec renames nothing here.
+                # The local spec does not rename this norm.
                 return (name,) if is_moe else (name, fused)
             return (name, fused) if is_moe else (fused,)
         if is_latent and module in ("self_attention.q_layernorm", "self_attention.kv_layernorm"):

@@ -156,7 +156,7 @@ def _write_rng(path: Path) -> None:
     """What `WorkerState.save_rng_state` has written; a file of another origin runs nothing."""
     if not path.exists():
         return
-    from mcore_ckpt.formats.pickles import load_safely
+    from mcore_ckpt.formats.foreign_pickles import load_safely
 
     state = load_safely(path, str(path))
     python = state["python"]

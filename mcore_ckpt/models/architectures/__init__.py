@@ -1,4 +1,7 @@
-"""The architectures that this package knows, one small table of names in each module."""
+"""The built-in HuggingFace architectures: one module per family of models.
+
+To add one, write a module that exports `ARCHITECTURES` and list it here.
+"""
 
 from mcore_ckpt.models.architecture import Architecture
 from mcore_ckpt.models.architectures import deepseek, gemma, glm, gpt_oss, llama, mixtral, qwen, qwen3_next

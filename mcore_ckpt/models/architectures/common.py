@@ -1,4 +1,4 @@
-"""Rows and readings that many architectures share."""
+"""Rows of tables and readers of `config.json` that many architectures share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = (
     Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
     Row(MCORE_HEAD, {HF_HEAD: "vocab hidden"}, when="!tied !value"),
     Row(MCORE_HEAD, {"score.weight": "1 hidden"}, when="value"),
-    # ...ForTokenClassification has a bias, mcore's value heads have not.
+    # ...ForTokenClassification has a bias. mcore's value heads have none.
     Row("", {"score.bias": "1"}, when="value score_bias"),
 )
 
@@ -66,7 +66,7 @@ DENSE_MLP = (
 
 ROUTER = (
     Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
-    # A buffer of mcore's, fp32 whatever the parameters are (TopKRouter, 0.16.1).
+    # In mcore this is a buffer, always in fp32 (TopKRouter, 0.16.1).
     Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe expert_bias"),
 )
 
@@ -102,7 +102,7 @@ STACKED_EXPERTS = (
 
 
 def shared_experts(name: str) -> tuple[Row, ...]:
-    """Experts that every token goes through, below `mlp.{name}`; with a gate of their own where the model has one."""
+    """Returns the rows of the experts that every token passes, below `mlp.{name}`, and of their gate, if any."""
     return (
         Row(
             "mlp.shared_experts.linear_fc1.weight",
@@ -118,8 +118,8 @@ def shared_experts(name: str) -> tuple[Row, ...]:
     )
 
 
-# As published checkpoints have them: each layer of multi-token prediction brings the embedding and the head again,
-# which mcore shares with the model (MultiTokenPredictionBlock, 0.16.1).
+# Published checkpoints repeat the embedding and the head in each layer of multi-token prediction. In mcore these layers
+# use the model's own (MultiTokenPredictionBlock, 0.16.1).
 MTP = (
     Row("enorm.weight", {"enorm.weight": "hidden"}),
     Row("hnorm.weight", {"hnorm.weight": "hidden"}),
@@ -132,7 +132,7 @@ MTP = (
 
 
 def sizes_of(config: HfConfig) -> dict[str, int]:
-    """The sizes that every decoder has. Raises UnsupportedError."""
+    """Reads the sizes that every decoder has. Raises UnsupportedError if one is missing or impossible."""
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     groups = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
     if heads % groups:
@@ -148,7 +148,10 @@ def sizes_of(config: HfConfig) -> dict[str, int]:
 
 
 def facts_of(config: HfConfig) -> set[str]:
-    """What is said of tied embeddings and of the head. Raises UnsupportedError."""
+    """Reads the facts about the output head: "tied", "value", "score_bias".
+
+    Raises UnsupportedError if `architectures` is not a list of names.
+    """
     facts = set()
     classes = config.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
@@ -168,18 +171,18 @@ def facts_of(config: HfConfig) -> set[str]:
     return facts
 
 
-def alike(config: HfConfig) -> tuple[frozenset[str], ...]:
-    """Layers of which there is nothing to say."""
+def uniform_layers(config: HfConfig) -> tuple[frozenset[str], ...]:
+    """Returns the facts of decoder layers that are all of one kind: an empty set for each layer."""
     return (frozenset[str](),) * integer(config, "num_hidden_layers")
 
 
 def moe_layers(is_moe: Sequence[bool]) -> tuple[frozenset[str], ...]:
-    """Layers of which some are mixtures of experts."""
+    """Returns the facts of decoder layers: "moe" for each layer that is a mixture of experts."""
     return tuple(frozenset({"moe"}) if moe else frozenset[str]() for moe in is_moe)
 
 
 def integer(config: Mapping[str, Any], name: str) -> int:
-    """A number that must be there. Raises UnsupportedError."""
+    """Reads a required positive number. Raises UnsupportedError if it is missing or not positive."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedError(f"config.json: {name} is {value!r}, not a positive number")
@@ -187,5 +190,5 @@ def integer(config: Mapping[str, Any], name: str) -> int:
 
 
 def first_integer(config: Mapping[str, Any], *names: str) -> int:
-    """A number that goes by several names. Raises UnsupportedError."""
+    """Reads a required positive number that has several names. Raises UnsupportedError if none is present."""
     return integer(config, next((name for name in names if config.get(name) is not None), names[0]))

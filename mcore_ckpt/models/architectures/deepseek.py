@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight, Kimi-K2: latent attention, experts chosen by sigmoid scores with a bias."""
+"""DeepSeek-V3 and R1, Moonlight and Kimi-K2: latent attention; sigmoid scores with a bias choose the experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mcore_ckpt.models.table import Row, Table
 
 
 def read_deepseek_experts(config: HfConfig) -> ModelFacts:
-    """Everything but the attention."""
+    """Reads all facts about a DeepSeek model except those of its latent attention."""
     number, dense = integer(config, "num_hidden_layers"), config.get("first_k_dense_replace") or 0
     layers = moe_layers([layer >= dense for layer in range(number)])
     sizes = sizes_of(config)
@@ -33,7 +33,7 @@ def read_deepseek_experts(config: HfConfig) -> ModelFacts:
     if config.get("n_shared_experts"):
         facts.add("shared")
         sizes["shared_ffn"] = integer(config, "n_shared_experts") * sizes["moe_ffn"]
-    # mcore builds these layers as it does the decoder's last (get_gpt_mtp_block_spec, 0.16.1).
+    # mcore builds multi-token-prediction layers like the decoder's last layer (get_gpt_mtp_block_spec, 0.16.1).
     mtp_layers = (layers[-1],) * (config.get("num_nextn_predict_layers") or 0)
     return ModelFacts(sizes, frozenset(facts), layers, mtp_layers)
 
@@ -73,7 +73,7 @@ _TABLE = Table(
 _CLASSES = ("DeepseekV3ForCausalLM", "DeepseekV3ForTokenClassification")
 _RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
 
-# Kimi-K2 is DeepSeek-V3 under another model_type.
+# Kimi-K2 is DeepSeek-V3 with another model_type.
 ARCHITECTURES = tuple(
     Architecture(model_type, _CLASSES, _TABLE, _read, _RULES) for model_type in ("deepseek_v3", "kimi_k2")
 )

@@ -1,4 +1,4 @@
-"""Gemma 3: refused by name, because megatron-core 0.16.1 has no modules for it."""
+"""Gemma 3, which is refused by name because megatron-core 0.16.1 has no modules for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_ckpt.models.table import Table
 def _refuse(config: HfConfig) -> NoReturn:
     raise UnsupportedError(
         f"config.json: {config.get('model_type')} cannot be converted: megatron-core 0.16.1's TransformerLayer has no "
-        "norms behind attention and MLP (post_attention_layernorm, post_feedforward_layernorm), and its GPTModel "
+        "norms after attention and MLP (post_attention_layernorm, post_feedforward_layernorm), and its GPTModel "
         "neither scales embeddings by the square root of hidden_size nor has a rope base of its own for "
         "sliding-window layers (rope_local_base_freq)"
     )

@@ -1,4 +1,7 @@
-"""gpt-oss: biases everywhere, a learned offset in the softmax, a clamped GLU. Published MXFP4 weights are refused."""
+"""gpt-oss: biases in all linear layers, a learned offset in the softmax, a clamped GLU.
+
+The published MXFP4 weights are quantized and therefore refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from mcore_ckpt.models.architectures.common import (
     sizes_of,
 )
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
-from mcore_ckpt.models.config_rules import DECODER, EXPERT_COUNT, ClampedGlu, Window
+from mcore_ckpt.models.config_rules import DECODER, EXPERT_COUNT, ClampedGlu, SlidingWindow
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
 
@@ -29,8 +32,11 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 class Interleaved:
-    """Of a HuggingFace expert's outputs every even one is of the gate and every odd one of `up`; mcore's fc1 has all of
-    the gate first. Weights are stored with inputs along the first axis, as mcore's are not."""
+    """Converts gate and up of gpt-oss' experts.
+
+    HuggingFace interleaves an expert's outputs: even ones belong to the gate, odd ones to `up`. mcore's fc1 has the
+    whole gate first. HuggingFace's weights have the inputs along the first axis, mcore's have the outputs there.
+    """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
         half = mcore.shape[0] // 2
@@ -42,7 +48,7 @@ class Interleaved:
 
 
 class Transposed:
-    """Inputs along the first axis in HuggingFace, outputs in mcore."""
+    """Transposes a weight: HuggingFace has the inputs along the first axis, mcore the outputs."""
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
         return mcore.T.contiguous()
@@ -76,11 +82,11 @@ ARCHITECTURES = (
         (
             *DECODER,
             Rope(default_theta=150000.0),
-            Window(),
+            SlidingWindow(),
             *EXPERT_COUNT,
             Same("moe_ffn_hidden_size", "intermediate_size"),
             Constant("moe_router_pre_softmax", False),
-            # Of every linear layer, the router's too (TopKRouter, 0.16.1).
+            # megatron's flag covers every linear layer, including the router (TopKRouter, 0.16.1).
             Constant("add_bias_linear", True),
             Refused("attention_bias", True),
             Constant("softmax_type", "learnable"),

@@ -1,4 +1,4 @@
-"""Mixtral."""
+"""Mixtral: every layer is a mixture of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_ckpt.models.architectures.common import (
     sizes_of,
 )
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Same
-from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, Window
+from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
 
@@ -50,10 +50,10 @@ ARCHITECTURES = (
         (
             *DENSE,
             Rope(default_theta=1e6),
-            Window(),
+            SlidingWindow(),
             *EXPERT_COUNT,
             Same("moe_ffn_hidden_size", "intermediate_size"),
-            # The chosen experts' weights always add up to 1: the softmax is over them alone.
+            # The weights of the chosen experts always add up to 1, because the softmax covers them alone.
             Constant("moe_router_pre_softmax", False),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, and their mixtures of experts."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and as mixtures of experts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from mcore_ckpt.models.architectures.common import (
     NORMS,
     QK_NORMS,
     STACKED_EXPERTS,
-    alike,
     facts_of,
     first_integer,
     integer,
     moe_layers,
     shared_experts,
     sizes_of,
+    uniform_layers,
 )
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
-from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, SparseStep, Window, is_sparse
+from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, SlidingWindow, SparseStep, is_sparse
 from mcore_ckpt.models.rope_rules import ROPE
 from mcore_ckpt.models.table import Table
 
 
 def _qwen2(config: HfConfig) -> ModelFacts:
-    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qkv_bias"}), alike(config))
+    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qkv_bias"}), uniform_layers(config))
 
 
 def _qwen3(config: HfConfig) -> ModelFacts:
-    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qk_norm"}), alike(config))
+    return ModelFacts(sizes_of(config), frozenset(facts_of(config) | {"qk_norm"}), uniform_layers(config))
 
 
 def _qwen2_moe(config: HfConfig) -> ModelFacts:
@@ -44,7 +44,7 @@ def _qwen3_moe(config: HfConfig) -> ModelFacts:
 
 
 def moe_sizes(config: HfConfig) -> dict[str, int]:
-    """The sizes of a Qwen mixture of experts."""
+    """Reads the sizes of a Qwen mixture of experts."""
     experts = first_integer(config, "num_experts", "num_local_experts")
     return {**sizes_of(config), "experts": experts, "moe_ffn": integer(config, "moe_intermediate_size")}
 
@@ -55,7 +55,7 @@ _MOE = Table(
     (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
     stacked=STACKED_EXPERTS,
 )
-# attention_bias gives o_proj a bias too, which add_qkv_bias does not.
+# attention_bias also gives o_proj a bias. megatron's add_qkv_bias does not, so a bias is refused.
 _QWEN3 = (Constant("qk_layernorm", True), Refused("attention_bias", False))
 _MIXTURE = (*SOFTMAX_ROUTER, Same("moe_ffn_hidden_size", "moe_intermediate_size"), SparseStep())
 
@@ -65,14 +65,14 @@ ARCHITECTURES = (
         ("Qwen2ForCausalLM", "Qwen2ForTokenClassification"),
         _DENSE,
         _qwen2,
-        (*DENSE, ROPE, Window(), Constant("add_qkv_bias", True)),
+        (*DENSE, ROPE, SlidingWindow(), Constant("add_qkv_bias", True)),
     ),
     Architecture(
         "qwen3",
         ("Qwen3ForCausalLM", "Qwen3ForTokenClassification"),
         _DENSE,
         _qwen3,
-        (*DENSE, ROPE, Window(), *_QWEN3),
+        (*DENSE, ROPE, SlidingWindow(), *_QWEN3),
     ),
     Architecture(
         "qwen2_moe",
@@ -82,7 +82,7 @@ ARCHITECTURES = (
         (
             *DENSE,
             ROPE,
-            Window(),
+            SlidingWindow(),
             *_MIXTURE,
             Same("add_qkv_bias", "qkv_bias", default=True),
             Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
@@ -94,6 +94,6 @@ ARCHITECTURES = (
         ("Qwen3MoeForCausalLM", "Qwen3MoeForTokenClassification"),
         _MOE,
         _qwen3_moe,
-        (*DENSE, ROPE, Window(), *_MIXTURE, *_QWEN3),
+        (*DENSE, ROPE, SlidingWindow(), *_MIXTURE, *_QWEN3),
     ),
 )

@@ -21,7 +21,7 @@ from mcore_ckpt.models.architectures.qwen import moe_sizes
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
 from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, LinearLayers, SparseStep, is_linear, is_sparse
 from mcore_ckpt.models.rope_rules import Rope
-from mcore_ckpt.models.table import Block, Row, Sizes, Table, gated_qkv
+from mcore_ckpt.models.table import Row, RowRange, Sizes, Table, gated_qkv
 from mcore_ckpt.sharding.regions import Shape
 
 
@@ -42,21 +42,25 @@ def _read(config: HfConfig) -> ModelFacts:
     return ModelFacts(sizes, frozenset(facts), layers)
 
 
-def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[Block]:
-    """HuggingFace has, for each key head, its query, key, values and gates, and in another tensor its betas and alphas;
-    mcore all queries, all keys, ... (`GatedDeltaNet.forward`, 0.16.1)."""
+def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
+    """Orders the rows of GatedDeltaNet's input projection.
+
+    HuggingFace groups rows by key head: one tensor has each head's query, key, values and gates, another its betas and
+    alphas. mcore has all queries first, then all keys, and so on (`GatedDeltaNet.forward`, 0.16.1).
+    """
     heads, key = sizes["key_heads"], sizes["key_dim"]
     value, number = sizes["values"] // heads, sizes["value_heads"] // heads
     per_head = 2 * key + 2 * value
     parts = [(0, per_head, at, rows) for at, rows in ((0, key), (key, key), (2 * key, value), (2 * key + value, value))]
     parts += [(1, 2 * number, 0, number), (1, 2 * number, number, number)]
-    return [Block(source, head * each + at, rows) for source, each, at, rows in parts for head in range(heads)]
+    return [RowRange(source, head * each + at, rows) for source, each, at, rows in parts for head in range(heads)]
 
 
 class ZeroCentred:
-    """mcore's norm multiplies by 1 + weight where HuggingFace's multiplies by its weight.
+    """Shifts the weight of a norm by 1: mcore multiplies by 1 + weight, HuggingFace by weight.
 
-    Exact in both directions for weights in [0.5, 2], as norms have them; else rounded once, to what the dtype can hold.
+    The shift is exact in both directions for weights in [0.5, 2], where those of norms are. Other weights are rounded
+    once to the dtype.
     """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
@@ -83,7 +87,7 @@ _LINEAR = (
     ),
     Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
-    # All norms of the model are zero-centred in HuggingFace and in mcore, but for this one in HuggingFace.
+    # mcore centres the weights of all norms around zero, HuggingFace those of all norms but this one.
     Row(
         "self_attention.out_norm.weight",
         {"linear_attn.norm.weight": "value_dim"},
@@ -111,7 +115,7 @@ _TABLE = Table(
     MODEL,
     (*NORMS, *_LINEAR, *_GATED, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
     stacked=STACKED_EXPERTS,
-    # Multi-token prediction, which config.json does not mention; transformers drops it too (Qwen3NextPreTrainedModel).
+    # config.json does not mention multi-token prediction, and transformers drops it too (Qwen3NextPreTrainedModel).
     ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),
 )
 

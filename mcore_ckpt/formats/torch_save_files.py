@@ -1,7 +1,9 @@
-"""What a file of `torch.save` holds, and where in it: nothing is loaded, nothing that it names is imported or run.
+"""Lists the tensors in a file of `torch.save` and their places in it.
 
-`torch.load(weights_only=True)` cannot do this for what FSDP writes: a `DTensor` brings a `DeviceMesh`, whose class asks
-for process groups (torch 2.13). Here every class of a pickle is a stand-in that keeps what it is handed.
+It reads no tensor, and it imports or runs nothing that the file names.
+
+`torch.load(weights_only=True)` cannot load files of FSDP: a `DTensor` contains a `DeviceMesh`, and this class needs
+process groups (torch 2.13). Here a stand-in replaces every class in the pickle and keeps the arguments and fields.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from mcore_ckpt.sharding.regions import Shape
 
 _MOST_INTEGER_BYTES = 64 << 20
 
-# They were in other modules of `torch.distributed` before torch 2.5.
+# Only the names count: before torch 2.5 these classes were in other modules of `torch.distributed`.
 _DTENSOR_CLASSES = (
     "DTensor",
     "DTensorSpec",
@@ -43,7 +45,7 @@ _DTENSOR_CLASSES = (
 
 @dataclass(frozen=True)
 class PtTensor:
-    """A tensor in a file: its first element is at byte `offset` of `path`, the others where the strides say."""
+    """A tensor in a file: its first element is at byte `offset` of `path`, its strides locate the others."""
 
     dtype: torch.dtype
     shape: Shape
@@ -57,7 +59,7 @@ class PtTensor:
 
     @property
     def is_dense(self) -> bool:
-        """Whether its bytes are one range, row-major."""
+        """True if its elements are one contiguous range of bytes, row-major."""
         return is_dense(self.shape, self.stride)
 
 
@@ -66,9 +68,9 @@ class PtDTensor:
     """One rank's part of a `DTensor`.
 
     Attributes:
-        local: what the rank has.
-        shape: of the whole.
-        spec: its mesh and placements, as they were pickled.
+        local: the tensor that the rank stored.
+        shape: the shape of the global tensor.
+        spec: stands in for the `DTensorSpec` with the mesh and the placements.
     """
 
     local: PtTensor
@@ -77,7 +79,7 @@ class PtDTensor:
 
 
 class PickledObject:
-    """Stands in for an object of some class: what it was made from, and its fields."""
+    """A stand-in for a pickled object: it keeps the object's constructor arguments and its fields."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -85,7 +87,7 @@ class PickledObject:
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """As a pickle gives it: the fields, or they and the slots."""
+        """Takes the state that a pickle gives: a dict of fields, or a tuple of two dicts (fields and slots)."""
         self.state = state
         parts = state if isinstance(state, tuple) else (state,)
         for part in parts:
@@ -94,16 +96,16 @@ class PickledObject:
 
 
 def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
-    """The object in a file of `torch.save`, with `PtTensor` and `PtDTensor` for its tensors.
+    """Reads the object in a file of `torch.save`, with `PtTensor` and `PtDTensor` in place of its tensors.
 
-    Objects of the few classes that may be in it are `PickledObject`s.
+    A `PickledObject` stands in for each object of the few classes that are allowed.
 
     Args:
         path: the file.
-        start, nbytes: where in it, if it holds several, one behind the other.
+        start, nbytes: the range of bytes to read, for a file that holds several archives one after the other.
 
     Raises:
-        CheckpointCorruptError: it is missing, damaged, or has a class in it that does not belong there.
+        CheckpointCorruptError: the file is missing or damaged, or names a class that does not belong there.
     """
     try:
         descriptor = open_regular(path)
@@ -111,7 +113,9 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
             size = os.fstat(descriptor).st_size
             length = size - start if nbytes is None else nbytes
             if min(start, length) < 0 or start + length > size:
-                raise CheckpointCorruptError(f"{path}: has {size} bytes, not the {start} + {length} asked for: cut")
+                raise CheckpointCorruptError(
+                    f"{path}: has {size} bytes, but {start} + {length} were expected: it was cut"
+                )
             return _read(path, start, length, lambda at, count: read_exact(descriptor, count, start + at, path))
         finally:
             os.close(descriptor)
@@ -121,14 +125,14 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
         raise
     except ArchiveError as error:
         raise CheckpointCorruptError(f"{path}: is not a file of torch.save, or was cut: {error}") from error
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle may raise any type
         raise CheckpointCorruptError(f"{path}: cannot be read: {type(error).__name__}: {str(error)[:400]}") from error
 
 
 def _read(path: Path, start: int, nbytes: int, read_at: ReadAt) -> Any:
     def tensor(place: TensorPlace) -> PtTensor:
         if place.flags:
-            raise PickleError(f"a tensor that is marked {place.flags}")
+            raise PickleError(f"a tensor with the flags {place.flags}")
         return PtTensor(place.dtype, place.shape, place.stride, path, start + place.offset)
 
     archive = PtArchive(read_at, nbytes)
@@ -140,17 +144,17 @@ def _read(path: Path, start: int, nbytes: int, read_at: ReadAt) -> Any:
 
 
 def read_integers(tensor: PtTensor) -> list[int]:
-    """The values of a small tensor of integers. Raises CheckpointCorruptError."""
+    """Reads a small tensor of integers. Raises CheckpointCorruptError if it is large or of another dtype."""
     if not tensor.is_dense or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        raise CheckpointCorruptError(f"{tensor.path}: wanted a tensor of integers, found {tensor}")
+        raise CheckpointCorruptError(f"{tensor.path}: expected a tensor of integers, found {tensor}")
     if tensor.nbytes > _MOST_INTEGER_BYTES:
-        raise CheckpointCorruptError(f"{tensor.path}: wanted the ranks of a mesh, found {prod(tensor.shape)} numbers")
+        raise CheckpointCorruptError(f"{tensor.path}: expected the ranks of a mesh, found {prod(tensor.shape)} numbers")
     data = bytearray(read_bytes(tensor))
     return [int(value) for value in torch.frombuffer(data, dtype=tensor.dtype)] if data else []
 
 
 def read_bytes(tensor: PtTensor) -> bytes:
-    """All bytes of a tensor that is dense. Raises CheckpointCorruptError."""
+    """Reads all bytes of a dense tensor. Raises CheckpointCorruptError if the file is missing or cut."""
     try:
         descriptor = open_regular(tensor.path)
     except OSError as error:
@@ -162,7 +166,7 @@ def read_bytes(tensor: PtTensor) -> bytes:
 
 
 class _Finder(TensorFinder):
-    """Tensors, and the stand-ins."""
+    """Resolves the classes and functions that a pickle names to tensors and stand-ins."""
 
     def find_any(self, module: str, name: str) -> Any:
         if (found := self.find(module, name)) is not None:
@@ -194,9 +198,9 @@ _STAND_INS = {name: _stand_in(name) for name in _DTENSOR_CLASSES}
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """`torch._tensor._rebuild_from_type_v2`: a tensor with attributes, or of a class of its own."""
+    """Stands in for `torch._tensor._rebuild_from_type_v2`: a tensor with attributes, or of a subclass."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
-        raise PickleError("a tensor that nothing makes")
+        raise PickleError("a tensor without a function that builds it")
     made = function(*args)
     if kind is not _STAND_INS["DTensor"]:
         return made
@@ -204,12 +208,12 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     fields.set_state(state)
     local, spec = fields.fields.get("_local_tensor"), fields.fields.get("_spec")
     if not isinstance(local, PtTensor) or not isinstance(spec, PickledObject) or not isinstance(made, tuple):
-        raise PickleError(f"a DTensor of {local!r} and {spec!r}")
+        raise PickleError(f"a DTensor with the local tensor {local!r} and the spec {spec!r}")
     return PtDTensor(local, made, spec)
 
 
 def _wrapper_shape(kind: Any, dtype: Any, shape: Any, *_: Any) -> Shape:
-    """`torch._utils._rebuild_wrapper_subclass`: of it only the shape says anything new."""
+    """Stands in for `torch._utils._rebuild_wrapper_subclass`. Of its arguments only the shape matters here."""
     return as_shape(shape)
 
 
@@ -226,6 +230,6 @@ _OTHERS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): Call(_first),
     ("torch._utils", "_rebuild_parameter_with_state"): Call(_first),
     ("torch._utils", "_rebuild_wrapper_subclass"): Call(_wrapper_shape),
-    # transformer-engine's _extra_state, which nobody here opens.
+    # transformer-engine's _extra_state. Nothing here opens it.
     ("_io", "BytesIO"): _stand_in("BytesIO"),
 }

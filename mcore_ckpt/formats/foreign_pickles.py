@@ -1,4 +1,7 @@
-"""Pickles of other programs, opened without running anything that is in them."""
+"""Loads pickles of other programs as plain data, without importing or running anything that they name.
+
+`load_safely` loads a file of `torch.save`; `load_metadata` loads the `.metadata` of a torch_dist checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from mcore_ckpt.io.files import open_regular, read_exact, read_small
 if TYPE_CHECKING:
     import numpy
 
-# What torch 2.13 and megatron 0.16.1 put into the `.metadata` of a checkpoint, and mcore 0.15 did. All are plain data.
+# The classes in the `.metadata` of a checkpoint by torch 2.13 with megatron-core 0.16.1 or 0.15. All only hold data.
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -53,21 +56,21 @@ _METADATA_CLASSES = {
 }
 _ENUMS = {"megatron.core.enums": ("ModelType",), "megatron.core.transformer.enums": ("AttnBackend",)}
 _NUMPY_ARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
-# Numbers: of anything else a pickled dtype says itself how large it is and where what is.
+# Only dtypes of numbers. Any other pickled dtype states its size and its fields itself, which nothing here checks.
 _NUMPY_NUMBER = re.compile(r"[biufc](?:1|2|4|8|16)")
 _NUMPY_DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in ("<", "|"))
 
 
 def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
-    """What `torch.save` wrote: plain values, tensors, and a short list of classes that only hold data.
+    """Loads what `torch.save` wrote: plain values, tensors, and objects of a few classes that only hold data.
 
     Args:
-        source: a file, or its bytes.
-        name: what it is, for messages.
-        mmap: leave tensors on disk until they are asked for; for files.
+        source: the path of a file, or its bytes.
+        name: names the source in error messages.
+        mmap: for a path, map tensors from the file instead of reading them at once.
 
     Raises:
-        CheckpointCorruptError: it is missing, damaged, or has anything else in it.
+        CheckpointCorruptError: the file is missing or damaged, or contains anything else.
     """
     try:
         if isinstance(source, bytes):
@@ -77,7 +80,7 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
         raise
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{name}: missing") from None
-    except Exception as error:  # torch and NumPy raise many types for what is no tensor and no array
+    except Exception as error:  # torch and NumPy raise many types for malformed tensors and arrays
         raise CheckpointCorruptError(f"{name}: holds more than data, or is damaged: {_short(error)}") from error
 
 
@@ -86,7 +89,9 @@ def _load_file(path: Path, mmap: bool) -> Any:
     try:
         size = os.fstat(descriptor).st_size
         if not mmap and size > limits.PLAIN_BYTES:
-            raise CheckpointCorruptError(f"{path}: has {size} bytes, more than {limits.PLAIN_BYTES} for a small file")
+            raise CheckpointCorruptError(
+                f"{path}: has {size} bytes, more than the {limits.PLAIN_BYTES} of a small file"
+            )
 
         def read_at(offset: int, nbytes: int) -> bytes:
             return read_exact(descriptor, nbytes, offset, path)
@@ -110,12 +115,12 @@ def _mapped(path: Path, size: int) -> Storage:
 
 
 def load_metadata(path: Path) -> Any:
-    """The `.metadata` of a torch_dist checkpoint.
+    """Loads the `.metadata` of a torch_dist checkpoint.
 
-    torch's own reader (2.13, `FileSystemReader.read_metadata`) runs whatever is in this pickle.
+    torch's own reader (2.13, `FileSystemReader.read_metadata`) unpickles this file and so runs any code in it.
 
     Raises:
-        CheckpointCorruptError: it is missing, damaged, or has a class in it that does not belong there.
+        CheckpointCorruptError: the file is missing or damaged, or names a class that does not belong there.
     """
     try:
         data = read_small(path, limits.PICKLE_BYTES)
@@ -124,11 +129,11 @@ def load_metadata(path: Path) -> Any:
         return value
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # torch's classes check some of what they are given
+    except Exception as error:  # torch's classes check some of their fields and raise many types
         raise CheckpointCorruptError(f"{path}: cannot be read: {_short(error)}") from error
 
 
-# -- .metadata ---------------------------------------------------------------------------------------------
+# -- the classes in .metadata -----------------------------------------------------------------------------
 
 
 def _find_metadata(module: str, name: str) -> Any:
@@ -146,7 +151,7 @@ def _maker(cls: type) -> Call:
 
     def make(*args: Any) -> Any:
         if args:
-            raise PickleError(f"a {cls.__name__} that is made of something")
+            raise PickleError(f"a {cls.__name__} with constructor arguments")
         return cls.__new__(cls)
 
     return Call(make)
@@ -163,19 +168,19 @@ def _size(*args: Any) -> torch.Size:
 
 def _path(*parts: Any) -> Path:
     if any(type(part) is not str for part in parts):
-        raise PickleError("a path of no names")
+        raise PickleError("a path with parts that are not strings")
     return Path(*parts)
 
 
 def _device(*args: Any) -> torch.device:
     if any(type(arg) not in (str, int) for arg in args):
-        raise PickleError("a device without a name")
+        raise PickleError("a device that is neither a name nor a number")
     return torch.device(*args)
 
 
 def _layout(name: Any) -> torch.layout:
     if name != "torch.strided":
-        raise PickleError("a layout of memory other than strides")
+        raise PickleError("a memory layout other than torch.strided")
     return torch.strided
 
 
@@ -183,7 +188,7 @@ _METADATA_OTHERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): Call(_size),
     ("torch", "device"): Call(_device),
     ("torch.serialization", "_get_layout"): Call(_layout),
-    # The folder that torch's own writer was told (`StorageMeta.checkpoint_id`).
+    # The folder that torch's own writer was given (`StorageMeta.checkpoint_id`).
     ("pathlib", "PosixPath"): Call(_path),
 }
 
@@ -193,14 +198,14 @@ def _build_metadata(made: Any, state: Any) -> None:
     if cls.__name__ not in _METADATA_CLASSES.get(cls.__module__, ()):
         raise PickleError(f"a state for a {cls.__name__}")
     if hasattr(cls, "__setstate__") and isinstance(state, tuple):
-        made.__setstate__(state)  # TensorProperties, of five fields
+        made.__setstate__(state)  # TensorProperties has five fields
         return
-    # What these classes do not know, of another version of them, is kept: nobody looks at it.
+    # Unknown fields come from another version of the class. They are kept, and nothing reads them.
     if not isinstance(state, dict) or any(type(name) is not str or name.startswith("__") for name in state):
-        raise PickleError(f"a state for a {cls.__name__} that is none")
+        raise PickleError(f"a state for a {cls.__name__} that is not a dict of fields")
     vars(made).update(state)
     if cls.__name__ == "MetadataIndex":
-        # It is a key: hashed with what is in it.
+        # It is a dict key, and Python hashes it with its fields: they must be hashable plain values.
         check_key((made.fqn, made.offset, made.index))
 
 
@@ -208,7 +213,7 @@ def _fields(value: Any) -> Iterable[Any]:
     return vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, Enum) else ()
 
 
-# -- what torch.save wrote ---------------------------------------------------------------------------------
+# -- the classes in files of torch.save -------------------------------------------------------------------
 
 
 def _find_data(module: str, name: str) -> Any:
@@ -220,10 +225,10 @@ def _find_data(module: str, name: str) -> Any:
     return find_plain(module, name) if found is None else found
 
 
-def _nothing_of(cls: Callable[[], Any]) -> Call:
+def _empty_instance(cls: Callable[[], Any]) -> Call:
     def make(*args: Any) -> Any:
         if args:
-            raise PickleError(f"a {cls} that is made of something")
+            raise PickleError(f"a {cls} with constructor arguments")
         return cls()
 
     return Call(make)
@@ -233,7 +238,7 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> numpy.ndarray[Any, Any]:
     import numpy
 
     if kind != "numpy.ndarray" or shape != (0,) or code not in (b"b", "b"):
-        raise PickleError("an array that is none of NumPy's")
+        raise PickleError("an array that NumPy did not pickle")
     return numpy.empty(0, dtype="b")
 
 
@@ -241,14 +246,14 @@ def _number_type(code: Any, *flags: Any) -> numpy.dtype[Any]:
     import numpy
 
     if type(code) is not str or not _NUMPY_NUMBER.fullmatch(code):
-        raise PickleError(f"an array of {str(code)[:80]!r}, not of numbers")
+        raise PickleError(f"an array of {str(code)[:80]!r} instead of numbers")
     return numpy.dtype(code)
 
 
 _DATA: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): _nothing_of(argparse.Namespace),
-    ("types", "SimpleNamespace"): _nothing_of(types.SimpleNamespace),
-    ("_io", "BytesIO"): _nothing_of(io.BytesIO),
+    ("argparse", "Namespace"): _empty_instance(argparse.Namespace),
+    ("types", "SimpleNamespace"): _empty_instance(types.SimpleNamespace),
+    ("_io", "BytesIO"): _empty_instance(io.BytesIO),
     ("pathlib", "PosixPath"): Call(_path),
     ("torch", "device"): Call(_device),
     ("numpy", "ndarray"): "numpy.ndarray",
@@ -263,13 +268,13 @@ def _build_data(made: Any, state: Any) -> None:
         _fill_array(made, state)
     elif isinstance(made, numpy.dtype):
         if state not in _NUMPY_DTYPE_STATES:
-            raise PickleError("an array of numbers that NumPy does not have")
+            raise PickleError("an array whose dtype is not a plain number")
     elif isinstance(made, io.BytesIO) and isinstance(state, tuple) and state and type(state[0]) is bytes:
         made.write(state[0])
         made.seek(0)
     elif isinstance(made, (argparse.Namespace, types.SimpleNamespace)) and isinstance(state, dict):
         if any(type(name) is not str or name.startswith("__") for name in state):
-            raise PickleError("fields without names")
+            raise PickleError("fields with names that are not allowed")
         vars(made).update(state)
     else:
         raise PickleError(f"a state for a {type(made).__name__}")
@@ -281,9 +286,9 @@ def _fill_array(made: numpy.ndarray[Any, Any], state: Any) -> None:
     _, shape, dtype, by_column, data = state
     lengths = as_shape(shape)
     if not isinstance(dtype, numpy.dtype) or type(data) is not bytes or type(by_column) is not bool:
-        raise PickleError("an array of no numbers")
+        raise PickleError("an array with malformed fields")
     if min(lengths, default=0) < 0 or prod(lengths) * dtype.itemsize != len(data):
-        raise PickleError(f"an array of shape {str(lengths)[:200]} of {len(data)} bytes")
+        raise PickleError(f"an array of shape {str(lengths)[:200]} with {len(data)} bytes")
     numpy.ndarray.__setstate__(made, (1, lengths, dtype, by_column, data))  # type: ignore[arg-type]
 
 
