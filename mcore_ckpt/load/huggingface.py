@@ -134,7 +134,7 @@ def load_hf(
     try:
         here = _here(model, agreement)
     except BaseException as error:
-        agreement.withdraw(topic, error)
+        agreement.fail_next_round(topic, error)
         raise
     contents = _find(here, path, source, ignore)
     plan = _plan_together(here, contents, source, ignore, topic)
