@@ -107,7 +107,7 @@ class CheckpointManager:
                 },
             )
         except BaseException as error:
-            agreement.withdraw(_SETTING_UP, error)
+            agreement.fail_next_round(_SETTING_UP, error)
             raise
         lock = TrainerLock(trainer.root, role)
         _set_up_together(trainer, remote, lock)
@@ -340,7 +340,7 @@ class CheckpointManager:
         try:
             yield
         except BaseException as error:  # Ctrl-C too: this rank must not be one round behind the others after
-            self._trainer.agreement.withdraw(topic, error)
+            self._trainer.agreement.fail_next_round(topic, error)
             raise
 
     @contextmanager

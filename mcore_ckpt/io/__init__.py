@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports the C++ extension, and says how to build it where it is missing."""
+    """Imports the C++ extension when it is first used, and says how to build it if it is missing."""
     if name != "_native":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

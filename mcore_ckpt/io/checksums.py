@@ -1,6 +1,6 @@
-"""CRC-32 checksums: of bytes in memory, of whole files and of parts of files.
+"""Computes CRC-32 checksums of bytes in memory, of whole files and of parts of files.
 
-Every checksum of the package is computed here or, while bytes are copied, written or read, in `csrc/crc32.cpp`.
+All checksums of the package are computed here, or in `csrc/crc32.cpp` while bytes are copied, written or read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes `[start, start + nbytes)` of a file; `start` is on a page, as O_DIRECT wants."""
+    """Bytes `[start, start + nbytes)` of a file. `start` is a multiple of the page size, which O_DIRECT requires."""
 
     path: Path
     start: int
@@ -33,7 +33,7 @@ class _Piece:
 
 
 class _Buffer:
-    """A thread's page-aligned memory for one piece."""
+    """Page-aligned memory that one thread reads a piece into."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = mmap.mmap(-1, nbytes)
@@ -42,18 +42,18 @@ class _Buffer:
 
 
 def crc32(data: bytes | memoryview, seed: int = 0) -> int:
-    """The CRC-32 of zlib (polynomial 0xEDB88320). `seed` is the CRC-32 of the bytes before these."""
+    """Returns zlib's CRC-32 (polynomial 0xEDB88320) of bytes. `seed` is the CRC-32 of the bytes before them."""
     return zlib.crc32(data, seed)
 
 
 def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nbytes: None) -> list[int | OSError]:
-    """The CRC-32 of each file, or what prevented it: other files are read all the same.
+    """Returns the CRC-32 of each file, or the error that prevented reading it.
 
-    Takes IO_THREADS buffers of READ_BYTES, whatever the sizes.
+    An error in one file does not stop the others. Memory use is IO_THREADS buffers of READ_BYTES, whatever the sizes.
 
     Args:
-        files: paths and sizes in bytes. What is behind the size is not looked at.
-        progress: told of bytes read, from several threads.
+        files: paths and sizes in bytes. Bytes beyond the size are not read.
+        progress: called with the number of bytes just read, from several threads.
     """
     pieces = [list(_pieces(path, nbytes)) for path, nbytes in files]
     own = threading.local()
@@ -62,7 +62,7 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
         if not hasattr(own, "buffer"):
             own.buffer = _Buffer(tuning.READ_BYTES)
         try:
-            _read(piece, own.buffer)
+            _read_piece(piece, own.buffer)
         except OSError as error:
             return error
         progress(piece.nbytes)
@@ -70,11 +70,11 @@ def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nby
 
     with ThreadPoolExecutor(tuning.IO_THREADS, thread_name_prefix="checksums") as pool:
         found = iter(list(pool.map(crc_of, itertools.chain.from_iterable(pieces))))
-    return [_combined([(piece, next(found)) for piece in of_file]) for of_file in pieces]
+    return [_combine([(piece, next(found)) for piece in of_file]) for of_file in pieces]
 
 
 def block_crcs(path: Path, start: int, nbytes: int, block_bytes: int) -> Iterator[int]:
-    """The CRC-32 of each block of a range of a file; the last may be shorter. Raises OSError."""
+    """Yields the CRC-32 of each block of a range of a file. The last block may be shorter. Raises OSError."""
     buffer = _Buffer(block_bytes)
     with path.open("rb", buffering=0) as file:
         for offset in range(start, start + nbytes, block_bytes):
@@ -88,7 +88,7 @@ def _pieces(path: Path, nbytes: int) -> Iterator[_Piece]:
         yield _Piece(path, start, min(tuning.READ_BYTES, nbytes - start))
 
 
-def _combined(parts: Sequence[tuple[_Piece, int | OSError]]) -> int | OSError:
+def _combine(parts: Sequence[tuple[_Piece, int | OSError]]) -> int | OSError:
     crc = 0
     for piece, found in parts:
         if isinstance(found, OSError):
@@ -97,16 +97,16 @@ def _combined(parts: Sequence[tuple[_Piece, int | OSError]]) -> int | OSError:
     return crc
 
 
-def _read(piece: _Piece, buffer: _Buffer) -> None:
-    # Whole pages: the end of the file need not be on one, and there the read is short.
+def _read_piece(piece: _Piece, buffer: _Buffer) -> None:
+    # O_DIRECT reads whole pages. The file may end within its last page, and the read is short there.
     room = -(-piece.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    with _opened(piece.path) as descriptor:
+    with _open_direct(piece.path) as descriptor:
         _fill(descriptor, buffer.view[:room], piece.start, piece.nbytes, piece.path)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A descriptor past the page cache, where the file system can."""
+def _open_direct(path: Path) -> Iterator[int]:
+    """Opens a file for reading past the page cache. File systems without O_DIRECT read through the cache."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
@@ -121,7 +121,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: Path) -> None:
-    """Reads until there are `nbytes`; `target` may have room for more."""
+    """Reads until `target` holds `nbytes`. It may have room for more. Raises OSError if the file ends before."""
     done = 0
     while done < nbytes:
         count = os.preadv(descriptor, [target[done:]], offset + done)

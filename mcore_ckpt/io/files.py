@@ -1,4 +1,4 @@
-"""Writing whole files durably, and reading parts of them, with errors that name the path."""
+"""Writes whole files durably and reads parts of files. Errors name the path."""
 
 from __future__ import annotations
 
@@ -11,38 +11,44 @@ from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
 
-# As the umask says, but never writable for everybody, whatever it says.
+# Permissions of new files and folders before the umask: never writable for everybody, whatever the umask.
 FILE_MODE = 0o664
 FOLDER_MODE = 0o775
 
 
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Writes a new file and waits until its bytes are on the disk. Raises OSError, FileExistsError included."""
+    """Writes a new file and waits until its bytes are on the disk.
+
+    Raises OSError, and FileExistsError if the file exists.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         for part in parts:
             _write_all(descriptor, memoryview(part))
         os.fsync(descriptor)
     except OSError as error:
-        # The system's errors of a descriptor do not say of which file, so not which disk is full.
+        # The system's errors about a descriptor name no path. Without it, nobody knows which disk is full.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
 
 def make_folders(base: Path, path: str) -> None:
-    """Makes the folders of `path` below `base`, which must be there: one that was discarded must not come back."""
+    """Makes the folders of `path` below `base`. Raises FileNotFoundError if `base` is gone.
+
+    `base` is not made: a staging folder that another rank has discarded must not come back.
+    """
     for parent in reversed(Path(path).parents[:-1]):
         (base / parent).mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def sync_file(path: Path) -> None:
-    """Makes the bytes of a file durable that somebody else has written."""
+    """Waits until the bytes of a file are on the disk, whoever has written them."""
     _sync(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def sync_dir(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Waits until the names in a folder are on the disk."""
     _sync(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
 
 
@@ -60,19 +66,19 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a small file so that a reader, or a crash, finds either the old bytes or the new."""
+    """Replaces a small file atomically: a reader finds the old bytes or the new, also after a crash. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write_file(temporary, [data])
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)  # on a full disk each try would leave one
+        temporary.unlink(missing_ok=True)  # Otherwise each try on a full disk would leave a file behind.
         raise
     sync_dir(path.parent)
 
 
 def claim_file(path: Path, data: bytes) -> None:
-    """Makes a small file that is not there, whole or not at all. Raises OSError, FileExistsError included."""
+    """Makes a small file atomically, if it does not exist. Raises OSError, and FileExistsError if it exists."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write_file(temporary, [data])
@@ -82,15 +88,15 @@ def claim_file(path: Path, data: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
-        write_file(path, [data])  # a file system without links
+        write_file(path, [data])  # This file system has no hard links, so the file is not made atomically.
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, where they are not there. Raises OSError."""
+    """Makes a folder and its missing parents. Raises OSError."""
     for parent in (*reversed(path.parents), path):
-        # Not `parents=True`: those would be made with all permissions that the umask leaves.
+        # `mkdir(parents=True)` would ignore FOLDER_MODE for the parents and make them as open as the umask allows.
         if not parent.is_dir():
             try:
                 parent.mkdir(FOLDER_MODE, exist_ok=True)
@@ -101,8 +107,12 @@ def make_folder(path: Path) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a file with, links followed. Raises OSError, for what is no file, too."""
-    # Before opening: a pipe waits for a writer, a device may do anything. And again after: names can change.
+    """Opens a regular file for reading and returns its descriptor. Links are followed.
+
+    Raises OSError, also for a folder, pipe, socket or device.
+    """
+    # Check before opening, because opening a pipe waits for a writer and opening a device may do anything. Check again
+    # afterwards, because the name may lead to something else by then.
     _check_regular(os.stat(path).st_mode, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -115,31 +125,38 @@ def open_regular(path: Path) -> int:
 
 def _check_regular(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "a folder, pipe, socket or device, where a file should be", str(path))
+        raise OSError(errno.EINVAL, "found a folder, pipe, socket or device where a file should be", str(path))
 
 
 def inside(folder: Path, name: str) -> Path:
-    """`folder / name`. Raises CheckpointCorruptError if links lead out of the folder.
+    """Returns `folder / name`. Raises CheckpointCorruptError if links lead out of the folder.
 
-    The folder may be reached by links: that is up to whoever names it.
+    The path of the folder itself may contain links: the caller has chosen it.
     """
     path = folder / name
     base = os.path.realpath(folder)
     found = os.path.realpath(path)
     if os.path.commonpath((base, found)) != base:
-        raise CheckpointCorruptError(f"{path}: is a link, or below one, that leads out of {folder}: it was not read")
+        raise CheckpointCorruptError(
+            f"{path}: a link on this path leads out of {folder}, so it was not read. Replace it by what it links to"
+        )
     return path
 
 
 def linked_file(folder: Path, name: str) -> Path:
-    """As `inside`, but the links that the HuggingFace hub's cache is made of are followed."""
+    """Returns `folder / name` as `inside` does, and also follows the links of the HuggingFace hub's cache."""
     path = folder / name
     blobs = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(folder))), "blobs")
     return path if os.path.dirname(os.path.realpath(path)) == blobs else inside(folder, name)
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """A whole file. Raises OSError, also for what is no file; CheckpointCorruptError if it is larger than `most`."""
+    """Reads a whole file.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        CheckpointCorruptError: it is larger than `most` bytes.
+    """
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -151,7 +168,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
-    """`nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before."""
+    """Reads `nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before, or cannot be read."""
     data = bytearray(nbytes)
     target = memoryview(data)
     while target:
@@ -169,5 +186,5 @@ def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
 
 
 def drop_from_cache(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tells the system that these bytes of a file will not be read again."""
+    """Tells the system that it need not cache these bytes of a file."""
     os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)

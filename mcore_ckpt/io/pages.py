@@ -1,4 +1,4 @@
-"""Rounds file offsets to pages, which O_DIRECT asks for, and cuts files at pages."""
+"""Rounds file offsets to pages, which O_DIRECT requires, and cuts files at pages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ PAGE_BYTES = 4096
 
 
 def page_floor(offset: int) -> int:
-    """The largest multiple of a page that is not above `offset` (bytes)."""
+    """Rounds `offset` (bytes) down to a multiple of the page size."""
     return offset // PAGE_BYTES * PAGE_BYTES
 
 
 def page_ceil(offset: int) -> int:
-    """The smallest multiple of a page that is not below `offset` (bytes)."""
+    """Rounds `offset` (bytes) up to a multiple of the page size."""
     return page_floor(offset + PAGE_BYTES - 1)
 
 

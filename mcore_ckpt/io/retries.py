@@ -1,4 +1,4 @@
-"""Retries what a remote store fails to do, after growing pauses."""
+"""Retries operations on a remote store that fail, after growing pauses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# How often an operation is tried in all, and the pauses between the tries (seconds): the first one, doubled each time
-# up to the longest one.
+# How often an operation is tried in all. The first pause between two tries, in seconds; each next pause is twice as
+# long, up to the longest.
 REMOTE_TRIES = 6
 REMOTE_PAUSE_S = 1.0
 REMOTE_PAUSE_MOST_S = 30.0
@@ -56,10 +56,11 @@ def persist(
         except Exception as error:
             if number == REMOTE_TRIES:
                 raise RemoteError(
-                    f"{url}: {what} has failed {number} times; the last error: {redacted(error)}"
+                    f"{url}: {what} has failed {number} times; the last error: {redacted(error)}. "
+                    "Check that the store can be reached and that this process may use it"
                 ) from None
             logger.info("%s: %s has failed, trying again: %s", url, what, redacted(error))
-        # After an outage many ranks come back; random pauses keep them from asking in the same instant.
+        # After an outage all ranks try again. Random pauses keep them from asking in the same instant.
         stop.wait(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, REMOTE_PAUSE_MOST_S)
     raise AssertionError("unreachable: the last try returns or raises")

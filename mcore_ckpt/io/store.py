@@ -25,24 +25,24 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Stores of objects have no folders, and some file systems take making one for making a bucket.
+# Object stores have no folders, and some of their file systems would make a bucket when asked to make a folder.
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
-# Stores that tell the MD5 of a file however it was sent.
+# Stores that report the MD5 of a file in whatever way it was sent.
 _TELL_MD5 = ("gs", "gcs")
-# The package of a file system that does not come with fsspec, and the extra that installs it.
+# URL schemes whose file system does not come with fsspec, and the extra of this package that installs it.
 _PACKAGES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hdfs": "hdfs"}
 
 
 class Store:
-    """A folder of a remote store, and the files below it by their keys. Any thread may call it.
+    """A folder of a remote store. Its methods take keys: paths below the folder. Any thread may call them.
 
     Args:
-        url: as fsspec has them: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials come from
-            the environment, as the store's own tools have them.
+        url: in fsspec's form: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials come from the
+            environment, in the variables that the store's own tools use.
 
     Raises:
-        InvalidArgumentError: not a URL that fsspec knows.
-        UnsupportedError: the package that speaks with the store is not installed.
+        InvalidArgumentError: fsspec does not know the URL.
+        UnsupportedError: the package for this kind of store is not installed.
 
     Example:
         >>> Store("memory://checkpoints").names("")
@@ -58,7 +58,7 @@ class Store:
                 f"remote is {self.url!r}: use a URL such as s3://bucket/prefix or file:///folder"
             )
         try:
-            # Listings of this run's own uploads must not be yesterday's.
+            # A cached listing would not show files that this run has uploaded since.
             self.fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             extra = f": pip install 'mcore_ckpt[{_PACKAGES[scheme]}]'" if scheme in _PACKAGES else ""
@@ -72,11 +72,11 @@ class Store:
         self.tells_md5 = scheme in _TELL_MD5
 
     def url_of(self, key: str) -> str:
-        """For messages."""
+        """Returns the URL of a key, for messages."""
         return f"{self.url}/{key}"
 
     def redacted(self, error: BaseException) -> str:
-        """What an error says, without what is secret in the URL."""
+        """Returns the text of an error without the secrets of the URL."""
         text = f"{type(error).__name__}: {error}"
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -85,19 +85,22 @@ class Store:
     # -- bytes ---------------------------------------------------------------------------------------------
 
     def read(self, key: str, start: int, stop: int) -> bytes:
-        """Bytes `[start, stop)` of a file. Raises RemoteError, FileNotFoundError."""
+        """Reads bytes `[start, stop)` of a file. Raises RemoteError, FileNotFoundError."""
         return self.persist(f"reading {key}", lambda: self.read_once(key, start, stop))
 
     def read_once(self, key: str, start: int, stop: int) -> bytes:
-        """As `read`. Raises what the file system raises."""
+        """Reads as `read` does, without retries. Raises any exception of the file system."""
         data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
         if len(data) != stop - start:
-            raise OSError(f"{len(data)} bytes came of the {stop - start} from {start} on")
+            raise OSError(f"{len(data)} bytes came instead of the {stop - start} at byte {start}")
         return data
 
     def read_all(self, key: str, most: int) -> bytes:
-        """A small file. Raises RemoteError, FileNotFoundError, CheckpointCorruptError if it is larger than `most`."""
-        size = int(self.persist(f"looking at {key}", lambda: self.info(key)["size"]))
+        """Reads a small file whole.
+
+        Raises RemoteError, FileNotFoundError, and CheckpointCorruptError if it is larger than `most` bytes.
+        """
+        size = int(self.persist(f"asking for the size of {key}", lambda: self.info(key)["size"]))
         if size > most:
             raise CheckpointCorruptError(
                 f"{self.url_of(key)}: has {size} bytes, more than {most}: it is not what its name says"
@@ -105,12 +108,12 @@ class Store:
         return bytes(self.persist(f"reading {key}", lambda: self.fs.cat_file(self._path(key))))
 
     def info(self, key: str) -> dict[str, Any]:
-        """What the store says of a file, once. Raises what its file system raises."""
+        """Asks the store about a file, without retries. Raises any exception of the file system."""
         return dict(self.fs.info(self._path(key)))
 
     @contextmanager
     def writing(self, key: str, part_bytes: int) -> Iterator[Any]:
-        """A stream to a file, once: whatever fails, it does not become what the store takes for the file's end."""
+        """Opens a file for writing, without retries. After a failure, the store does not complete the file."""
         path = self._path(key)
         is_local = isinstance(self.fs, LocalFileSystem)
         if is_local:
@@ -131,12 +134,12 @@ class Store:
         stream.close()
 
     def replace(self, key: str, data: bytes) -> None:
-        """Writes a small file, once."""
+        """Writes a small file, without retries."""
         with self.writing(key, tuning.UPLOAD_PART_BYTES) as stream:
             stream.write(data)
 
     def sizes(self, key: str) -> dict[str, int]:
-        """The files below a folder, by their paths below it, and their sizes in bytes. Raises RemoteError."""
+        """Returns the sizes in bytes of the files below a folder, by their paths below it. Raises RemoteError."""
         path = self._path(key)
         found = self.persist(f"listing {key}", lambda: self.fs.find(path, detail=True))
         return {name[len(path) + 1 :]: int(info["size"]) for name, info in found.items()}
@@ -144,19 +147,19 @@ class Store:
     def delete(self, key: str, first: str) -> None:
         """Removes a folder or file. Raises RemoteError.
 
-        Files named `first` (a checkpoint's manifests) go before all others, so that a half deleted folder never looks
-        whole. What a link leads to stays, and so does the link.
+        Files named `first` (manifests) are deleted before all others, so that a half deleted checkpoint never looks
+        whole. A key that is reached through a link is not deleted.
         """
         path = self._path(key)
         if self._is_behind_link(key):
-            logger.info("%s is behind a link, and what that leads to may be somebody else's: it stays", path)
+            logger.info("%s is not deleted: a link leads to it, so it may belong to somebody else", path)
             return
 
         def remove() -> None:
             for name in self.fs.find(path):
                 if name.endswith(f"/{first}"):
                     self.fs.rm_file(name)
-            with suppress(FileNotFoundError):  # a store of objects has no folder without files
+            with suppress(FileNotFoundError):  # In an object store, an empty folder does not exist.
                 self.fs.rm(path, recursive=True)
 
         self.persist(f"deleting {key}", remove)
@@ -173,11 +176,11 @@ class Store:
         stop: threading.Event | None = None,
         answers: tuple[type[Exception], ...] = (FileNotFoundError,),
     ) -> Result:
-        """Runs `work`, and tries again what the store fails to do; see `retries.persist`."""
+        """Runs `work` until the store does it, with growing pauses; see `retries.persist`."""
         return persist(self.url, what, work, self.redacted, stop or threading.Event(), answers)
 
     def names(self, key: str) -> list[str]:
-        """The names of the files and folders in a folder; none if it is not there. Raises RemoteError."""
+        """Lists the files and folders in a folder, by name. A missing folder counts as empty. Raises RemoteError."""
 
         def names() -> list[str]:
             try:
@@ -192,7 +195,7 @@ class Store:
 
 
 def public_url(url: str) -> str:
-    """A URL without user, password and query."""
+    """Returns a URL without user, password and query."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -206,7 +209,7 @@ def _secrets(url: str) -> list[str]:
 
 
 def _protect(descriptor: int) -> None:
-    """Nobody else may write to a file, whatever the umask says; some mounts know no permissions."""
+    """Takes the write permission of everybody from a file, where the mount has permissions, whatever the umask."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
     if mode & ~FILE_MODE:
         with suppress(OSError):
@@ -214,7 +217,7 @@ def _protect(descriptor: int) -> None:
 
 
 def _abandon(stream: Any) -> None:
-    """Closing would complete the file with what has been written of it."""
+    """Discards a stream without completing its file. Closing it would complete the file with the bytes so far."""
     try:
         if isinstance(stream, AbstractBufferedFile):
             stream.discard()
@@ -222,4 +225,4 @@ def _abandon(stream: Any) -> None:
         else:
             stream.close()
     except Exception as error:
-        logger.info("an upload could not be withdrawn: %s", type(error).__name__)
+        logger.info("an unfinished upload could not be discarded: %s", type(error).__name__)

@@ -1,4 +1,4 @@
-"""Files larger than memory, written in parts: one batch of parts is read while another is written."""
+"""Streams files that are larger than memory, in batches of parts: one batch is read while another one is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_ckpt.io.pages import PAGE_BYTES, even_cuts, page_ceil
 
 
 class FilePart(Protocol):
-    """A range of a file."""
+    """A range of a file, of `nbytes` bytes."""
 
     @property
     def nbytes(self) -> int: ...
@@ -27,23 +27,25 @@ P = TypeVar("P", bound=FilePart)
 
 @dataclass(frozen=True, eq=False)
 class Placed(Generic[P]):
-    """A part, and where its bytes are: the address, on a page, of its first one."""
+    """A part and the address of its first byte in memory, which is a multiple of the page size."""
 
     part: P
     address: int
 
 
 def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], object]) -> Iterator[list[Placed[P]]]:
-    """Batches of parts that have been read, in order. What is yielded is there until the next batch is asked for.
+    """Yields batches of parts that have been read, in order.
 
-    Takes two buffers of STREAM_BYTES, whatever the sizes of the files.
+    The memory of a batch is valid until the next batch is asked for. Memory use is two buffers of STREAM_BYTES,
+    whatever the sizes of the files.
 
     Args:
-        files: the parts of each file (see `cuts_of`). Small files are in one batch, the parts of others in one each.
-        read: fills the memory of all parts of a batch; called on a thread, one call at a time.
+        files: the parts of each file (see `cuts_of`). Small files share a batch. Each part of a larger file
+            is a batch of its own.
+        read: fills the memory of all parts of a batch. It is called on another thread, one call at a time.
 
     Raises:
-        Exception: whatever `read` raises.
+        Exception: raised by `read`.
     """
     batches = _batches(files)
     buffers = (HostMemory(), HostMemory())
@@ -65,17 +67,17 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
 
 
 def cuts_of(end: int) -> tuple[int, ...]:
-    """`[0, ..., end]`: where to cut a file into parts for `stream`, on pages."""
+    """Cuts a file of `end` bytes into parts for `stream`. Returns `(0, ..., end)`; all but the last are at pages."""
     return even_cuts(end, max(1, min(-(-end // tuning.STREAM_BYTES), end // PAGE_BYTES)))
 
 
 def memory_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory as a flat tensor; whoever owns it must outlive the tensor."""
+    """Returns memory as a flat tensor. The owner of the memory must outlive the tensor."""
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
 
 
 def _batches(files: Iterable[Sequence[P]]) -> Iterator[list[P]]:
-    """Large files in parts, small ones together."""
+    """Groups parts into batches: small files together, each part of a larger file by itself."""
     waiting: list[P] = []
     nbytes = 0
     for parts in files:

@@ -1,4 +1,4 @@
-"""Work on threads that end with it, and that no interpreter waits for."""
+"""Runs work on threads that an exiting interpreter does not wait for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ Item = TypeVar("Item")
 
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int) -> None:
-    """Does the work of every item, on up to `threads` threads, in their order. Raises what the first to fail raised,
-    once none is under way; the others are not begun.
+    """Calls `work` on every item, in order, on up to `threads` threads, and returns when all are done.
 
-    Not an executor's threads: an interpreter that ends joins those, however long a store takes to answer.
+    After a failure no further item is begun. The first failure is raised when the running calls have ended.
+
+    An executor would not do: an exiting interpreter joins an executor's threads, however long a store takes to answer.
     """
     left, lock, failures = iter(items), threading.Lock(), list[BaseException]()
 

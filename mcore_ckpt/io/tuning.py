@@ -1,4 +1,4 @@
-"""Sizes and counts that trade memory, cores and disk against each other. None of them changes what is on disk."""
+"""Sizes and counts that trade memory, cores and disk against each other. None of them changes the format on disk."""
 
 from __future__ import annotations
 

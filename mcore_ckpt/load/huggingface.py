@@ -138,7 +138,7 @@ def load_hf(
     try:
         here = _here(model, agreement)
     except BaseException as error:
-        agreement.withdraw(topic, error)
+        agreement.fail_next_round(topic, error)
         raise
     contents = _read_contents_together(here, path, source, ignore)
     plan = _plan_together(here, contents, source, ignore, topic)

@@ -1,1 +1,1 @@
-"""Knows where a rank stands in the parallel layout, and lets the ranks agree over a key-value store."""
+"""Knows each rank's place in the parallel layout, and lets ranks agree over a key-value store without collectives."""

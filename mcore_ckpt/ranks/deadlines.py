@@ -1,4 +1,4 @@
-"""How long ranks wait for each other and pause between questions, and how large a message to the store may be."""
+"""How long ranks wait for each other, how often they poll the key-value store, and how large its messages may be."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
 
-# How much longer than rank 0 the other ranks wait (seconds), so that they still hear what rank 0 found out.
-HEAR_OUT_S = 1.5
+# How much longer than rank 0 the other ranks wait (seconds). Rank 0 knows which rank is silent. The other ranks must
+# still be waiting when rank 0 tells them.
+EXTRA_WAIT_S = 1.5
 
-# How long an interpreter that ends waits for other ranks to commit a save under way, and for uploads (seconds).
+# How long an exiting interpreter waits for other ranks to commit a running save, and for uploads (seconds).
 EXIT_WAIT_S = 60.0

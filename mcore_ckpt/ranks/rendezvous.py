@@ -1,8 +1,8 @@
-"""How ranks come to agree at all: each takes its seat, under a name that no other group of them has ever had.
+"""Lets ranks meet under a name that no earlier group of ranks has used.
 
-The job's key-value store outlives its processes: `torchrun --max-restarts` starts workers anew beside the store of
-those that died (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), with all that these had written there. Counted
-names would come again, and a rank would take a dead one's word for an answer.
+The job's key-value store outlives its processes. `torchrun --max-restarts` starts new workers beside the store of the
+dead ones (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and everything the dead workers wrote is still in
+it. Counted names would repeat, and a rank would take a dead rank's message for an answer.
 """
 
 from __future__ import annotations
@@ -12,25 +12,36 @@ import uuid
 from typing import Any
 
 from mcore_ckpt.errors import AgreementError
-from mcore_ckpt.ranks.rounds import Agreement, Limit, missing, no_word, patience, poll, store_failures
+from mcore_ckpt.ranks.key_value_store import (
+    WaitLimit,
+    missing,
+    poll,
+    silence_of,
+    silence_of_rank_0,
+    store_failures,
+    timeout_of,
+)
+from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.ranks.topology import has_process_group
 
 
 def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
-    """A seat at the job's store, with a client that nobody else waits on; a store of its own for one process.
+    """Returns this rank's membership among all ranks of the job, once all have come.
 
-    Every rank calls it, for the same names in the same order: it waits for all of them.
+    Every rank calls it, for the same names in the same order. The membership uses a client of the job's store that
+    nothing else waits on. A process without a process group gets a store of its own.
 
     Args:
         name: the same on all ranks.
         timeout_s: how long any wait may take, in seconds.
-        topic: what for, in messages; None: the name.
+        topic: what the rendezvous is for, in messages. The default is the name.
 
     Raises AgreementError if a rank does not come.
     """
     import torch.distributed as dist
 
     namespace = f"mcore_ckpt/{name}"
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
     host: Any = dist.distributed_c10d._get_default_store()
     return rendezvous_at(
@@ -41,58 +52,63 @@ def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreeme
 def rendezvous_at(
     store: Any, rank: int, world_size: int, namespace: str, timeout_s: float, topic: str, host: Any = None
 ) -> Agreement:
-    """As `rendezvous`, at a store that ranks without a process group share; the arguments are those of `Agreement`."""
+    """Does what `rendezvous` does, at a given store, for ranks without a process group.
+
+    The arguments are those of `Agreement`, and a `topic` for messages.
+    """
     with store_failures(topic, AgreementError):
-        meet = _call if rank == 0 else _answer
-        met = meet(store, namespace, rank, world_size, timeout_s, topic)
-    return Agreement(store, rank, world_size, f"{namespace}/{met}", timeout_s, host)
+        meet = _meet_other_ranks if rank == 0 else _meet_rank_0
+        name = meet(store, namespace, rank, world_size, timeout_s, topic)
+    return Agreement(store, rank, world_size, f"{namespace}/{name}", timeout_s, host)
 
 
-def _call(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
-    """Rank 0: says a name that is new, and goes on when all have answered to it."""
+def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
+    """Calls out a new name, waits until all other ranks have answered, and confirms each answer. Rank 0 runs it."""
     name = uuid.uuid4().hex
     store.set(f"{namespace}/call", name)
-    here = [_here(namespace, name, other) for other in range(1, world_size)]
-    if here:
-        if not poll(lambda: store.check(here), world_size, time.monotonic() + timeout_s, Limit()):
-            absent = set(missing(store, here))
-            silent = [rank for rank, key in enumerate(here, 1) if key in absent]
-            raise AgreementError(no_word(topic, silent, timeout_s))
-        words = [word.decode() for word in store.multi_get(here)]
-        heard = [_heard(namespace, name, other, word) for other, word in enumerate(words, 1)]
+    answers = [_answer_key(namespace, name, other) for other in range(1, world_size)]
+    if answers:
+        if not poll(lambda: store.check(answers), world_size, time.monotonic() + timeout_s, WaitLimit()):
+            absent = set(missing(store, answers))
+            silent = [rank for rank, key in enumerate(answers, 1) if key in absent]
+            raise AgreementError(silence_of(topic, silent, timeout_s))
+        words = [word.decode() for word in store.multi_get(answers)]
+        heard = [_heard_key(namespace, name, other, word) for other, word in enumerate(words, 1)]
         store.multi_set(heard, ["1"] * len(heard))
     return name
 
 
-def _answer(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
-    """Other ranks: answers until rank 0 has heard it. What it has heard before was another process's answer."""
+def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
+    """Answers rank 0's call until rank 0 confirms it. All ranks but rank 0 run it.
+
+    The answer holds a random word, and rank 0 confirms that word. So a confirmation that was meant for a dead process
+    does not count.
+    """
     call, name, heard = f"{namespace}/call", "", ""
 
     def met() -> bool:
         nonlocal name, heard
         called = store.get(call).decode() if store.check([call]) else name
-        # After the call: who calls anew has heard all that answered before.
+        # Read the call first: a rank 0 that calls anew has confirmed all answers to its last call.
         if heard and store.check([heard]):
             return True
         if called != name:
             name, word = called, uuid.uuid4().hex
-            heard = _heard(namespace, name, rank, word)
-            store.set(_here(namespace, name, rank), word)
+            heard = _heard_key(namespace, name, rank, word)
+            store.set(_answer_key(namespace, name, rank), word)
         return False
 
-    seconds = patience(rank, timeout_s)
-    if not poll(met, world_size, time.monotonic() + seconds, Limit()):
-        raise AgreementError(
-            f"{topic}: rank {rank} waited {seconds:g} s for rank 0, which is dead or stuck, or waits for another rank"
-        )
-    for key in (heard, _here(namespace, name, rank)):
+    seconds = timeout_of(rank, timeout_s)
+    if not poll(met, world_size, time.monotonic() + seconds, WaitLimit()):
+        raise AgreementError(silence_of_rank_0(topic, rank, seconds))
+    for key in (heard, _answer_key(namespace, name, rank)):
         store.delete_key(key)
     return name
 
 
-def _here(namespace: str, name: str, rank: int) -> str:
+def _answer_key(namespace: str, name: str, rank: int) -> str:
     return f"{namespace}/{name}/here/{rank}"
 
 
-def _heard(namespace: str, name: str, rank: int, word: str) -> str:
+def _heard_key(namespace: str, name: str, rank: int, word: str) -> str:
     return f"{namespace}/{name}/heard/{rank}/{word}"

@@ -1,8 +1,8 @@
-"""How ranks agree: over a key-value store, with a deadline on every wait, never by a collective.
+"""Lets ranks agree over a key-value store, with a deadline on every wait and without collectives.
 
-One *round* is: every rank submits its record or its error, rank 0 decides, all get the same outcome. What is decided
-is a single key that is set once (compare-and-set), so a rank that gives up waiting and a coordinator that goes on
-cannot both be right.
+In one *round*, every rank submits its record or its error, rank 0 decides, and all ranks get the same outcome. The
+outcome is one key that is set once (compare-and-set). So a rank that gives up waiting and a rank 0 that goes on cannot
+both be right.
 """
 
 from __future__ import annotations
@@ -10,40 +10,41 @@ from __future__ import annotations
 import json
 import math
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError, from_record, to_record
 from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.key_value_store import (
+    WaitLimit,
+    encode,
+    has_any,
+    missing,
+    pack,
+    poll,
+    silence_of,
+    silence_of_rank_0,
+    store_failures,
+    timeout_of,
+    unpack,
+)
 
+# What a rank submits: plain JSON values.
 Record = dict[str, Any]
-
-# Before what is compressed. What is not begins with a brace.
-_PACKED = b"z"
-
-
-@dataclass
-class Limit:
-    """A point of time (of `time.monotonic()`) that no wait goes beyond, whatever its own deadline."""
-
-    at: float = math.inf
 
 
 class Agreement:
-    """This rank's seat among `world_size` ranks.
+    """A rank's membership in a group of `world_size` ranks that agree in rounds.
 
     Args:
-        store: a `torch.distributed` store that all ranks share and nobody else on this rank waits on: a wait blocks
-            its client.
+        store: a `torch.distributed` store that all ranks share. Nothing else on this rank may wait on it: a wait
+            blocks its client.
         rank, world_size: of the processes that save together.
         namespace: the same on all ranks, and used by no other group of ranks on this store.
         timeout_s: how long any wait may take, in seconds.
-        host: kept alive as long as this is: what `store` is a client of. `destroy_process_group()` drops the job's own
-            reference, and with the last one the server goes, under a save that may still be ending.
+        host: the store that `store` is a client of; it lives as long as this object. `destroy_process_group()` drops
+            the job's own reference. The server stops with the last reference, also while a save is still ending.
     """
 
     def __init__(
@@ -56,26 +57,27 @@ class Agreement:
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rounds = 0
-        self._begun: list[str] = []  # prefixes of the last round, and on rank 0 of those whose keys are still there
+        self._begun: list[str] = []  # prefix of the last round; on rank 0 also of rounds whose keys still exist
         self._given: list[str] = []
         self._take_until = math.inf
-        self._limit = Limit()
+        self._limit = WaitLimit()
 
     @property
     def is_coordinator(self) -> bool:
+        """True on rank 0, which decides."""
         return self.rank == 0
 
     def begin(self, topic: str, name: str | None = None) -> Round:
-        """The next round.
+        """Begins the next round.
 
-        All ranks must begin the same rounds in the same order; a round with a name of its own may be missed by a rank.
+        All ranks must begin the same rounds in the same order. A rank may miss a round that has a `name` of its own.
         """
         self._rounds += name is None
-        # Whoever begins this round has left the last one, and so have those who had taken this.
+        # A rank that begins this round has left the last one. The ranks that took its records have left it, too.
         while self._given:
             self._store.delete_key(self._given.pop())
         if self.is_coordinator:
-            self._forget_left_rounds()
+            self._delete_left_rounds()
         else:
             self._begun.clear()
         self._take_until = math.inf
@@ -83,56 +85,61 @@ class Agreement:
         return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, self._timeout_s, self._limit)
 
     def give(self, key: str, record: Record) -> None:
-        """Tells the rank that will `take` it something within the present round, before this rank submits."""
+        """Gives a record to the rank that will `take` it in the present round. Call it before this rank submits."""
         path = self._given_key(key, self.rank)
         self._store.set(path, pack(record))
         self._given.append(path)
 
     def take(self, key: str, rank: int) -> Record:
-        """What `rank` gives within the present round.
+        """Takes the record that `rank` gives in the present round.
 
-        Raises CommitError if it does not: it has failed, died, or is late.
+        Raises CommitError if that rank has failed, has died, is late, or submits without having given the record.
         """
         given, submitted = self._given_key(key, rank), _submission_keys(self._begun[-1], rank + 1)[-1]
-        # One for all that is taken in a round: the others give up when it has passed once.
+        # All takes of a round share one deadline, because the other ranks give up when it has passed once.
         self._take_until = min(self._take_until, time.monotonic() + self._timeout_s)
         waiting = _waiting_key(self._begun[-1], self.rank)
         self._store.set(waiting, str(rank))
         self._given.append(waiting)
-        ready = partial(_any_of, self._store, given, submitted)
+        ready = partial(has_any, self._store, given, submitted)
         if not poll(ready, self.world_size, self._take_until, self._limit):
-            raise CommitError(f"{key}: no word from rank {rank} within {self._timeout_s:g} s: dead or stuck")
+            raise CommitError(silence_of(key, [rank], self._timeout_s))
         if not self._store.check([given]):
-            error = unpack(self._store.get(submitted)).get("error")
-            raise from_record(error, CommitError) if error else CommitError(f"{key}: rank {rank} has no part of it")
+            if error := unpack(self._store.get(submitted)).get("error"):
+                raise from_record(error, CommitError)
+            raise CommitError(f"{key}: rank {rank} has no part of it to give")
         return unpack(self._store.get(given))
 
-    def shorten(self, seconds: float) -> None:
-        """From now on no wait, the present ones included, lasts longer than this; for an interpreter that ends."""
+    def limit_waits(self, seconds: float) -> None:
+        """Ends all present and future waits within `seconds` from now. An exiting interpreter calls it."""
         self._limit.at = time.monotonic() + seconds
 
     def _given_key(self, key: str, rank: int) -> str:
         return f"{self._begun[-1]}/given/{rank}/{key}"
 
-    def withdraw(self, topic: str, error: BaseException) -> None:
-        """This rank cannot take part in the next round: the others learn why, and all stay in step."""
+    def fail_next_round(self, topic: str, error: BaseException) -> None:
+        """Fails the next round because this rank cannot take part in it. The others learn why, and stay in step."""
         round_ = self.begin(topic)
         round_.fail(error)
         if self.is_coordinator:
             round_.announce_failure(error)
 
-    def _forget_left_rounds(self) -> None:
-        """Deletes the keys of rounds that all ranks have left: whoever has submitted to a round has left those before.
+    def _delete_left_rounds(self) -> None:
+        """Deletes the keys of rounds that all ranks have left.
 
-        Of the one round within another (`exporting.py`) that is not so, but the next begins when all have left both; a
-        second one within the same would delete what was submitted to the outer.
-        Rank 0 may be several rounds ahead, having failed each of them at once: the others have yet to hear of those.
+        A rank that has submitted to a round has left all rounds before it.
+
+        A round within another one (the HuggingFace export of a save) is an exception: its ranks are still in the outer
+        round. The next round begins only after all ranks have left both, so one inner round is safe. A second inner
+        round would delete what ranks have submitted to the outer one.
+
+        Rank 0 may be several rounds ahead if it has failed each of them at once. The others still need their keys.
         """
 
-        def all_came(round_: int) -> bool:
+        def all_submitted(round_: int) -> bool:
             return self._store.check(_submission_keys(self._begun[round_], self.world_size))
 
-        reached = next(filter(all_came, reversed(range(len(self._begun)))), 0)
+        reached = next(filter(all_submitted, reversed(range(len(self._begun)))), 0)
         for prefix in self._begun[:reached]:
             for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
                 self._store.delete_key(key)
@@ -151,7 +158,7 @@ class Round:
     """One decision. Call `submit` or `fail` once, then `collect` and `announce` on rank 0, `outcome` on the others."""
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float, limit: Limit
+        self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float, limit: WaitLimit
     ) -> None:
         self._store = store
         self._rank = rank
@@ -159,25 +166,27 @@ class Round:
         self._prefix = prefix
         self._topic = topic
         self._limit = limit
-        self._timeout_s = patience(rank, timeout_s)
+        self._timeout_s = timeout_of(rank, timeout_s)
         self._deadline = time.monotonic() + self._timeout_s
 
-    def shorten(self, seconds: float) -> None:
-        """The deadline is in `seconds` at the latest."""
+    def shorten_deadline(self, seconds: float) -> None:
+        """Moves the deadline to `seconds` from now, unless it is earlier already."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
-    def extend(self) -> None:
-        """Starts the deadline anew: for a rank that has just finished work of its own (writing its files)."""
+    def restart_deadline(self) -> None:
+        """Starts the deadline anew. A rank calls it when it has finished work of its own, such as writing its files."""
         self._deadline = time.monotonic() + self._timeout_s
 
     def submit(self, record: Record) -> None:
+        """Submits this rank's record."""
         self._put(f"{self._prefix}/rank/{self._rank}", {"record": record})
 
     def fail(self, error: BaseException) -> None:
+        """Submits this rank's error instead of a record."""
         self._put(f"{self._prefix}/rank/{self._rank}", {"error": to_record(error, self._rank)})
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
-        """Rank 0: all ranks' records.
+        """Returns the records of all ranks, by rank. Only rank 0 calls it.
 
         Raises the first failed rank's error, or `default` if a rank is silent until the deadline.
         """
@@ -185,7 +194,7 @@ class Round:
         all_there = self._wait(lambda: self._store.check(keys))
         absent = set() if all_there else set(missing(self._store, keys))
         there = [key for key in keys if key not in absent]
-        # In one request: thousands, one by one, would hold up all ranks for a second.
+        # One request for all: thousands of requests would hold up all ranks for a second.
         messages = [unpack(message) for message in self._store.multi_get(there)]
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
@@ -197,46 +206,46 @@ class Round:
 
     def _why_nothing_came(self) -> str:
         keys = _submission_keys(self._prefix, self._world_size)
-        knows = self._store.check(keys[:1]) or self._store.check([_waiting_key(self._prefix, 0)])
-        if knows and not self._store.check(keys):
+        rank_0_lives = has_any(self._store, keys[0], _waiting_key(self._prefix, 0))
+        if rank_0_lives and not self._store.check(keys):
             return self._silence(keys)
-        return f"{self._topic}: rank {self._rank} waited {self._timeout_s:g} s for rank 0, which is dead or stuck"
+        return silence_of_rank_0(self._topic, self._rank, self._timeout_s)
 
     def _silence(self, keys: Sequence[str]) -> str:
         absent = set(missing(self._store, keys))
         silent = [rank for rank, key in enumerate(keys) if key in absent]
-        # Who waits for another is not dead; unless all that are silent do, when nobody knows better.
+        # A rank that waits for another one is alive, so it is not named. If all silent ranks wait, all are named.
         waiting = [rank for rank in silent if self._store.check([_waiting_key(self._prefix, rank)])]
         silent = [rank for rank in silent if rank not in waiting] or silent
-        return no_word(self._topic, silent, self._timeout_s)
+        return silence_of(self._topic, silent, self._timeout_s)
 
     def claim(self, default: type[CheckpointError]) -> None:
-        """Rank 0: from here on it is decided that rank 0 goes on. Raises `default` if a rank has already given up."""
+        """Decides that rank 0 goes on. Raises `default` if a rank has already given up. Only rank 0 calls it."""
         outcome = self._set_outcome({"going_on": True})
         if "error" in outcome:
             raise from_record(outcome["error"], default)
 
     def announce(self, record: Record) -> None:
-        """Rank 0: the outcome is good, and this is it."""
+        """Announces the record that all ranks get. Only rank 0 calls it."""
         self._put(f"{self._prefix}/done", {"record": record})
 
     def announce_failure(self, error: BaseException) -> Record | None:
-        """Rank 0: the outcome is this error, whatever was claimed before.
+        """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls it.
 
-        Returns another one, if a rank had given up before: then that is what all others raise.
+        Returns the record of another error if a rank had given up before. In that case all other ranks raise that one.
         """
         message = {"error": to_record(error, self._rank)}
-        settled: Record | None = self._set_outcome(message).get("error")
+        earlier: Record | None = self._set_outcome(message).get("error")
         self._put(f"{self._prefix}/done", message)
-        return None if settled == message["error"] else settled
+        return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError]) -> Record:
-        """Other ranks: what rank 0 announced.
+        """Returns the record that rank 0 announces. All ranks but rank 0 call it.
 
         Raises:
-            CheckpointError: the announced error; or `default`, when rank 0 is silent until the deadline. If rank 0
-                had claimed the outcome before it fell silent, it gets one deadline more, and after that only what
-                it did on disk is the truth.
+            CheckpointError: the announced error, or `default` if rank 0 is silent until the deadline. If rank 0 had
+                claimed the outcome before it fell silent, it gets one more deadline. After that, only the disk shows
+                what rank 0 did.
         """
         done = f"{self._prefix}/done"
         if not self._wait(lambda: self._store.check([done])):
@@ -245,9 +254,11 @@ class Round:
             )
             if "error" in outcome:
                 raise from_record(outcome["error"], default)
-            self.extend()
+            self.restart_deadline()
             if not self._wait(lambda: self._store.check([done])):
-                raise default(f"{self._why_nothing_came()}, after it had begun to act")
+                raise default(
+                    f"{self._why_nothing_came()}. This was after it had begun to act: only the disk shows what it did"
+                )
         message = unpack(self._store.get(done))
         if "error" in message:
             first: Record = (self._outcome_so_far() or message).get("error") or message["error"]
@@ -259,92 +270,15 @@ class Round:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _set_outcome(self, message: Record) -> Record:
-        """Sets the outcome if nobody has; returns what it is."""
+        """Sets the outcome if no rank has set it. Returns the outcome that holds."""
         key = f"{self._prefix}/outcome"
-        return json.loads(self._store.compare_set(key, "", _encode(message).decode()))
+        return json.loads(self._store.compare_set(key, "", encode(message).decode()))
 
     def _put(self, key: str, message: Record) -> None:
         self._store.set(key, pack(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
         return poll(ready, self._world_size, self._deadline, self._limit)
-
-
-def patience(rank: int, timeout_s: float) -> float:
-    """How long a rank waits (seconds). Rank 0 knows who is silent: the others wait a little longer, to hear it from
-    there.
-    """
-    return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, deadlines.HEAR_OUT_S)
-
-
-def _encode(message: Record) -> bytes:
-    """JSON without NaN, which other ranks could not parse. Raises ValueError."""
-    return json.dumps(message, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def pack(message: Record) -> bytes:
-    """What goes into the store. Raises ValueError for what is no JSON, and for more than it takes."""
-    data = _encode(message)
-    if len(data) <= deadlines.PLAIN_MESSAGE_BYTES:
-        return data
-    packed = _PACKED + zlib.compress(data, 1)
-    if len(packed) > deadlines.MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes, {len(packed)} compressed, is more than the store takes")
-    return packed
-
-
-def unpack(data: bytes) -> Record:
-    """The inverse of `pack`."""
-    return json.loads(zlib.decompress(data[len(_PACKED) :]) if data.startswith(_PACKED) else data)
-
-
-def missing(store: Any, keys: Sequence[str]) -> list[str]:
-    """Those that are not there. Asked for one by one, thousands would hold up the store when it is asked by all."""
-    if not keys or store.check(list(keys)):
-        return []
-    if len(keys) == 1:
-        return list(keys)
-    half = len(keys) // 2
-    return [*missing(store, keys[:half]), *missing(store, keys[half:])]
-
-
-def no_word(topic: str, ranks: Sequence[int], timeout_s: float) -> str:
-    """What is said of ranks that are silent."""
-    return (
-        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {timeout_s:g} s: dead or stuck. "
-        "Look at its log; raise timeout_s if it was only slow"
-    )
-
-
-def _any_of(store: Any, *keys: str) -> bool:
-    return any(store.check([key]) for key in keys)
-
-
-def poll(ready: Callable[[], bool], world_size: int, deadline: float, limit: Limit) -> bool:
-    """False if the deadline passes first.
-
-    Asking again and again, not store.wait(): a timed-out wait leaves noise on stderr, and its client blocked.
-    """
-    started = time.monotonic()
-    # The answer is late by a tenth of what it took, at most; and thousands of ranks leave the store time to answer.
-    least = max(deadlines.POLL_FIRST_S, world_size * deadlines.POLL_PER_RANK_S)
-    while not ready():
-        now = time.monotonic()
-        left = min(deadline, limit.at) - now
-        if left <= 0:
-            return False
-        time.sleep(min(max(least, (now - started) / 10), deadlines.POLL_MOST_S, left))
-    return True
-
-
-@contextmanager
-def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
-    """Turns a lost store (the process that hosts it died) into one of our errors."""
-    try:
-        yield
-    except RuntimeError as failure:
-        # torch.distributed raises it and its subclasses (DistStoreError, DistNetworkError) for a lost connection.
-        raise error(f"{topic}: the key-value store is gone ({failure}): its host, mostly rank 0, has died") from failure
 
 
 def decide(
@@ -356,25 +290,26 @@ def decide(
     act: Callable[[], None] | None = None,
     name: str | None = None,
 ) -> Record:
-    """One whole round: every rank does `work`, rank 0 combines the results, every rank gets the same record.
+    """Runs one whole round: every rank does `work`, rank 0 combines the results, every rank gets the same record.
 
     Args:
-        agreement: this rank's seat.
-        topic: what is being agreed, for messages.
-        work: this rank's part; returns plain JSON values.
-        combine: on rank 0, the records of all ranks, by rank, to the one all get.
-        error: the type of everything that is not of this package's family: foreign exceptions, a silent rank, a lost
-            store.
-        act: on rank 0, what must happen only if no rank has given up, and after which none can: a rename.
-        name: of the round, unique, if a rank may miss it.
+        agreement: this rank's membership.
+        topic: what the ranks agree on, for messages.
+        work: this rank's part. It returns plain JSON values.
+        combine: makes, on rank 0, the one record from the records of all ranks, which are in the order of the ranks.
+        error: the type that replaces everything outside this package's family of errors: foreign exceptions, a silent
+            rank, a lost store.
+        act: runs on rank 0, and only if no rank has given up; afterwards no rank can. It is for a step that must not
+            happen otherwise, such as a rename.
+        name: a unique name of the round, if a rank may miss it.
 
     Raises:
-        CheckpointError: on all ranks the same type.
+        CheckpointError: the same type on all ranks.
     """
     with store_failures(topic, error):
         round_ = agreement.begin(topic, name)
         try:
-            own = _run(round_, work)
+            own = _work_and_submit(round_, work)
         except BaseException as interrupt:
             if agreement.is_coordinator:
                 round_.announce_failure(interrupt)
@@ -385,19 +320,21 @@ def decide(
             except CheckpointError as failure:
                 raise failure from own
         if own is not None:
-            # The others may have more to say of it, but it is over; and they must hear so before they give up.
-            round_.shorten(deadlines.HEAR_OUT_S / 2)
+            # Rank 0 has failed, so the round has failed. It may collect more errors, but it must announce the failure
+            # before the others give up.
+            round_.shorten_deadline(deadlines.EXTRA_WAIT_S / 2)
         try:
             record = combine(round_.collect(error))
-            pack(record)  # before the claim: who has heard of that waits for this word
+            # A record that cannot be sent must fail here: after the claim, the others would wait for it in vain.
+            pack(record)
             round_.claim(error)
             if act is not None:
                 act()
         except (Exception, KeyboardInterrupt, SystemExit) as failure:
-            settled = round_.announce_failure(failure)
+            earlier = round_.announce_failure(failure)
             if not isinstance(failure, Exception):
                 raise
-            told = _as_family(failure, error) if settled is None else from_record(settled, error)
+            told = _as_checkpoint_error(failure, error) if earlier is None else from_record(earlier, error)
             raise told from (own or failure)
         round_.announce(record)
         return record
@@ -406,12 +343,13 @@ def decide(
 def agree(
     agreement: Agreement, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]
 ) -> Record:
-    """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values, or a
-    function that returns it.
+    """Returns, on every rank, what `answer` returns on rank 0.
+
+    Every rank calls it with the same `request`: plain JSON values, or a function that returns them.
 
     Raises:
         AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
-        CheckpointError: what `request` raised on any rank, or `answer`; the same on all ranks.
+        CheckpointError: raised by `request` on any rank, or by `answer`. It is the same on all ranks.
     """
 
     def combine(records: Sequence[Record]) -> Record:
@@ -422,28 +360,31 @@ def agree(
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
-    """For `combine`: the record all ranks have submitted. Raises `error` naming the first rank whose is another."""
+    """Returns the record that all ranks have submitted; for `combine`.
+
+    Raises `error`, which names the first rank whose record differs from rank 0's.
+    """
     for rank, record in enumerate(records):
         if record != records[0]:
             raise error(f"{what}: rank 0 has {records[0]}, rank {rank} has {record}: they must be the same")
     return records[0]
 
 
-def _run(round_: Round, work: Callable[[], Record]) -> Exception | None:
-    """Does this rank's part and submits its result or its error."""
+def _work_and_submit(round_: Round, work: Callable[[], Record]) -> Exception | None:
+    """Does this rank's work and submits its record, or submits its error and returns it."""
     try:
         record = work()
         pack(record)
     except BaseException as failure:
-        round_.extend()
+        round_.restart_deadline()
         round_.fail(failure)
         if not isinstance(failure, Exception):
-            raise  # Ctrl-C: the others need not wait for the deadline
+            raise  # Ctrl-C ends this rank at once; the others know from `fail` and need not wait for the deadline.
         return failure
-    round_.extend()
+    round_.restart_deadline()
     round_.submit(record)
     return None
 
 
-def _as_family(failure: Exception, default: type[CheckpointError]) -> CheckpointError:
+def _as_checkpoint_error(failure: Exception, default: type[CheckpointError]) -> CheckpointError:
     return failure if isinstance(failure, CheckpointError) else from_record(to_record(failure, 0), default)

@@ -1,13 +1,23 @@
-"""Where a rank stands in the parallel layout."""
+"""Describes the parallel layout and each rank's place in it, and reads both from megatron."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
 
+def has_process_group() -> bool:
+    """Returns True if torch.distributed is initialized in this process."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 @dataclass(frozen=True)
 class RankCoordinates:
-    """One rank's own ranks. (pp, tp, cp, dp) name every rank of the world once; (pp, etp, ep, edp) do so too."""
+    """A rank's place in every parallel dimension.
+
+    (pp, tp, cp, dp) names every rank of the world exactly once, and so does (pp, etp, ep, edp).
+    """
 
     tp: int = 0
     pp: int = 0
@@ -19,13 +29,16 @@ class RankCoordinates:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """(pp, tp, cp, dp), as in the names of files that each rank writes."""
+        """The coordinates (pp, tp, cp, dp), in the order of the names of files that each rank writes."""
         return (self.pp, self.tp, self.cp, self.dp)
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """World ranks that hold the same dense tensors, and the same experts, as this one. The first owns their file."""
+    """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
+
+    The first rank of each owns the file of these tensors.
+    """
 
     dense: tuple[int, ...] = (0,)
     experts: tuple[int, ...] = (0,)
@@ -33,7 +46,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the parallel layout. `vpp` is 1 without virtual stages."""
+    """The sizes of the parallel layout. `vpp` is 1 without virtual stages."""
 
     world_size: int = 1
     tp: int = 1
@@ -48,20 +61,21 @@ class Topology:
 
     @property
     def experts_apart(self) -> bool:
-        """Whether experts have files of their own: dense and expert ranks are cut differently."""
+        """True if experts have files of their own, because they are cut differently from dense tensors."""
         return self.ep > 1 or self.etp != self.tp
 
     def has_generators_of(self, other: Topology) -> bool:
-        """Whether each rank's random number generators can go on where those of the other layout's ranks were.
+        """Returns True if this layout's random number generators can continue from the other layout's states.
 
-        megatron seeds them by these ranks (`model_parallel_cuda_manual_seed`, 0.16.1).
+        megatron seeds them by the ranks of these four dimensions (`model_parallel_cuda_manual_seed`, 0.16.1).
         """
         return all(getattr(self, size) == getattr(other, size) for size in ("pp", "tp", "ep", "etp"))
 
     def place_in_turn(self, place: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-        """The place (pp, tp, cp, dp) whose small files in this layout a rank gets that is at a place of another layout.
+        """Returns the place in this layout whose small files a rank at `place` of another layout loads.
 
-        Its own, or, where there are fewer, that of the rank it would be in turn.
+        That is the same place if this layout has it. Otherwise the ranks take turns: each coordinate is taken modulo
+        this layout's size. Both places are (pp, tp, cp, dp).
         """
         pp, tp, cp, dp = place
         return pp % self.pp, tp % self.tp, cp % self.cp, dp % self.dp
@@ -74,9 +88,9 @@ class Topology:
 
 
 def coordinates_of(rank: int, topology: Topology) -> RankCoordinates:
-    """Where a world rank stands in megatron's default order "tp-cp-ep-dp-pp".
+    """Returns the coordinates of a world rank in megatron's default order "tp-cp-ep-dp-pp".
 
-    `RankGenerator` (parallel_state, 0.16.1) orders dense ranks tp-cp-dp-pp and, apart from them, experts etp-ep-edp-pp.
+    `RankGenerator` (parallel_state, 0.16.1) orders dense ranks as tp-cp-dp-pp, and expert ranks as etp-ep-edp-pp.
 
     Example:
         >>> coordinates_of(5, Topology(world_size=8, tp=2, pp=2, dp=2, ep=2, etp=1, edp=2))
@@ -91,13 +105,15 @@ def coordinates_of(rank: int, topology: Topology) -> RankCoordinates:
 
 
 def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
-    """This process's coordinates and the layout's sizes, from megatron's `parallel_state`.
+    """Reads this process's coordinates and the layout's sizes from megatron's `parallel_state`.
 
-    Without initialized model parallelism (one process, no megatron groups) everything is 0 of 1.
+    A process without a process group is the only rank: all coordinates are 0 and all sizes are 1.
+
+    Raises RuntimeError if there is a process group but megatron's model parallelism is not initialized.
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return RankCoordinates(), Topology(vpp=virtual_stages)
     from megatron.core import parallel_state as ps
 
@@ -133,7 +149,7 @@ def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
 
 
 def is_first_optimizer_instance(topology: Topology) -> bool:
-    """Whether this rank belongs to distributed-optimizer instance 0. With one instance, all do."""
+    """Returns True if this rank belongs to distributed-optimizer instance 0. All ranks do if there is one instance."""
     if topology.optimizer_instances == 1:
         return True
     from megatron.core import parallel_state as ps
@@ -142,13 +158,14 @@ def is_first_optimizer_instance(topology: Topology) -> bool:
 
 
 def read_replicas() -> Replicas:
-    """Dense tensors are replicated over data and context parallelism, experts over expert data parallelism.
+    """Reads from megatron's `parallel_state` which ranks hold the same tensors as this one.
 
-    A group's ranks ascend, so its first has cp = dp = 0 (edp = 0).
+    Dense tensors are replicated over data and context parallelism, experts over expert data parallelism. The ranks of
+    a group ascend, so the first one has cp = dp = 0 (or edp = 0).
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         return Replicas()
     from megatron.core import parallel_state as ps
 

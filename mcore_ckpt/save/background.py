@@ -194,7 +194,7 @@ class BackgroundSaves:
 
     def shorten(self) -> None:
         """From now on dead ranks are not waited for as long as a training would."""
-        self._commits.shorten(deadlines.EXIT_WAIT_S)
+        self._commits.limit_waits(deadlines.EXIT_WAIT_S)
 
 
 # Keeps them alive: a trainer may have dropped its manager with a save under way.

@@ -1,4 +1,7 @@
-"""How tensor parallelism cuts each tensor, by name: for where there is no model to ask (megatron-core 0.16.1)."""
+"""Tells from a tensor's name how tensor parallelism cuts it (megatron-core 0.16.1).
+
+Tools use it, which have no model to ask.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from math import gcd, prod
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
-# Linear layers, by what follows their name. Those that are column-parallel say {"weight": 0, "bias": 0} in their
-# `sharded_state_dict` (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear), those that are
-# row-parallel {"weight": 1}: their bias is added after the sum, so each rank has all of it. Grouped experts have the
-# expert's number behind the word (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear).
+# Column-parallel linear layers have the axes {"weight": 0, "bias": 0} in their `sharded_state_dict`
+# (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear). Row-parallel layers have
+# {"weight": 1}: their bias is added after the sum, so each rank has all of it. Grouped experts append the expert's
+# number to "weight" and "bias" (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear).
 _COLUMN_LAYERS = (
     "linear_qkv",
     "linear_q",
@@ -27,16 +30,18 @@ _COLUMN_LAYERS = (
 )
 _COLUMN = re.compile(rf"(?:.*\.)?(?:{'|'.join(_COLUMN_LAYERS)})\.(?:weight|bias)\d*")
 _ROW = re.compile(r"(?:.*\.)?(?:linear_proj|linear_fc2)\.weight\d*")
-# DotProductAttention and TEDotProductAttention: one number per attention head.
+# DotProductAttention and TEDotProductAttention have one number per attention head.
 _PER_HEAD = re.compile(r"(?:.*\.)?core_attention\.softmax_offset")
-# GatedDeltaNet stands in the place of attention, MambaMixer is a layer's `mixer`. Their parts have lengths of their own
-# (`_split_tensor_factory` of both), which only the model knows, or the pieces that were saved. The norm is Mamba's
-# (ExtendedRMSNorm), of what a rank's heads give; GatedDeltaNet's is of one head, and not cut.
+# GatedDeltaNet takes the place of attention; MambaMixer is a layer's `mixer`. Their sections have different lengths
+# (`_split_tensor_factory` of both). Only the model knows the lengths, or the pieces that were saved. Mamba's norm
+# (ExtendedRMSNorm) is cut because it covers the output of a rank's heads. GatedDeltaNet's norm covers one head, and is
+# not cut.
 _MIXER = r"(?:.*\.)?(?:self_attention|mixer)\."
 _MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
 _MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")
 _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
-# `TELinear` duplicates these, the local layer specs have a ColumnParallelLinear in its place (MLASelfAttention).
+# The transformer-engine spec duplicates these (`TELinear`), the local spec cuts them (`ColumnParallelLinear`); both are
+# in MLASelfAttention.
 _BY_SPEC = re.compile(r"(?:.*\.)?linear_(?:q|kv)_down_proj\.weight")
 
 _ONE = (1,)
@@ -44,22 +49,24 @@ _ONE = (1,)
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor is cut along `axis` into equal parts, one per rank; None: each rank has all of it.
+    """How a tensor is cut into equal parts, one per rank.
 
-    `sections`: tensors that lie one behind the other along the axis, each cut by itself, by how long they are in
-    proportion: gate and up of a gated linear unit are `(1, 1)` (`apply_swiglu_sharded_factory`), the queries, keys,
-    values, ... of a GatedDeltaNet are of several lengths (`_split_tensor_factory`). They are told apart even where
-    nothing is cut.
+    Attributes:
+        axis: the axis that is cut. None if each rank has the whole tensor.
+        sections: the proportional lengths of the tensors that follow each other along the axis. Each of them is cut
+            by itself. Gate and up of a gated linear unit are `(1, 1)` (`apply_swiglu_sharded_factory`). The queries,
+            keys, values, ... of a GatedDeltaNet have different lengths (`_split_tensor_factory`). Sections are told
+            apart even where nothing is cut.
     """
 
     axis: int | None
     sections: tuple[int, ...] = _ONE
 
     def region(self, shape: Shape, rank: int, size: int) -> Region:
-        """What one of `size` ranks has of a tensor of global `shape`.
+        """Returns the region that rank `rank` of `size` ranks has of a tensor of global `shape`.
 
         Raises:
-            ValueError: the axis, or a section of it, does not divide.
+            ValueError: the axis, or a section of it, cannot be divided by `size`.
         """
         axis, size, rank = (0, 1, 0) if self.axis is None else (self.axis, size, rank)
         if not shape or (size == 1 and len(self.sections) == 1):
@@ -74,7 +81,7 @@ class Cut:
         return Region(shape, local, pieces, (0, prod(local)))
 
     def _lengths(self, shape: Shape, axis: int, size: int) -> list[int]:
-        """Of the sections of the global tensor."""
+        """Returns the lengths of the sections of the global tensor along the axis."""
         unit, rest = divmod(shape[axis], sum(self.sections)) if axis < len(shape) else (0, 1)
         lengths = [unit * section for section in self.sections]
         if rest or any(length % size for length in lengths):
@@ -89,9 +96,9 @@ def _at(shape: Shape, axis: int, value: int) -> Shape:
 
 
 def axes_of(name: str) -> tuple[int | None, ...]:
-    """Along which axis tensor parallelism cuts a tensor: those that are possible, the likeliest first.
+    """Returns the axes along which tensor parallelism may cut a tensor, the likeliest first. None stands for "not cut".
 
-    A name this does not know is one of a tensor that every rank has.
+    A tensor with an unknown name is not cut: every rank has it.
 
     Example:
         >>> axes_of("decoder.layers.0.mlp.experts.linear_fc2.weight3"), axes_of("decoder.final_layernorm.weight")
@@ -109,21 +116,25 @@ def axes_of(name: str) -> tuple[int | None, ...]:
 
 
 def has_sections(name: str) -> bool:
-    """Whether it is several tensors of lengths that its name does not say, so that it must not be cut as one."""
+    """Returns True if a tensor consists of sections whose lengths its name does not tell.
+
+    Such a tensor must not be cut as one.
+    """
     return _MIXER_SECTIONS.fullmatch(name) is not None
 
 
 def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool = False) -> Cut:
-    """The cut of a tensor, by its name and by what a checkpoint shows of it.
+    """Finds the cut of a tensor from its name and from the regions that a checkpoint has.
 
     Args:
         name: its global name.
-        seen: whole local regions, by tensor-parallel rank: of all ranks, or of some.
-        size: the tensor-parallel size they are of.
-        replicated: it is known that this one is not cut, whatever its name says.
+        seen: whole local regions by tensor-parallel rank, of all ranks or of some.
+        size: the tensor-parallel size of these regions.
+        replicated: the tensor is known to be uncut, whatever its name tells.
 
     Raises:
-        ValueError: what is seen is not what the name says, or is of one piece where only several say how it is cut.
+        ValueError: the regions contradict the name. Or the region is one piece, and only several pieces would show
+            where the sections of this tensor begin.
     """
     first = next(iter(seen.values()))
     possible = (None,) if replicated else axes_of(name)
@@ -132,16 +143,17 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
         if all(_is_part(cut, region, rank, size) for rank, region in seen.items()):
             if len(cut.sections) == 1 and has_sections(name):
                 raise ValueError(
-                    f"it is several tensors, each cut by itself (a mixer's queries, keys, values, ...), but "
-                    f"{_describe(seen, size)}: where each begins is not said. Keep the tensor-parallel size of {size}"
+                    f"it consists of several tensors, each cut by itself (a mixer's queries, keys, values, ...), but "
+                    f"{_describe(seen, size)}: the checkpoint does not tell where each begins. "
+                    f"Keep the tensor-parallel size of {size}"
                 )
             return cut
-    said = " or ".join("not cut" if cut.axis is None else f"cut along axis {cut.axis}" for cut in cuts)
-    raise ValueError(f"by its name it is {said}, but {_describe(seen, size)}")
+    expected = " or ".join("not cut" if cut.axis is None else f"cut along axis {cut.axis}" for cut in cuts)
+    raise ValueError(f"by its name it is {expected}, but {_describe(seen, size)}")
 
 
 def _sections(seen: Region, axis: int | None) -> tuple[int, ...]:
-    """As `Cut.sections`, in lowest terms: what one rank has of each is in proportion to the whole."""
+    """Returns the proportional lengths of the sections, in lowest terms, from the pieces that one rank has."""
     if axis is None or axis >= len(seen.global_shape):
         return _ONE
     lengths = [piece.shape[axis] for piece in seen.pieces]

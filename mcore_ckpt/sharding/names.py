@@ -1,4 +1,4 @@
-"""Local names of a module's tensors <-> global names: layer numbers and expert numbers."""
+"""Translates names of tensors between one pipeline chunk and the whole model: layer and expert numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUPED = re.compile(r"(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 @dataclass(frozen=True)
 class LayerNumber:
-    """One layer of a chunk: `list_name.local` in the module is `list_name.number` in the whole model, both from 0."""
+    """A layer of a chunk: `list_name.local` in the module is `list_name.number` in the model. Both count from 0."""
 
     list_name: str
     local: int
@@ -23,7 +23,7 @@ class LayerNumber:
 
 @dataclass(frozen=True)
 class ExpertNumbers:
-    """The experts below `prefix` (a local name): local expert `e` of `count` is global expert `first + e`."""
+    """The experts below the local name `prefix`: local expert `e` of `count` is global expert `first + e`."""
 
     prefix: str
     first: int
@@ -32,13 +32,13 @@ class ExpertNumbers:
 
 @dataclass(frozen=True)
 class ChunkNames:
-    """Everything that must be renumbered in one (virtual) pipeline chunk."""
+    """All numbers to translate in the names of one (virtual) pipeline chunk."""
 
     layers: tuple[LayerNumber, ...] = ()
     experts: tuple[ExpertNumbers, ...] = ()
 
     def to_global(self, name: str) -> str:
-        """The global name of a tensor of this chunk.
+        """Returns the global name of a tensor of this chunk.
 
         Example:
             >>> names = ChunkNames(layers=(LayerNumber("decoder.layers", 0, 6),))
@@ -48,7 +48,10 @@ class ChunkNames:
         return self._renumber_layer(self._renumber_expert(name, 1), self._to_global)
 
     def to_local(self, name: str) -> str:
-        """The name in this chunk of a global tensor. Raises KeyError if its layer or expert is not in this chunk."""
+        """Returns the name that a global tensor has in this chunk.
+
+        Raises KeyError if its layer or expert is not in this chunk.
+        """
         return self._renumber_expert(self._renumber_layer(name, self._to_local), -1)
 
     @cached_property
@@ -105,7 +108,7 @@ def _shifted(number: int, shift: int, count: int, rest: str) -> int:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor belongs to routed experts (and not to shared experts or the router)."""
+    """Returns True if a tensor belongs to routed experts, not to shared experts or the router."""
     return ".experts." in name
 
 
@@ -113,7 +116,9 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\..+|linear_fc[12]\
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """The experts and the number among them that a global tensor belongs to; None if it is not one expert's.
+    """Returns the prefix of the experts and the number of the expert that a global tensor belongs to.
+
+    Returns None if it does not belong to one expert.
 
     Example:
         >>> expert_of("decoder.layers.3.mlp.experts.linear_fc2.weight7")
@@ -127,5 +132,5 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key under which layer 10 comes after layer 9, so that neighbouring layers are neighbours."""
+    """Returns a sort key that puts layer 10 after layer 9."""
     return tuple((1, int(part)) if part.isdigit() else (0, part) for part in _NUMBER.split(name) if part)

@@ -1,4 +1,7 @@
-"""Which rows of stored regions make up a wanted one: boxes met in the global tensor, as strided copies."""
+"""Computes which rows of stored regions make up a wanted region.
+
+The regions are intersected in the global tensor. The result is a list of strided copies.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from mcore_ckpt.sharding.regions import Box, Region, Shape
 
 
 class Rows(NamedTuple):
-    """Copies of `row` elements each: number k from `start + k * source_stride` of a stored region to
-    `destination + k * destination_stride` of the wanted one. Of one row the strides are 0.
+    """A strided copy of `rows` rows of `row` elements each, out of a stored region into the wanted one.
+
+    Row k begins at element `start + k * source_stride` of the stored region and goes to element
+    `destination + k * destination_stride` of the wanted one. The strides of a single row are 0.
     """
 
     start: int
@@ -30,12 +35,12 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a wanted region is put together.
+    """The copies that make up a wanted region.
 
     Attributes:
-        rows: (number of the stored region, rows of it), by ascending destination.
-        missing: elements that lie in the stored tensor, but in none of its regions.
-        outside: elements beyond the stored global shape.
+        rows: pairs of the number of a stored region and rows of it, by ascending destination.
+        missing: how many elements lie in the stored tensor, but in none of its regions.
+        outside: how many elements lie beyond the stored global shape.
     """
 
     rows: tuple[tuple[int, Rows], ...]
@@ -45,7 +50,10 @@ class Overlap:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A box of the global tensor, and where its first element and its axes are in a flat range of a local one."""
+    """A box of the global tensor and its place in a flat range of a local tensor.
+
+    `position` is the place of its first element in the range, `strides` are those of the local tensor, in elements.
+    """
 
     box: Box
     position: int
@@ -61,10 +69,11 @@ class _Placed:
 
 
 def overlap(wanted: Region, stored: Sequence[Region]) -> Overlap:
-    """Puts `wanted` together from `stored` regions of the same tensor, each element once, from the first that has it.
+    """Finds the rows of `stored` regions that make up `wanted`, a region of the same tensor.
 
-    Global shapes may differ in their length along an axis (a padded vocabulary): what lies beyond is left out.
-    Costs time in proportion to the regions handed in, so hand in only those that may hold something.
+    Each element comes from the first stored region that has it. Global shapes may differ in length along an axis (a
+    padded vocabulary): elements beyond the stored tensor are left out. The time is proportional to the number of stored
+    regions, so pass only those that may hold wanted elements.
 
     Example:
         >>> overlap(Region.whole((2, 4)), [Region.whole((2, 4)).with_flat(0, 3), Region.whole((2, 4))]).rows
@@ -87,7 +96,7 @@ def overlap(wanted: Region, stored: Sequence[Region]) -> Overlap:
     return Overlap(tuple(_joined(found)), sum(want.box.numel for want in remaining), outside)
 
 
-# The shards of one parameter, its moments and its main parameter have the same region.
+# Cached, because a parameter, its moments and its main parameter have shards with the same region.
 @lru_cache(maxsize=1 << 14)
 def _placed(region: Region) -> tuple[_Placed, ...]:
     strides = _strides(region.local_shape)
@@ -105,7 +114,7 @@ def _strides(shape: Shape) -> Shape:
 
 
 def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tuple[int, Rows]]) -> Iterator[_Placed]:
-    """Adds what `have` gives to `found`; what it does not is still wanted."""
+    """Adds the rows that `have` supplies to `found`. Yields the boxes that are still wanted."""
     for want in remaining:
         common = want.box.intersect(have.box)
         if common is None:
@@ -116,7 +125,7 @@ def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tupl
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """The rest of a box, in at most two boxes per axis."""
+    """Yields the rest of a box around a hole, as at most two boxes per axis."""
     offset, shape = list(box.offset), list(box.shape)
     for axis in range(len(shape)):
         before = hole.offset[axis] - offset[axis]
@@ -130,7 +139,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
-    """A box's elements, as few and as long rows as the two memories allow."""
+    """Yields the copies of a box's elements, in as few and as long rows as the strides of both sides allow."""
     start, destination = have.position_of(common.offset), want.position_of(common.offset)
     axes = [axis for axis in zip(common.shape, have.strides, want.strides, strict=True) if axis[0] != 1]
     row = 1
@@ -155,7 +164,7 @@ def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
 
 
 def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
-    """Single rows that follow on each other in both memories, as one: a flat range is cut into up to five boxes."""
+    """Joins single rows that are contiguous on both sides. A flat range is cut into up to five boxes, hence rows."""
     last: tuple[int, Rows] | None = None
     for number, rows in sorted(found, key=lambda item: item[1].destination):
         if last is not None and last[0] == number and last[1].rows == rows.rows == 1:

@@ -1,7 +1,7 @@
-"""Which layers a (virtual) pipeline stage holds, from the config alone.
+"""Computes from the config alone which layers a (virtual) pipeline stage holds.
 
-A live module knows its own numbers (`layer.layer_number`), and those are what is saved. This is for
-where there is no module: to say what a layout would hold, and to test the numbers against.
+A live module knows the numbers of its layers (`layer.layer_number`), and a save uses those. This module is for tools
+that plan another layout without a model, and for tests of the numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Global numbers, from 0, of the layers of one virtual stage."""
+    """The global numbers, from 0, of the layers of one virtual stage."""
 
     decoder: tuple[int, ...]
     mtp: tuple[int, ...]
@@ -23,10 +23,10 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """The fields of megatron's TransformerConfig that decide where layers go.
+    """The fields of megatron's TransformerConfig that decide which stage has which layers.
 
-    `layout` is `pipeline_model_parallel_layout` as lists of words (embedding, decoder, mtp, loss), one list per virtual
-    stage, virtual stage 0 of all ranks first (`PipelineParallelLayerLayout`, megatron-core 0.16.1).
+    `layout` is `pipeline_model_parallel_layout` as tuples of words (embedding, decoder, mtp, loss), one tuple per
+    virtual stage. Virtual stage 0 of all ranks comes first (`PipelineParallelLayerLayout`, megatron-core 0.16.1).
     """
 
     num_layers: int
@@ -40,13 +40,13 @@ class PipelineSplit:
     mtp_num_layers: int = 0
 
     def stage(self, pp_rank: int, vp_stage: int = 0) -> StageLayers:
-        """The layers of one virtual stage.
+        """Returns the layers of one virtual stage.
 
-        Layers run through the stages in the order (virtual stage, pipeline rank), so a stage starts where the ones
-        before it end.
+        Layers fill the stages in the order (virtual stage, pipeline rank), so a stage starts where the stage before it
+        ends.
 
         Raises:
-            ValueError: the layers do not divide as megatron asks, or the stage does not exist.
+            ValueError: the layers cannot be divided as megatron requires, or the stage does not exist.
         """
         if not (0 <= pp_rank < self.pp and 0 <= vp_stage < self.vpp):
             raise ValueError(f"there is no stage pp {pp_rank}, vp {vp_stage} in {self}")
@@ -90,10 +90,10 @@ class PipelineSplit:
 
 
 def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
-    """A pipeline layout as it is written on megatron's command line (`parse_str_to_list`, 0.16.1).
+    """Parses a pipeline layout as megatron's command line takes it (`parse_str_to_list`, 0.16.1).
 
     Raises:
-        ValueError: it holds anything else, or has not one embedding at its start and one loss at its end.
+        ValueError: the text has an unknown letter, or does not have its one embedding first and its one loss last.
 
     Example:
         >>> parse_layout("Et|t*2|(t|)*1L")

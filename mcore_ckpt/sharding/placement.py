@@ -1,4 +1,7 @@
-"""Which pipeline rank has a tensor, by its global name: for where there is no model to ask (megatron-core 0.16.1)."""
+"""Places tensors on ranks: on pipeline ranks by name (megatron-core 0.16.1), and in equal shares by size.
+
+Tools use it, which have no model to ask.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _LAST = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
 
 
 class PipelinePlacement:
-    """Where tensors are in a pipeline.
+    """Tells which pipeline rank has a tensor, from its global name.
 
     Args:
         stages: the layers of each (pipeline rank, virtual stage).
@@ -28,7 +31,7 @@ class PipelinePlacement:
         self._mtp = {layer: pp for (pp, _), held in stages.items() for layer in held.mtp}
 
     def rank_of(self, name: str) -> int | None:
-        """The pipeline rank; None if the name does not tell."""
+        """Returns the pipeline rank that has a tensor. Returns None if the name does not tell."""
         if self._last == 0:
             return 0
         if match := _LAYER.fullmatch(name):
@@ -36,13 +39,16 @@ class PipelinePlacement:
         if name.startswith(_FIRST):
             return 0
         if name.startswith("decoder.final_layernorm.") and self._mtp:
-            # With MTP it stands behind the last layer (`has_final_layernorm_in_this_stage`), else where the loss is.
+            # With MTP it follows the last decoder layer (`has_final_layernorm_in_this_stage`). Without MTP it is on the
+            # stage with the loss.
             return self._decoder[max(self._decoder)]
         return self._last if name.startswith(_LAST) else None
 
 
 def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
-    """Tensors laid end to end and cut into equal parts: of each part, (number of the tensor, start, stop) in elements.
+    """Lays tensors end to end and cuts them into equal parts.
+
+    Returns for each part the triples (number of the tensor, start, stop), in elements.
 
     Example:
         >>> even_ranges([3, 0, 5], 2)
@@ -65,7 +71,11 @@ def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, i
 
 
 def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Which of many pieces of work a process does: the largest first, each by whoever has least. The same on all."""
+    """Returns the numbers of the pieces of work that process `rank` does.
+
+    Gives the largest piece first, each to the process with the least work so far. All processes compute the same
+    shares.
+    """
     loads = [0] * world_size
     mine = []
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

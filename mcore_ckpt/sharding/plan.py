@@ -1,6 +1,7 @@
-"""The load plan: which stored bytes go where.
+"""Plans which parts of stored shards fill a wanted region, and defines shards and their keys.
 
-Wanted and stored shards are matched by (name, kind), and meet in the global tensor: whatever layout cut either of them.
+A wanted shard and stored shards belong together if their keys (name, kind) are equal. They are compared in the global
+tensor, so any layout can read what any other layout has saved.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from mcore_ckpt.sharding.overlap import Rows, overlap
 from mcore_ckpt.sharding.regions import Region
 
-# Kinds of shards; any other is a part of the optimizer's state by the name the optimizer has for it.
+# Kinds of shards. Any other kind is a part of the optimizer's state, under the optimizer's own name for it.
 MODEL = "model"
 PARAM = "param"
 OPAQUE = "opaque"
@@ -19,7 +20,7 @@ OPAQUE = "opaque"
 
 @dataclass(frozen=True)
 class ShardKey:
-    """What a shard is: the tensor's global name and the part of the state (`model`, `param`, `exp_avg`, ...)."""
+    """The key of a shard: the tensor's global name and the part of the state (`model`, `param`, `exp_avg`, ...)."""
 
     name: str
     kind: str
@@ -32,8 +33,13 @@ class ShardKey:
 class StoredShard:
     """A shard in a file.
 
-    `offset` and the CRCs of its blocks are in bytes of that file; `dtype` is torch's name of it. `crc32` is None where
-    the file has none (safetensors).
+    Attributes:
+        key: which tensor, and which part of the state.
+        region: the part of the global tensor that it holds.
+        dtype: torch's name of the dtype, without "torch.".
+        file: the path of the file.
+        offset, nbytes: where its bytes are in the file.
+        crc32: the CRC-32 of each block of its bytes. None if the file has no CRCs (safetensors).
     """
 
     key: ShardKey
@@ -47,7 +53,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class ReadRange:
-    """Rows of a stored shard that go into a wanted one."""
+    """Rows of a stored shard that go into a wanted region."""
 
     stored: StoredShard
     rows: Rows
@@ -55,12 +61,12 @@ class ReadRange:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """How one wanted shard is filled.
+    """The reads that fill one wanted region.
 
     Attributes:
-        reads: each element once.
-        missing: elements that none of the stored shards has, though the stored tensor does.
-        outside: elements beyond the stored tensor: a vocabulary that is padded further now.
+        reads: the rows to read; each element is read once.
+        missing: how many elements lie in the stored tensor, but in none of the stored shards.
+        outside: how many elements lie beyond the stored tensor, because the wanted vocabulary has more padding.
     """
 
     reads: tuple[ReadRange, ...]
@@ -69,11 +75,11 @@ class ReadPlan:
 
 
 def plan_reads(wanted: Region, stored: Sequence[StoredShard]) -> ReadPlan:
-    """The reads that fill one wanted region; of shards that hold the same elements, the first.
+    """Plans the reads that fill one wanted region. Elements that several shards hold are read from the first of them.
 
     Args:
-        wanted: what to fill.
-        stored: shards of the same tensor; their global shapes may differ from the wanted one along an axis.
+        wanted: the region to fill.
+        stored: shards of the same tensor. Their global shapes may differ from the wanted one along an axis.
     """
     found = overlap(wanted, [shard.region for shard in stored])
     reads = tuple(ReadRange(stored[number], rows) for number, rows in found.rows)
@@ -81,7 +87,7 @@ def plan_reads(wanted: Region, stored: Sequence[StoredShard]) -> ReadPlan:
 
 
 def runs(positions: Iterable[int]) -> list[tuple[int, int]]:
-    """Sorted unique positions as inclusive runs, as in a manifest's `holds`.
+    """Joins positions into sorted, inclusive runs, as in a manifest's `holds`.
 
     Example:
         >>> runs([3, 1, 2, 7])

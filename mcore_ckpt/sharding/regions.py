@@ -1,4 +1,4 @@
-"""Boxes, flat ranges, and where a local tensor lies in its global tensor."""
+"""Describes which part of a global tensor a local tensor, or a flat range of it, holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A box in a tensor: `offset` and `shape` in elements per axis. A 0-dim box is one element."""
+    """A box in a tensor: `offset` and `shape` are in elements per axis. A box without axes is one element."""
 
     offset: Shape
     shape: Shape
@@ -21,7 +21,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box, or None if there is none. Both must have the same number of axes."""
+        """Returns the common box, or None if there is none. Both boxes must have the same number of axes."""
         starts = tuple(map(max, self.offset, other.offset))
         stops = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -31,18 +31,19 @@ class Box:
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
     def within(self, shape: Shape) -> bool:
+        """Returns True if the box lies in a tensor of this shape."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.shape, shape, strict=True)
         )
 
 
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Boxes of elements `[start, stop)` of a row-major tensor, in order, at most `2·ndim − 1` of them.
+    """Splits elements `[start, stop)` of a row-major tensor into at most `2·ndim − 1` boxes, in order.
 
-    Each box is contiguous in the row-major tensor: all axes but one of it are either single or whole.
+    Each box is contiguous in the tensor: along all axes but one, it has either one element or all.
 
     Raises:
-        ValueError: the range leaves the tensor.
+        ValueError: the range is not inside the tensor.
 
     Example:
         >>> [(b.offset, b.shape) for b in flat_to_boxes((3, 4), 2, 9)]
@@ -84,7 +85,7 @@ def _in_row(index: int, shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a local tensor and where it lies in the global one."""
+    """A box of a local tensor and its place in the global tensor."""
 
     local_offset: Shape
     shape: Shape
@@ -93,10 +94,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Region:
-    """What part of a global tensor is meant: a local tensor made of pieces, and a flat range of it.
+    """A part of a global tensor: a flat range of a local tensor that is made of pieces.
 
     Most local tensors are one piece. Fused gate/up weights under TP are two: `[gate_r; up_r]` of `[gate; up]`.
-    `flat` is `[start, stop)` in elements of the row-major local tensor.
+    `flat` is the range `[start, stop)` in elements of the row-major local tensor.
     """
 
     global_shape: Shape
@@ -106,7 +107,7 @@ class Region:
 
     @staticmethod
     def whole(shape: Shape) -> Region:
-        """A tensor that is not cut at all."""
+        """Returns the region of a whole tensor that is not cut."""
         zero = (0,) * len(shape)
         return Region(shape, shape, (Piece(zero, shape, zero),), (0, prod(shape)))
 
@@ -116,13 +117,15 @@ class Region:
 
     @property
     def is_full_local(self) -> bool:
+        """True if the range covers the whole local tensor."""
         return self.flat == (0, prod(self.local_shape))
 
     def with_flat(self, start: int, stop: int) -> Region:
+        """Returns another flat range of the same local tensor."""
         return Region(self.global_shape, self.local_shape, self.pieces, (start, stop))
 
     def same_local(self, other: Region) -> bool:
-        """Whether both are ranges of the same local tensor, so that flat positions mean the same elements."""
+        """Returns True if both are ranges of the same local tensor. Flat positions then mean the same elements."""
         return (
             self.global_shape == other.global_shape
             and self.local_shape == other.local_shape
@@ -130,8 +133,10 @@ class Region:
         )
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """The boxes this region covers, of the local tensor and of the global one, in the order of the flat range cut
-        by pieces."""
+        """Yields the boxes that this region covers, each as a pair: in the local tensor and in the global tensor.
+
+        They come in the order of the flat range. A box that several pieces share is cut at the pieces.
+        """
         for cut in flat_to_boxes(self.local_shape, *self.flat):
             for piece in self.pieces:
                 common = cut.intersect(Box(piece.local_offset, piece.shape))
@@ -143,7 +148,7 @@ class Region:
                     yield common, Box(tuple(moved), common.shape)
 
     def check(self) -> None:
-        """Raises ValueError unless the pieces tile the local tensor, lie in the global one, and the range fits."""
+        """Raises ValueError unless the pieces tile the local tensor and lie in the global one, and the range fits."""
         numel = prod(self.local_shape)
         if not 0 <= self.flat[0] <= self.flat[1] <= numel:
             raise ValueError(f"flat range {self.flat} leaves a local tensor of shape {self.local_shape}")
@@ -158,7 +163,7 @@ class Region:
             raise ValueError(f"pieces {self.pieces} do not tile a local tensor of shape {self.local_shape}")
 
     def describe(self) -> str:
-        """For error messages: global shape and, if it is a part, which."""
+        """Describes the region for an error message: the global shape and, if it is a part, which part."""
         text = f"global shape {list(self.global_shape)}"
         if self.local_shape != self.global_shape:
             text += f", local shape {list(self.local_shape)} at {[list(p.global_offset) for p in self.pieces]}"

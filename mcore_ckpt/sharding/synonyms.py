@@ -1,20 +1,23 @@
-"""Other names of the same tensor: megatron's layer specs put some of them into other modules (megatron-core 0.16.1)."""
+"""Lists the names that a tensor has under megatron's different layer specs (megatron-core 0.16.1).
+
+The local spec and the transformer-engine spec put some tensors into different modules.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
 
-# The local spec has norms of their own; transformer-engine's joins each with the linear layer behind it
+# The local spec has separate norms. The transformer-engine spec fuses each with the linear layer behind it
 # (`TELayerNormColumnParallelLinear`, gpt_layer_specs.py).
 _NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
-    # Linear attention (get_gated_delta_net_module_spec).
+    # The norm before linear attention (get_gated_delta_net_module_spec).
     ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
-    # Heterogeneous models, of attention and of an MLP that are one linear layer (heterogeneous_layer_specs.py).
+    # In heterogeneous models, attention or an MLP may be one linear layer (heterogeneous_layer_specs.py).
     ("input_layernorm.", "self_attention.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.layer_norm_"),
 )
@@ -28,7 +31,7 @@ _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def synonyms(name: str) -> Iterator[str]:
-    """The global name and what the same tensor is called under other layer specs.
+    """Yields the global name itself, then the names of the same tensor under other layer specs.
 
     Example:
         >>> list(synonyms("decoder.layers.3.mlp.linear_fc1.layer_norm_weight"))[1]
@@ -48,5 +51,5 @@ def synonyms(name: str) -> Iterator[str]:
 
 
 def found_as(name: str, names: Container[str]) -> str | None:
-    """What a tensor is called among `names`; None if it is not there."""
+    """Returns the name that a tensor has among `names`. Returns None if it is not there."""
     return next((synonym for synonym in synonyms(name) if synonym in names), None)

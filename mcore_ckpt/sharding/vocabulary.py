@@ -1,29 +1,30 @@
-"""Vocabularies padded for different tensor-parallel sizes: which differences are padding and no more."""
+"""Computes the padding of vocabularies, and tells whether two lengths differ by padding alone."""
 
 from __future__ import annotations
 
 # Megatron pads to a multiple of make_vocab_size_divisible_by (128 by default) times the tensor-parallel size.
 _LARGEST_DIVISOR = 128
-# Sizes that somebody may have trained with: up to 64, and multiples of 2, 3 and 5 alone.
+# Tensor-parallel sizes that are plausible: up to 64, with no prime factors but 2, 3 and 5.
 _SOME_TP = tuple(tp for tp in range(1, 65) if 30**6 % tp == 0)
 _TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Whether a tensor has one row per token of the vocabulary."""
+    """Returns True if a tensor has one row per token of the vocabulary."""
     return name.endswith(_TENSORS)
 
 
 def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size: int | None) -> bool:
-    """Whether two numbers of rows can be one vocabulary, padded twice.
+    """Returns True if two numbers of rows can belong to one vocabulary with different padding.
 
-    Where the vocabulary's size is not known, they must differ by less than the larger one's padding can be: less than a
-    power of two, at most 128, times its tensor-parallel size, that divides it. With equal sizes there is one padding.
+    If the vocabulary's size is known, both must be at least that size. If it is unknown, they must differ by less than
+    the largest padding that the larger one can have (see `may_be_padded`). Under equal tensor-parallel sizes the
+    padding is equal, so the rows must be equal, too.
 
     Args:
-        rows: of the saved and of the wanted tensor.
+        rows: the rows of the saved and of the wanted tensor.
         tp: the tensor-parallel sizes, in the same order.
-        vocab_size: without padding; None if nobody said.
+        vocab_size: the number of tokens without padding. None if it is unknown.
 
     Example:
         >>> only_padding_differs((131, 136), (1, 2), None), only_padding_differs((131, 264), (1, 2), None)
@@ -40,7 +41,10 @@ def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size:
 
 
 def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
-    """Whether a vocabulary of so many tokens may have so many rows under a tensor-parallel size.
+    """Returns True if a vocabulary of `tokens` tokens may have `rows` rows under the tensor-parallel size `tp`.
+
+    Megatron pads to a multiple of a divisor times `tp`. The divisor is unknown here: the largest power of two, at most
+    128, whose product with `tp` divides `rows`, is assumed.
 
     Example:
         >>> may_be_padded(131, 136, 2), may_be_padded(131, 264, 2), may_be_padded(131, 131, 1)
@@ -55,7 +59,7 @@ def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
 
 
 def may_be_padding(tokens: int, rows: int) -> bool:
-    """As `may_be_padded`, where nobody says for which tensor-parallel size there is padding.
+    """Returns True if `rows` may be a padding of `tokens` under any plausible tensor-parallel size.
 
     Example:
         >>> may_be_padding(131, 136), may_be_padding(131, 384), may_be_padding(100, 136)
@@ -65,13 +69,16 @@ def may_be_padding(tokens: int, rows: int) -> bool:
 
 
 def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:
-    """How many rows a vocabulary has under a tensor-parallel size: as saved if they divide and nobody asks for more.
+    """Returns how many rows a vocabulary has under the tensor-parallel size `tp`.
+
+    Without `vocab_size` and `divisor`, the saved rows stay if `tp` divides them.
 
     Args:
-        saved: how many there are.
-        tp: the size to cut them for.
-        vocab_size: without padding; None if nobody said.
-        divisor: megatron's make_vocab_size_divisible_by; None: its 128 if the vocabulary's size is known, else 1.
+        saved: the number of rows in the checkpoint.
+        tp: the tensor-parallel size to cut them for.
+        vocab_size: the number of tokens without padding. None if it is unknown.
+        divisor: megatron's make_vocab_size_divisible_by. None stands for 128, megatron's default, if the vocabulary's
+            size is known, and for 1 otherwise.
 
     Raises:
         ValueError: there are fewer rows than the vocabulary has tokens.
@@ -81,7 +88,7 @@ def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None
         (131, 132, 136)
     """
     if vocab_size is not None and vocab_size > saved:
-        raise ValueError(f"the vocabulary cannot have {vocab_size} tokens: there are {saved} rows")
+        raise ValueError(f"the vocabulary cannot have {vocab_size} tokens: the checkpoint has {saved} rows")
     if divisor is None:
         divisor = 1 if vocab_size is None else _LARGEST_DIVISOR
     multiple = divisor * tp

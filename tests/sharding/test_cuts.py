@@ -1,4 +1,4 @@
-"""Cuts by name: against megatron's own axis maps, and against what checkpoints show."""
+"""Tests cuts by name against megatron's own axis maps, and against the regions in checkpoints."""
 
 import re
 
@@ -116,7 +116,7 @@ def test_sections_of_several_lengths() -> None:
     saved=st.sampled_from([1, 2, 4]),
 )
 def test_sections_are_found_in_what_any_rank_has(lengths: list[int], size: int, saved: int) -> None:
-    """The cut for one size says that for another: each part is megatron's, section by section."""
+    """The cut found under one size gives megatron's parts under another size, section by section."""
     whole = torch.arange(4 * sum(lengths) * 2).view(-1, 2)
     rows = [4 * length for length in lengths]
     shape = tuple(whole.shape)
@@ -131,7 +131,7 @@ def test_sections_are_found_in_what_any_rank_has(lengths: list[int], size: int, 
 @pytest.mark.parametrize("name", [f"{ATTENTION}in_proj.weight", f"{LAYER}mixer.conv1d.bias"])
 @pytest.mark.parametrize("saved", [1, 2])
 def test_a_mixer_in_one_piece_is_not_cut_anew(name: str, saved: int) -> None:
-    with pytest.raises(ValueError, match=rf"where each begins .* Keep the tensor-parallel size of {saved}"):
+    with pytest.raises(ValueError, match=rf"where each begins\. Keep the tensor-parallel size of {saved}"):
         find_cut(name, {0: Cut(0).region((8, 3), 0, saved)}, saved)
 
 
@@ -181,7 +181,7 @@ def test_where_tensors_are_in_a_pipeline() -> None:
     assert placement.rank_of("decoder.layers.7.mlp.linear_fc1.weight") is None
     assert placement.rank_of("decoder.final_layernorm.weight") == 2
     assert placement.rank_of("vision.patch.weight") is None
-    # With MTP the norm stands behind the last layer.
+    # With MTP the norm follows the last decoder layer.
     with_mtp = PipelinePlacement({**stages, (2, 0): StageLayers((), (0,))})
     assert with_mtp.rank_of("decoder.final_layernorm.weight") == 1
     assert with_mtp.rank_of("mtp.layers.0.eh_proj.weight") == 2

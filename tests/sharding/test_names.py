@@ -1,4 +1,4 @@
-"""Local names <-> global names."""
+"""Tests the translation between local and global names."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ GROUPED = ("linear_fc1.weight{}", "linear_fc2.weight{}", "linear_fc1.bias{}")
 
 @st.composite
 def chunks(draw: st.DrawFn) -> tuple[ChunkNames, dict[str, str]]:
-    """A chunk as a stage of any split could hold it, and what each of its names is in the whole model."""
+    """A chunk that a stage of any split could hold, and the global name of each of its local names."""
     layers: list[LayerNumber] = []
     experts: list[ExpertNumbers] = []
     names = {"embedding.word_embeddings.weight": "embedding.word_embeddings.weight"}

@@ -1,4 +1,4 @@
-"""Rows of any layout from any other, against brute force: numpy numbers every element of the global tensor."""
+"""Compares overlaps between any two layouts with brute force: numpy numbers every element of the global tensor."""
 
 from itertools import pairwise, product
 from math import prod
@@ -15,7 +15,7 @@ shapes = st.lists(st.sampled_from([1, 1, 2, 3, 4, 6, 8]), min_size=1, max_size=4
 
 
 def positions(region: Region) -> list[int]:
-    """Where in the global tensor each element of a region is, in the region's order."""
+    """The position in the global tensor of each element of a region, in the region's order."""
     numbers = np.arange(prod(region.global_shape)).reshape(region.global_shape)
     local = np.full(region.local_shape, -1)
     for piece in region.pieces:
@@ -25,7 +25,7 @@ def positions(region: Region) -> list[int]:
 
 
 def places(rows: Rows) -> list[tuple[int, int]]:
-    """(source, destination) of every element."""
+    """The (source, destination) pair of every element."""
     return [
         (rows.start + k * rows.source_stride + i, rows.destination + k * rows.destination_stride + i)
         for k in range(rows.rows)
@@ -44,14 +44,14 @@ def axis_cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
 
 @st.composite
 def grids(draw: st.DrawFn, whole: Shape) -> list[Region]:
-    """Every axis cut anywhere."""
+    """The regions of a tensor whose axes are cut at arbitrary places."""
     boxes = product(*(axis_cuts(draw, length) for length in whole))
     return [one_piece(whole, tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in boxes]
 
 
 @st.composite
 def equal_parts(draw: st.DrawFn, whole: Shape) -> list[Region]:
-    """As tensor parallelism cuts: one axis, equal parts."""
+    """The regions of a tensor that is cut along one axis into equal parts, as tensor parallelism does."""
     axis = draw(st.integers(0, len(whole) - 1))
     size = draw(st.sampled_from([n for n in range(1, whole[axis] + 1) if whole[axis] % n == 0]))
     length = whole[axis] // size
@@ -63,7 +63,7 @@ def equal_parts(draw: st.DrawFn, whole: Shape) -> list[Region]:
 
 @st.composite
 def fused_parts(draw: st.DrawFn, whole: Shape) -> list[Region]:
-    """Gate and up, each cut in equal parts along axis 0: rank r has [gate_r; up_r]. Axis 0 has an even length."""
+    """Gate and up, each cut into equal parts along axis 0: rank r has [gate_r; up_r]. Axis 0 has an even length."""
     half = whole[0] // 2
     size = draw(st.sampled_from([n for n in range(1, half + 1) if half % n == 0]))
     length, rest = half // size, whole[1:]
@@ -81,7 +81,7 @@ def fused_parts(draw: st.DrawFn, whole: Shape) -> list[Region]:
 
 @st.composite
 def layouts(draw: st.DrawFn, whole: Shape) -> list[Region]:
-    """All regions of a tensor under some layout, in any order, some of them twice."""
+    """All regions of a tensor under an arbitrary layout, in any order, some of them twice."""
     kinds = [grids(whole), equal_parts(whole), *([fused_parts(whole)] if whole[0] % 2 == 0 else [])]
     regions = []
     for local in draw(st.one_of(kinds)):
@@ -92,9 +92,9 @@ def layouts(draw: st.DrawFn, whole: Shape) -> list[Region]:
 
 
 def check(wanted: Region, stored: list[Region], found: Overlap) -> None:
-    """Against index tensors: each wanted element that is stored comes once, from the first region that has it."""
+    """Checks that each wanted element that is stored comes once, from the first region that has it."""
     in_stored = [positions(region) for region in stored]
-    # A longer or shorter axis 0 leaves the number of an element as it is.
+    # A longer or shorter axis 0 does not change the number of an element.
     target = positions(wanted)
     first = {at: number for number in reversed(range(len(stored))) for at in in_stored[number]}
     placed: dict[int, int] = {}

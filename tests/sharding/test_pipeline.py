@@ -1,4 +1,4 @@
-"""Layer numbers from the config alone, against megatron's own functions."""
+"""Compares layer numbers from the config alone with megatron's own functions."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -18,7 +18,7 @@ from mcore_ckpt.sharding.pipeline import PipelineSplit, StageLayers
 
 
 def stages(split: PipelineSplit) -> list[tuple[int, int]]:
-    """(pipeline rank, virtual stage) in the order layers run through them."""
+    """The pairs (pipeline rank, virtual stage) in the order in which layers fill them."""
     return [(pp, vp) for vp, pp in product(range(split.vpp), range(split.pp))]
 
 
@@ -45,7 +45,7 @@ def assert_each_layer_once(split: PipelineSplit) -> None:
 
 
 def splits_of_megatron() -> Iterator[PipelineSplit]:
-    """Every split megatron accepts of up to 12 layers on up to 4 ranks, by what its own asserts say."""
+    """Every split of up to 12 layers on up to 4 ranks that megatron's own asserts accept."""
     ends: list[int | None] = [None, 1, 2, 3, 4]
     flags = [False, True]
     for pp, vpp, layers in product(range(1, 5), range(1, 4), range(1, 13)):
@@ -84,7 +84,7 @@ def test_every_split_that_megatron_accepts() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[str, int, int, int, int]:
-    """A layout string with its pp, vpp, decoder layers and MTP layers."""
+    """A layout string with its pp, vpp, number of decoder layers and number of MTP layers."""
     pp, vpp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     assume(pp * vpp > 1)
     rows = ["t" * draw(st.integers(0, 4)) for _ in range(pp * vpp)]
@@ -92,7 +92,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, int, int, int]:
     rows[0] = "E" + rows[0]
     at = draw(st.integers(max((vpp - 1) * pp, 1), pp * vpp - 1))
     if mtp:
-        # Decoder layers come before MTP layers, and all MTP layers are in one stage of the last virtual ones.
+        # Megatron requires MTP layers after decoder layers, and all in one stage of the last virtual stages.
         rows[at + 1 :] = [""] * (pp * vpp - at - 1)
         rows[at] += "m" * mtp
     rows[-1] += "L"
@@ -109,7 +109,7 @@ def test_layout_strings(case: tuple[str, int, int, int, int]) -> None:
     words = tuple(tuple(word.name for word in row) for row in PipelineParallelLayerLayout.parse_str_to_list(text))
     split = PipelineSplit(num_layers, pp, vpp, layout=words, mtp_num_layers=mtp)
     with pytest.MonkeyPatch.context() as patch:
-        # Without it, get_layer_id_list takes every vp_stage for 0.
+        # Without this, get_layer_id_list treats every vp_stage as 0.
         patch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vpp)
         for pp_rank, vp_stage in stages(split):
             expected = StageLayers(

@@ -1,4 +1,4 @@
-"""The load plan: which stored shards' rows fill a region, and runs of positions."""
+"""Tests the plan of reads that fill a region, and runs of positions."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Boxes and regions against brute force: numpy numbers every element, and slicing says where it is."""
+"""Compares boxes and regions with brute force: numpy numbers every element, and slicing tells where it is."""
 
 from itertools import pairwise
 from math import prod
@@ -30,7 +30,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def regions(draw: st.DrawFn) -> Region:
-    """One piece, or two that cut the local tensor along axis 0, as fused gate/up does, anywhere in the global one."""
+    """A local tensor of one piece, or of two pieces along axis 0 as in fused gate/up, anywhere in the global tensor."""
     local = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple))
     room = draw(st.tuples(*[st.integers(0, 4) for _ in local]))
     whole = tuple(n + r for n, r in zip(local, room, strict=True))
@@ -100,7 +100,7 @@ def test_global_boxes_are_where_the_pieces_put_the_elements(region: Region) -> N
 
 
 def test_global_boxes_are_cut_where_pieces_stand_side_by_side() -> None:
-    # Columns, unlike rows, do not follow each other in memory: each row's part of each piece is a box of its own.
+    # Pieces side by side are not contiguous in memory: each row of each piece is a box of its own.
     pieces = (Piece((0, 0), (2, 1), (0, 0)), Piece((0, 1), (2, 1), (0, 5)))
     region = Region((2, 6), (2, 2), pieces, (0, 4))
     region.check()

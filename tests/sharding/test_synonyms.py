@@ -1,4 +1,4 @@
-"""Names of one tensor under megatron's local and transformer-engine layer specs."""
+"""Tests the names of one tensor under megatron's local and transformer-engine layer specs."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from mcore_ckpt.sharding.synonyms import found_as, synonyms
 
 LAYER = "decoder.layers.3."
 MTP = "mtp.layers.0.transformer_layer."
-# What the local spec calls it, and transformer-engine's.
+# Pairs of the name under the local spec and the name under the transformer-engine spec.
 PAIRS = [
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     ("input_layernorm.bias", "self_attention.linear_qkv.layer_norm_bias"),
@@ -42,7 +42,7 @@ def test_a_synonyms_synonym_is_the_name_which_comes_first(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        # Alike under both specs.
+        # These names are equal under both specs.
         "decoder.final_layernorm.weight",
         "embedding.word_embeddings.weight",
         LAYER + "self_attention.k_layernorm.weight",
@@ -56,11 +56,11 @@ def test_a_synonyms_synonym_is_the_name_which_comes_first(name: str) -> None:
         "mtp.layers.0.hnorm.weight",
         "mtp.layers.0.eh_proj.weight",
         "mtp.layers.0.final_layernorm.weight",
-        # Opaque, or not one tensor per expert.
+        # These tensors are opaque, or are not one tensor per expert.
         LAYER + "mlp.linear_fc1._extra_state",
         LAYER + "mlp.experts.linear_fc1._extra_state",
         LAYER + "mlp.experts.weight1",
-        # No layer's.
+        # These tensors belong to no layer.
         "input_layernorm.weight",
     ],
 )
@@ -69,7 +69,7 @@ def test_other_names_have_none(name: str) -> None:
 
 
 def test_a_tensor_that_is_there_under_its_own_name_is_taken() -> None:
-    """A q_layernorm is MLA's or not; its layer norm joins a projection of MLA alone, so nothing is renamed without."""
+    """Only MLA fuses q_layernorm with a projection. Other models have a q_layernorm, too, and keep its name."""
     plain = LAYER + "self_attention.q_layernorm.weight"
     assert found_as(plain, {plain, LAYER + "self_attention.linear_q_up_proj.layer_norm_weight"}) == plain
     without_mla = {LAYER + "self_attention.linear_qkv.weight", LAYER + "self_attention.linear_qkv.layer_norm_weight"}

@@ -1,4 +1,4 @@
-"""Which lengths of a vocabulary differ by padding alone."""
+"""Tests which lengths of a vocabulary differ by padding alone."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ sizes = st.sampled_from([1, 2, 4, 8])
 
 
 def padded(tokens: int, divisor: int, tp: int) -> int:
-    """As megatron's `_vocab_size_with_padding`."""
+    """Pads as megatron's `_vocab_size_with_padding` does."""
     multiple = divisor * tp
     return -(-tokens // multiple) * multiple
 
@@ -24,14 +24,14 @@ def test_paddings_of_one_vocabulary_pass(tokens: int, divisor: int, saved: int, 
 @pytest.mark.parametrize(
     ("rows", "tp", "vocab_size", "passes"),
     [
-        # All tokens are there, whatever the sizes.
+        # With a known size, both lengths must hold all tokens, whatever the tensor-parallel sizes.
         ((1000, 1024), (2, 2), 999, True),
         ((1000, 1024), (2, 4), 1000, True),
         ((1000, 1024), (2, 4), 1001, False),
-        # Unknown: of one size there is one padding.
+        # With an unknown size and equal tensor-parallel sizes, the padding must be equal.
         ((1000, 1024), (2, 2), None, False),
         ((1000, 1000), (2, 2), None, True),
-        # 1024 of four ranks is padded by less than 128 * 4, but only as far as four parts are powers of two.
+        # The padding of 1024 rows on four ranks is limited by the largest power of two times 4 that divides 1024.
         ((1000, 1024), (2, 4), None, True),
         ((500, 1024), (2, 4), None, False),
         ((1000, 1028), (2, 4), None, False),
@@ -39,11 +39,11 @@ def test_paddings_of_one_vocabulary_pass(tokens: int, divisor: int, saved: int, 
         ((1024, 1028), (2, 4), None, False),
         ((767, 1024), (1, 2), None, False),
         ((769, 1024), (1, 2), None, True),
-        # The larger one cannot be cut in as many parts as there are ranks.
+        # The larger length cannot be divided among the ranks.
         ((1000, 1026), (1, 4), None, False),
-        # The other way round.
+        # The same, with saved and wanted exchanged.
         ((1024, 1000), (4, 2), None, True),
-        # The divisor may have changed too.
+        # The divisor may differ, too.
         ((1024, 1000), (2, 4), None, True),
     ],
 )

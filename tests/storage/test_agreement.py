@@ -440,7 +440,7 @@ def test_who_comes_late_to_several_failed_rounds_hears_of_each(seats: Seats) -> 
     good()
     reasons = [f"bad argument {number}" for number in range(5)]
     for reason in reasons:
-        agreements[0].withdraw(TOPIC, CommitError(reason))
+        agreements[0].fail_next_round(TOPIC, CommitError(reason))
     for reason in reasons:
         late = together([functools.partial(decide, a, TOPIC, dict, dict, CommitError) for a in agreements[1:]])
         assert messages(late, CommitError) == [f"rank 0: {reason}"] * (WORLD - 1)

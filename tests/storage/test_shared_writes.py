@@ -343,7 +343,7 @@ def test_shorten_ends_present_and_later_waits(rank: int) -> None:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     assert store.waiting.wait(LONG_S)
-    agreement.shorten(0.1)
+    agreement.limit_waits(0.1)
     thread.join(LONG_S)
     assert len(errors) == 2
     assert time.monotonic() - started < LONG_S / 2
@@ -364,6 +364,6 @@ def test_shorten_ends_the_taking_of_a_part() -> None:
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     assert store.waiting.wait(LONG_S)
-    agreement.shorten(0.0)
+    agreement.limit_waits(0.0)
     thread.join(LONG_S)
     assert "no word from rank 1" in str(errors[0])
