@@ -1,8 +1,8 @@
-"""The read contract: which tensors a checkpoint holds, where their parts are, and "read these regions".
+"""Defines the read contract: a reader lists a checkpoint's tensors, says where their shards are, and reads ranges.
 
 Every kind of checkpoint has one reader: `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` and `fsdp/`. Loading,
-resharding, merging, converting and comparing know nothing but this contract. `locate.py` finds, with its help, the
-stored ranges that make up a wanted region.
+resharding, merging, converting and comparing use only this contract. `locate.py` uses it to find the stored ranges
+that make up a wanted region.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_ckpt.sharding.regions import Region, Shape
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The dtype and the global shape of a tensor. The shape includes the padding of a vocabulary."""
+    """The dtype and the global shape of a tensor. The shape includes the rows that pad a vocabulary."""
 
     dtype: torch.dtype
     shape: Shape
@@ -37,12 +37,12 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class RegionRead:
-    """A part of a model's tensor to read.
+    """A region of a model's tensor to read into memory.
 
     Attributes:
-        name: the tensor's name, as the reader has it.
-        region: which elements. Its global shape may have fewer rows of a vocabulary than the stored tensor.
-        memory: a contiguous CPU tensor of the stored dtype with as many elements as the region; it is filled.
+        name: the tensor's name in the reader's `names`.
+        region: the elements to read. Its global shape may have fewer vocabulary rows than the stored tensor.
+        memory: a contiguous CPU tensor of the stored dtype with as many elements as the region; the read fills it.
     """
 
     name: str
@@ -51,17 +51,18 @@ class RegionRead:
 
 
 Fill = Iterable[tuple[ReadRange, torch.Tensor]]
-"""Ranges of stored shards, each with the contiguous tensor of the stored dtype that it goes into (CPU or GPU)."""
+"""Ranges of stored shards, each with the contiguous tensor of the stored dtype (CPU or GPU) that it fills."""
 
 Read = Callable[[Sequence[tuple[ReadRange, torch.Tensor]]], int]
-"""Fills tensors with ranges of stored shards and returns how many bytes were read: `CheckpointReader.read`."""
+"""The type of `CheckpointReader.read`: fills tensors with ranges of stored shards, returns the number of bytes read."""
 
 
 class CheckpointReader(Protocol):
     """Reads one checkpoint of one role, whatever program wrote it.
 
-    A tensor has a name and kinds: `MODEL` is the model's own tensor; `PARAM`, `exp_avg`, ... are the optimizer's state
-    (see `sharding.plan`). Names are those of Megatron's layer specs, or HuggingFace's where the checkpoint has those.
+    A tensor has a name and one or several kinds: `MODEL` is the model's tensor; `PARAM`, `exp_avg`, ... are the
+    optimizer's state (see `sharding.plan`). Names are those of Megatron's layer specs, or HuggingFace's if the
+    checkpoint stores HuggingFace tensors.
     """
 
     @property
@@ -70,42 +71,41 @@ class CheckpointReader(Protocol):
 
     @property
     def names(self) -> Mapping[str, int]:
-        """The names of all tensors, with their positions in a list that is the same on all ranks."""
+        """The names of all tensors, with their positions in a list that is equal on all ranks."""
 
     @property
     def weight_kind(self) -> str:
-        """The kind that the weights have: MODEL, or PARAM where only the optimizer was saved."""
+        """The kind of the weights: MODEL, or PARAM if only the optimizer was saved."""
 
     def info(self, key: ShardKey) -> TensorInfo | None:
         """The dtype and the global shape of a tensor; None if the checkpoint does not have it.
 
         Raises:
-            CheckpointCorruptError: the file that says so is missing or damaged.
+            CheckpointCorruptError: the file that describes the tensor is missing or damaged.
         """
 
     def kinds(self, name: str, position: RankPosition | None = None) -> tuple[str, ...]:
-        """The kinds of a tensor's optimizer state that are stored. `position` says whose files to ask first."""
+        """The stored kinds of a tensor's optimizer state; the files near `position` are opened first."""
 
     def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
-        """Where the parts of a tensor are stored.
+        """Yields sets of the tensor's stored shards, each set larger than the one before.
 
-        Yields one set of shards after the other, each larger than the one before: first those of the ranks that should
-        have what a rank in this position wants, at last all there are. A caller takes the first set that is enough, so
-        that of a thousand ranks' files only a few are opened.
+        The first set comes from the files of the ranks nearest to `position`, the last one from all files. A caller
+        takes the first set that covers its region, so it opens only a few of a thousand ranks' files.
 
         Raises:
             CheckpointCorruptError: an index is missing, cut or damaged.
         """
 
     def tp_size(self, expert: bool) -> int:
-        """The tensor-parallel size that tensors (or those of experts) were saved under; 1 where they are not cut."""
+        """The tensor-parallel size that (experts') tensors were saved under; 1 if they are not cut."""
 
     def read(self, ranges: Fill, check: bool = True) -> int:
-        """Fills tensors with ranges of stored shards, on several threads; returns how many bytes were read.
+        """Fills tensors with ranges of stored shards, on several threads, and returns the number of bytes read.
 
         Args:
-            ranges: what to read, and into what.
-            check: compare the CRC of each block before its bytes are used, where the checkpoint has CRCs.
+            ranges: the ranges to read, each with the tensor that it fills.
+            check: compare the CRC of each block before its bytes are used, if the checkpoint has CRCs.
 
         Raises:
             CheckpointCorruptError: a block is damaged, or a file is missing or cut. Other blocks may have been applied.
@@ -113,7 +113,7 @@ class CheckpointReader(Protocol):
 
 
 def weights_of(reader: CheckpointReader) -> dict[str, TensorInfo]:
-    """All weights of a checkpoint by name. Opens one index for each tensor at most.
+    """Lists all weights of a checkpoint by name. It opens at most one index per tensor.
 
     Raises:
         CheckpointCorruptError: an index is missing, cut or damaged.

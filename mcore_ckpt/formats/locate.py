@@ -1,4 +1,4 @@
-"""Finds the stored ranges that make up a wanted region, whatever layout the checkpoint was saved under."""
+"""Finds the stored ranges that make up a wanted region, under any layout that the checkpoint was saved with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, only_padding_dif
 
 @dataclass(frozen=True)
 class Wanted:
-    """A part of the training state.
+    """A region of the training state that a rank wants.
 
     Attributes:
-        key: the global name, as the asking model has it, and the kind.
-        region: which part of the global tensor.
-        file: the file that would hold it in the asking layout, for messages.
+        key: the global name in the asking model, and the kind.
+        region: the region of the global tensor.
+        file: the file that would hold the region in the asking layout, for messages.
     """
 
     key: ShardKey
@@ -38,9 +38,9 @@ class Located:
     """The stored ranges that fill a wanted tensor.
 
     Attributes:
-        reads: the ranges; each element is in one of them, except those outside.
+        reads: the ranges; each wanted element is in exactly one of them, except the `outside` elements.
         dtype: the dtype of the stored elements.
-        outside: how many elements are padding that the stored vocabulary does not have.
+        outside: the number of elements that pad the vocabulary and are not stored.
     """
 
     reads: tuple[ReadRange, ...]
@@ -49,13 +49,13 @@ class Located:
 
 
 class Locator:
-    """Finds the stored parts of what one rank wants.
+    """Finds the stored ranges of the regions that one rank wants.
 
     Args:
-        reader: the checkpoint.
-        position: the asking rank. None: the files of all ranks are asked, and the caller has compared the sizes of the
-            vocabularies already.
-        vocab_size: how many tokens the vocabulary has without padding; None if nobody said.
+        reader: the reader of the checkpoint.
+        position: the asking rank. With None the locator looks into the files of all ranks and accepts any padding of
+            the vocabulary, so the caller must have compared the vocabulary sizes.
+        vocab_size: the number of tokens without padding; None if unknown.
     """
 
     def __init__(self, reader: CheckpointReader, position: RankPosition | None, vocab_size: int | None = None) -> None:
@@ -64,16 +64,16 @@ class Locator:
         self._vocab_size = vocab_size
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
-        """The key under the name that the checkpoint has for the tensor; None if it does not have the tensor."""
+        """The key with the checkpoint's name for the tensor; None if the checkpoint does not have the tensor."""
         name = found_as(key.name, self.reader.names)
         return None if name is None else ShardKey(name, key.kind)
 
     def find(self, wanted: Wanted) -> Located | None:
-        """The ranges of a wanted tensor; None if the checkpoint does not have it.
+        """Finds the ranges of a wanted region; None if the checkpoint does not have the tensor.
 
         Raises:
             CheckpointMismatchError: the stored tensor has another shape.
-            CheckpointCorruptError: elements are in none of the files.
+            CheckpointCorruptError: some elements are in no file.
         """
         key = self.stored_key(wanted.key)
         if key is None:
@@ -95,9 +95,9 @@ class Locator:
         )
 
     def opaque(self, key: ShardKey) -> StoredShard | None:
-        """The bytes of a module's `_extra_state`: those of the rank that was in this one's place, else the first found.
+        """Finds the bytes of a module's `_extra_state`, if possible those of the rank in the same place.
 
-        The tensor-parallel and expert-parallel ranks each have a state of their own under the same name.
+        Each tensor-parallel and expert-parallel rank stores its own state under the same name.
         """
         assert key.kind == OPAQUE
         stored = self.stored_key(key)
@@ -105,7 +105,7 @@ class Locator:
         return next((shards[0] for shards in parts if shards), None)
 
     def moments(self, name: str) -> tuple[str, ...]:
-        """The kinds of optimizer state that the checkpoint has for a tensor, except the main parameter."""
+        """The stored kinds of optimizer state of a tensor, without the main parameter."""
         key = self.stored_key(ShardKey(name, PARAM))
         kinds = () if key is None else self.reader.kinds(key.name, self._position)
         return tuple(kind for kind in kinds if kind != PARAM)
@@ -122,7 +122,7 @@ class Locator:
             known = "" if self._vocab_size is None else f" of the {self._vocab_size} tokens"
             raise CheckpointMismatchError(
                 f"{shard.file}: tensor {wanted.key}: {described}: the vocabularies differ by more than padding{known}. "
-                "If it is padding, say how many tokens there are (CheckpointConfig.vocab_size)"
+                "If the difference is padding, set CheckpointConfig.vocab_size to the number of tokens"
             )
 
     def _only_padding_differs(self, wanted: Wanted, rows: int) -> bool:
@@ -134,11 +134,11 @@ class Locator:
 
 
 def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int:
-    """Reads parts of a model's tensors into memory; returns how many bytes were read.
+    """Reads regions of a model's tensors into memory and returns the number of bytes read.
 
     Raises:
-        CheckpointMismatchError: the tensor is missing, or has another shape or dtype than the memory.
-        CheckpointCorruptError: a file is missing or damaged, or elements are in none of the files.
+        CheckpointMismatchError: a tensor is missing, or has another shape or dtype than the memory.
+        CheckpointCorruptError: a file is missing or damaged, or some elements are in no file.
     """
     locator = Locator(reader, None)
     ranges: list[tuple[ReadRange, torch.Tensor]] = []
@@ -160,7 +160,7 @@ def _locate_exactly(locator: Locator, wanted: Wanted, dtype: torch.dtype) -> Loc
 
 
 def same_bytes(reader: CheckpointReader, first: str, second: str) -> bool:
-    """Whether two tensors of a checkpoint are the same, bit for bit. Takes CONVERT_BYTES, whatever their sizes."""
+    """True if two tensors of a checkpoint are equal bit for bit. It takes CONVERT_BYTES of memory for any size."""
     infos = [reader.info(ShardKey(name, reader.weight_kind)) for name in (first, second)]
     info = infos[0]
     if info is None or info != infos[1]:

@@ -1,4 +1,4 @@
-"""Reads tensors that lie in files without CRCs, as shards: the base of the readers of other programs' checkpoints."""
+"""Reads shards from files without CRCs; the readers of other programs' checkpoints build on it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mcore_ckpt.sharding.regions import Region
 class ShardReader:
     """Reads shards of model tensors; implements `formats.contract.CheckpointReader`.
 
-    Only the wanted bytes are read, on several threads, straight into the memory that they go to.
+    It reads only the wanted bytes, on several threads, directly into the target memory.
 
     Args:
         place: the checkpoint's folder.
         tensors: the dtype and the global shape of each tensor.
-        shards: returns the shards of a tensor. Where shards overlap, each element is taken from the first that has it.
+        shards: returns the shards of a tensor. If shards overlap, each element comes from the first one that has it.
     """
 
     weight_kind = MODEL
@@ -56,11 +56,11 @@ class ShardReader:
     def read(self, ranges: Fill, check: bool = True) -> int:
         """As `CheckpointReader.read`. There are no CRCs to check."""
         wanted = list(ranges)
-        # Shards name their files by whole paths, because one checkpoint may lie in several folders.
+        # Shards name their files by absolute paths, because one checkpoint may have several folders.
         return read_stored(Path("/"), wanted) if wanted else 0
 
     def without(self, names: Sequence[str]) -> ShardReader:
-        """The same checkpoint without some of its tensors."""
+        """A reader of the same checkpoint without some of its tensors."""
         kept = {name: info for name, info in self._tensors.items() if name not in names}
         return ShardReader(self.place, kept, self._shards)
 
@@ -84,7 +84,7 @@ def _whole_shard(stored: HfStored) -> StoredShard:
 
 
 def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:
-    """Describes a tensor of a `.pt` file as a shard; `region` says which part of the global tensor it is.
+    """Describes a tensor of a `.pt` file as the shard of the global tensor with this region.
 
     Raises:
         UnsupportedError: the tensor is not stored row by row.

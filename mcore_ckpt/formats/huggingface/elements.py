@@ -1,4 +1,4 @@
-"""Elements of HuggingFace tensors, read from where mcore's are: to where they are wanted, or changed on the way."""
+"""Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts them if needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 20
 
 
 class Elements(NamedTuple):
-    """Elements of a tensor from number `first` on, as many as `memory` has; it is flat, and of the tensor's dtype."""
+    """Elements of a tensor to read: from element `first` on, into the flat `memory` of the tensor's dtype."""
 
     tensor: FileTensor
     first: int
@@ -30,26 +30,26 @@ class Elements(NamedTuple):
 
 
 class Scratch:
-    """Memory for what is not read to where it is written from; it serves again for the next batch."""
+    """Host memory for elements that are converted before they are written; each batch reuses it."""
 
     def __init__(self) -> None:
-        self._arena = HostMemory()
+        self._memory = HostMemory()
 
     def reserve(self, changes: Iterable[_Change]) -> list[torch.Tensor]:
         sizes = [change.nbytes for change in changes]
-        # Each on a multiple of what any dtype's elements take.
+        # Each begins at a multiple of 16 bytes, which any dtype is aligned to.
         *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
         if not end:
             return []
-        address = self._arena.take(end)
+        address = self._memory.take(end)
         return [memory_at(address + at, size, torch.uint8) for at, size in zip(offsets, sizes, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """Elements that are read to other memory first: `[start, stop)` of a slab, which go to `memory`.
+    """Elements `[start, stop)` of a slab that are read to scratch memory, converted, and copied to `memory`.
 
-    `stored`: their dtype there. Where the values change, the slab is read whole.
+    `stored` is their dtype in the source. If the slab changes values, the whole slab is read.
     """
 
     slab: Slab
@@ -76,26 +76,26 @@ class _Change:
             self._refuse_overflow(values)
 
     def _refuse_overflow(self, values: torch.Tensor) -> None:
-        """float16 ends at 65,504: a weight that became infinite would show in the logits only, as NaN."""
+        """Refuses weights that a narrower dtype makes infinite (float16 ends at 65,504); they would give NaN logits."""
         dtype = self.memory.dtype
         if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
             return
-        # In pieces, for these masks are memory, too.
+        # Compare a few elements at a time, because the masks take memory, too.
         for found, wanted in zip(self.memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
             lost = found.isinf() & wanted.isfinite()
             if lost.any():
                 raise CheckpointMismatchError(
-                    f"tensor {self.slab.mcore}: has {float(wanted[lost][0])}, which is more than {dtype} can hold: "
-                    "ask for a wider dtype"
+                    f"tensor {self.slab.mcore}: has the value {float(wanted[lost][0])}, which {dtype} cannot hold: "
+                    "choose a wider dtype"
                 )
 
 
 def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch) -> None:
-    """Fills all memories.
+    """Fills the memory of all wanted elements.
 
     Raises:
         CheckpointCorruptError: the source is damaged.
-        CheckpointMismatchError: a value is more than the dtype asked for can hold.
+        CheckpointMismatchError: the wanted dtype cannot hold a value.
     """
     reads: list[RegionRead] = []
     changes: list[_Change] = []
@@ -120,7 +120,7 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
 
 
 def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tuple[Slab, int, int, torch.Tensor]]:
-    """What slabs have of the elements from `first` on: which of theirs, and the memory."""
+    """Yields the slabs that have some of these elements: the slab, its elements `[start, stop)`, and their memory."""
     stop = first + memory.numel()
     for slab in tensor.tensor.slabs:
         low, high = max(slab.start, first), min(slab.start + slab.numel, stop)

@@ -1,4 +1,4 @@
-"""The plan of an export: which files a HuggingFace model becomes, and where the bytes of each tensor are."""
+"""Plans an export: the files of a HuggingFace model, and the source of each tensor's bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""As large as transformers 4 makes a file of several (`PreTrainedModel.save_pretrained`)."""
+"""The default size limit of one file, equal to that of transformers 4 (`PreTrainedModel.save_pretrained`)."""
 
-# The router adds it in fp32 whatever the model's dtype (`Router._maintain_float32_expert_bias`, megatron-core 0.16.1),
-# and rounded it would send tokens to other experts.
+# The router adds this bias in fp32 whatever the model's dtype (`Router._maintain_float32_expert_bias`, megatron-core
+# 0.16.1). A rounded bias would send tokens to other experts.
 _ALWAYS_AS_STORED = ("router.expert_bias",)
 
 
@@ -30,8 +30,8 @@ class FileTensor:
     """A tensor in a file.
 
     Attributes:
-        tensor: its name and shape; its slabs' `mcore` names are those that the source has.
-        dtype: in the file.
+        tensor: the tensor's name, shape and slabs; the slabs' `mcore` names are those of the source.
+        dtype: the dtype in the file.
     """
 
     tensor: HfTensor
@@ -48,25 +48,25 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file: tensors one behind the other, the wider dtypes first, so that each is aligned."""
+    """A safetensors file: its tensors in order, the wider dtypes first, so that each is aligned."""
 
     name: str
     tensors: tuple[FileTensor, ...]
 
     @property
     def nbytes(self) -> int:
-        """Without the header."""
+        """The size of the tensors in bytes, without the header."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is written.
+    """The planned files of an export.
 
     Attributes:
-        files: in HuggingFace's order of tensors.
-        dtype: that most of the elements have: what `config.json` should say.
-        has_mtp: whether multi-token prediction is among it; if not, `config.json` must not promise it.
+        files: the files, in HuggingFace's order of tensors.
+        dtype: the dtype of most elements, which `config.json` states.
+        has_mtp: True if the files have multi-token prediction; otherwise `config.json` must not mention it.
     """
 
     files: tuple[WeightFile, ...]
@@ -75,7 +75,7 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -87,22 +87,22 @@ def plan_export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     least_files: int = 1,
 ) -> ExportPlan:
-    """Plans the files of a model from mcore's global tensors. The same on all ranks that are handed the same.
+    """Plans the files of a model from mcore's global tensors. Equal arguments give equal plans on all ranks.
 
     Args:
-        model: what `config.json` describes.
-        tensors: what the source has. Rows of a vocabulary beyond the model's are padding, and left out.
-        dtype: of all floating tensors; None: as they are stored.
-        max_shard_bytes: of a file's tensors; a larger tensor has a file of its own.
-        least_files: for so many ranks that write at the same time.
+        model: the model that `config.json` describes.
+        tensors: the tensors of the source by name. Vocabulary rows beyond the model's are padding and left out.
+        dtype: the dtype of all floating tensors; None keeps the stored one.
+        max_shard_bytes: the size limit of one file's tensors, in bytes; a larger tensor gets its own file.
+        least_files: the least number of files, so that as many ranks can write at the same time.
 
     Raises:
-        CheckpointMismatchError: a tensor is missing, is left over, or has another shape; names the tensors.
+        CheckpointMismatchError: a tensor is missing, is left over, or has another shape; the message names it.
         ValueError: `max_shard_bytes` or `least_files` is below 1.
     """
     wanted = hf_tensors(model)
     mtp = [tensor for tensor in wanted if _is_mtp(model, tensor)]
-    # Copies are of the embedding and the head, which are there without it.
+    # Copies do not count: they are copies of the embedding and the head, which every model has.
     has_mtp = any(found_as(slab.mcore, tensors) for tensor in mtp if not tensor.is_copy for slab in tensor.slabs)
     left_out = set() if has_mtp else {tensor.name for tensor in mtp}
     wanted = [tensor for tensor in wanted if tensor.name not in left_out]
@@ -131,19 +131,26 @@ def plan_tensors(
     least_files: int = 1,
     has_mtp: bool = False,
 ) -> ExportPlan:
-    """Plans files of tensors that are known already, such as those of a source that has HuggingFace's own.
+    """Plans the files of given HuggingFace tensors, for example those of a source under HuggingFace names.
 
     Args:
-        wanted: their slabs' `mcore` names are those that the source has.
-        tensors, dtype, max_shard_bytes, least_files: as `plan_export`.
+        wanted: the tensors to write; their slabs' `mcore` names are those of the source.
+        tensors: the tensors of the source by name.
+        dtype: as in `plan_export`.
+        max_shard_bytes: as in `plan_export`.
+        least_files: as in `plan_export`.
+        has_mtp: True if the tensors contain multi-token prediction.
 
     Raises:
         CheckpointMismatchError: the parts of a tensor have several dtypes.
-        UnsupportedError: a tensor has a dtype that the files cannot have.
+        UnsupportedError: safetensors files cannot store a tensor's dtype.
         ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
     """
     if not wanted or max_shard_bytes < 1 or least_files < 1:
-        raise ValueError(f"{len(wanted)} tensors, max_shard_bytes {max_shard_bytes}, least_files {least_files}")
+        raise ValueError(
+            f"an export needs at least one tensor, byte and file, not {len(wanted)} tensors, "
+            f"max_shard_bytes={max_shard_bytes}, least_files={least_files}"
+        )
     dtypes = [_dtype(tensor, tensors, dtype) for tensor in wanted]
     elements: Counter[torch.dtype] = Counter()
     for tensor, its_dtype in zip(wanted, dtypes, strict=True):
@@ -171,21 +178,21 @@ def _is_mtp(model: HfModel, tensor: HfTensor) -> bool:
 
 
 def _resolve(model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """What the source calls each mcore tensor."""
+    """Maps each mcore tensor to its name in the source; refuses missing and unknown tensors."""
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
     found = {name: found_as(name, tensors) for name in needed}
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has: is it config.json of this model?"
+            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has: use the config.json of this model"
         )
     resolved = {name: stored for name, stored in found.items() if stored is not None}
     used = set(resolved.values())
     unused = [name for name in tensors if name not in used and not name.endswith("_extra_state")]
     if unused:
         raise CheckpointMismatchError(
-            f"the checkpoint has {_some(unused)}, which a {model.describe()} has no place for: is it config.json of "
-            "this model?"
+            f"the checkpoint has {_some(unused)}, which a {model.describe()} does not have: use the config.json of "
+            "this model"
         )
     return resolved
 
@@ -200,9 +207,9 @@ def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tenso
                     has_vocabulary_rows(slab.mcore)
                     and len(shape) == len(there)
                     and shape[1:] == there[1:]
-                    # A value head has the output layer's name, and one row for each number that it gives.
+                    # A value head has the output layer's name, and one row per output: it is not padded.
                     and 1 < shape[0] < there[0]
-                    # More than padding would be tokens, lost without a word.
+                    # More rows than padding can explain are tokens, which would be lost silently.
                     and may_be_padding(shape[0], there[0])
                 )
                 if shape != there and not padded:
@@ -211,8 +218,8 @@ def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tenso
 
 def _refuse_shape(hf: str, wanted: Sequence[int], stored: str, there: TensorInfo) -> None:
     raise CheckpointMismatchError(
-        f"tensor {stored}: has shape {list(there.shape)}, and for {hf} config.json asks for {list(wanted)}: is it "
-        "config.json of this model?"
+        f"tensor {stored}: has shape {list(there.shape)}, but for {hf} config.json asks for {list(wanted)}: use the "
+        "config.json of this model"
     )
 
 
@@ -225,20 +232,23 @@ def _some(names: Collection[str]) -> str:
 
 
 def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dtype | None) -> torch.dtype | None:
-    """A tensor's dtype in the file; None if it is all zeros, for which any will do."""
+    """The tensor's dtype in the file; None for a tensor of zeros without a source, which takes any dtype."""
     names = [slab.mcore for slab in tensor.slabs if slab.mcore]
     stored = {tensors[name].dtype for name in names}
     if not stored:
         return None
     if strange := sorted(str(one) for one in stored if not has_name(one)):
-        raise UnsupportedError(f"tensor {tensor.name}: is {strange[0]}, which safetensors files have no name for here")
+        raise UnsupportedError(
+            f"tensor {tensor.name}: is stored as {strange[0]}, which cannot be written to a safetensors file: choose "
+            "another dtype (--dtype)"
+        )
     floating = all(one.is_floating_point for one in stored)
     if wanted is not None and floating and not any(name.endswith(_ALWAYS_AS_STORED) for name in names):
         return wanted
     if len(stored) > 1:
         raise CheckpointMismatchError(
-            f"tensor {tensor.name}: its parts are stored as {' and '.join(sorted(map(str, stored)))}: say which dtype "
-            "is wanted (--dtype)"
+            f"tensor {tensor.name}: its parts are stored as {' and '.join(sorted(map(str, stored)))}: choose the dtype "
+            "to write (--dtype)"
         )
     return stored.pop()
 
@@ -247,7 +257,7 @@ def _in_files(tensors: Sequence[FileTensor], most: int, least_files: int) -> Ite
     sizes = [tensor.nbytes for tensor in tensors]
     cuts = _cuts(sizes, most)
     if len(cuts) < least_files:
-        # The smallest limit that so many files can keep: the ranks that write them end together.
+        # The smallest size limit that gives so many files, so that the ranks that write them end together.
         limits = range(1, most + 1)
         limit = limits[bisect_left(limits, -least_files, key=lambda limit: -len(_cuts(sizes, limit)))]
         cuts = _cuts(sizes, limit)
@@ -256,7 +266,7 @@ def _in_files(tensors: Sequence[FileTensor], most: int, least_files: int) -> Ite
 
 
 def _cuts(sizes: Sequence[int], most: int) -> list[int]:
-    """Where files begin that take tensors as long as they fit."""
+    """The index of the first tensor of each file, if each file takes tensors up to `most` bytes."""
     cuts, filled = [0], 0
     for number, size in enumerate(sizes):
         if filled and filled + size > most:

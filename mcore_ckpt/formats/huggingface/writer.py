@@ -1,4 +1,4 @@
-"""The planned files of a HuggingFace model, streamed from wherever the tensors are."""
+"""Writes the planned files of a HuggingFace model, streamed from any reader."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mcore_ckpt.io.streams import Placed, cuts_of, memory_at, stream
 Progress = Callable[[int], None]
 
 KIND = "huggingface"
-"""Of these files in a manifest."""
+"""The kind of these files in a manifest."""
 
-# What a sum says of NaN costs a tenth of what `isnan` does; it has no kernel for narrower dtypes.
+# A sum finds NaN in a tenth of the time of `isnan`, but torch cannot sum narrower dtypes.
 _SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LOOK_CLOSER_ELEMENTS = 1 << 20
 
@@ -42,23 +42,24 @@ def write_weights(
 ) -> list[WrittenFile]:
     """Writes some of the planned files, durably.
 
-    Takes two buffers of STREAM_BYTES, what reading takes, and, where values or dtypes change, as much as is changed at
-    a time; whatever the sizes of the files.
+    For files of any size it takes two buffers of STREAM_BYTES, the memory that the reader takes, and, for tensors whose
+    values or dtype change, the memory of one batch of them.
 
     Args:
-        plan: what is written.
-        numbers: of the files to write.
-        reader: where the bytes are. Read on a thread of its own, one call at a time.
-        folder: where the files go; none of them is there.
-        progress: told of bytes that have been written.
-        allow_nan: write what is not a number, too.
+        plan: the plan of the files.
+        numbers: the indices, in `plan.files`, of the files to write.
+        reader: the reader of the tensors. Its `read` is called on another thread, one call at a time.
+        folder: the folder to write to; it has none of the files yet.
+        progress: called with the number of bytes after they have been written.
+        allow_nan: write NaN instead of refusing it.
 
     Returns:
-        The files with their sizes and CRC-32s, `path` being the name in the folder.
+        The files with their sizes and CRC-32s; `path` is the file's name in the folder.
 
     Raises:
-        CheckpointCorruptError: the source is damaged, or has NaN; names the tensor.
-        CommitError, OSError: writing failed.
+        CheckpointCorruptError: the source is damaged or has NaN; the message names the tensor.
+        CommitError: the writing was stopped.
+        OSError: a file could not be written.
     """
     scratch = Scratch()
     written = []
@@ -73,7 +74,7 @@ def write_weights(
 
 
 def write_index(plan: ExportPlan, folder: Path) -> WrittenFile | None:
-    """Writes which file has which tensor, durably; None where one file needs no index. Raises OSError."""
+    """Writes the index, which names the file of each tensor, durably; None if there is one file. Raises OSError."""
     if len(plan.files) == 1:
         return None
     files = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
@@ -84,12 +85,14 @@ def write_index(plan: ExportPlan, folder: Path) -> WrittenFile | None:
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """A file under way.
+    """A file that is being written.
 
     Attributes:
-        offsets: of its tensors, in bytes.
-        cuts: where its parts meet.
-        crcs: those of the parts that are written.
+        file: the planned file.
+        image: its layout for the native writer.
+        offsets: the byte offsets of its tensors.
+        cuts: the byte offsets at which its parts begin and end.
+        crcs: the CRC-32s of the blocks of each part written so far.
     """
 
     file: WeightFile
@@ -116,7 +119,7 @@ class _Target:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Bytes `[start, stop)` of a file."""
+    """Bytes `[start, stop)` of a file, written at once."""
 
     target: _Target
     start: int
@@ -131,7 +134,7 @@ class _Part:
         return self.stop == self.target.cuts[-1]
 
     def tensors(self, address: int) -> Iterator[Elements]:
-        """Each tensor that has elements here: number of the first, and the memory of all of them."""
+        """Yields the elements of each tensor in this part; `address` is the address of the part's first byte."""
         for tensor, offset in zip(self.target.file.tensors, self.target.offsets, strict=True):
             low, high = max(offset, self.start), min(offset + tensor.nbytes, self.stop)
             if low < high:
@@ -155,7 +158,7 @@ def _write(batch: Sequence[Placed[_Part]], folder: Path, allow_nan: bool) -> Non
             job.add_file(path, part.target.image, part.start, part.stop, None, placed.address)
         job.start()
         if not allow_nan:
-            # While it is being written: threads that wait for the disk leave the cores to this.
+            # Look for NaN while the batch is being written: the writing threads mostly wait for the disk.
             for placed in batch:
                 _refuse_nan(placed)
         for number, placed in enumerate(batch):
@@ -176,7 +179,7 @@ def _crcs(job: _native.WriteJob, number: int, folder: Path) -> list[int]:
 
 def _refuse_nan(placed: Placed[_Part]) -> None:
     for tensor, first, memory in placed.part.tensors(placed.address):
-        # Infinities of both signs sum up to NaN, too.
+        # A sum of infinities of both signs is NaN, too, so a NaN sum is only a hint.
         if tensor.dtype not in _SUMMED or not memory.sum().isnan():
             continue
         for number, part in enumerate(memory.split(_LOOK_CLOSER_ELEMENTS)):
@@ -184,6 +187,6 @@ def _refuse_nan(placed: Placed[_Part]) -> None:
             if len(bad):
                 at = first + number * _LOOK_CLOSER_ELEMENTS + int(bad[0])
                 raise CheckpointCorruptError(
-                    f"tensor {tensor.name}: element {at} is NaN: the training had diverged when this was saved, or "
-                    "never filled it: use an older checkpoint, or ask for NaN to be written as it is"
+                    f"tensor {tensor.name}: element {at} is NaN: training had diverged when this was saved, or never "
+                    "filled the tensor: use an older checkpoint, or allow NaN to be written"
                 )

@@ -1,1 +1,1 @@
-"""Our own format: readers of local and remote checkpoints, and the writer."""
+"""The format of this package: the reader of local and remote checkpoints, and the writer."""

@@ -1,4 +1,4 @@
-"""What of one indexed file stays the same from save to save: its image, its index, and who writes which part of it."""
+"""Plans one indexed file: its structure, which stays equal from save to save, and the range that each rank writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mcore_ckpt.sharding.plan import StoredShard
 
 
 class TensorParts(NamedTuple):
-    """In columns: bytes `[skip, skip + nbytes)` of tensor number `tensor` go to byte `at` of the file."""
+    """Parts of tensors, in columns: bytes `[skip, skip + nbytes)` of tensor `tensor` go to byte `at` of the file."""
 
     tensor: tuple[int, ...]
     skip: tuple[int, ...]
@@ -33,15 +33,16 @@ class TensorParts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """One file to write.
+    """The plan of one file, and of this rank's range of it.
 
     Attributes:
-        request: its tensors, which are stand-ins on `meta`: a plan keeps no training state alive.
-        pt: its structure.
-        image: the same for the native writer.
-        index: its index without CRCs.
-        share: who writes what.
-        start, stop: this rank's bytes.
+        request: the file's tensors, as stand-ins on the `meta` device, so that a plan keeps no training state alive.
+        pt: the file's skeleton.
+        image: the skeleton in the form that the native writer takes.
+        index: the file's index without CRCs.
+        share: the range that each writer writes.
+        start: the first byte that this rank writes.
+        stop: the byte after the last one that this rank writes.
     """
 
     request: WriteRequest
@@ -62,7 +63,7 @@ class FilePlan:
 
     @cached_property
     def parts(self) -> TensorParts:
-        """What of each tensor lies in this rank's range, ascending; in pieces that can be waited for one by one."""
+        """The parts of tensors in this rank's range, ascending, cut so that each can be waited for by itself."""
         rows = []
         for number, slot in enumerate(self.pt.slots):
             low, high = max(slot.offset, self.start), min(slot.offset + slot.nbytes, self.stop)
@@ -72,18 +73,18 @@ class FilePlan:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The global tensors the file holds, aliases among them."""
+        """The names of the global tensors that the file holds, aliases included."""
         keys = [*(write.key for write in self.request.tensors), *(alias.key for alias in self.request.aliases)]
         return tuple(dict.fromkeys(key.name for key in keys))
 
     @cached_property
     def holds(self) -> str:
-        """A digest of `names`, which are too many to be told at every save."""
+        """A digest of `names`: the ranks send it at every save instead of thousands of names."""
         return _digest(self.names)
 
     @cached_property
     def structure(self) -> str:
-        """A digest of all that the writers of one file must agree on: who wrote where would else not fit together."""
+        """A digest of all that the writers of one file must agree on; otherwise the written parts would not match."""
         tensors = [[*write.path, list(write.shape), dtype_name(write.tensor.dtype)] for write in self.request.tensors]
         return _digest([tensors, self.pt.records_end, self.share.writers, self.share.cuts])
 
@@ -94,7 +95,7 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FileStructure:
-    """What of a file does not depend on who writes it: see FilePlan."""
+    """The structure of a file, which does not depend on its writers; see FilePlan for the attributes."""
 
     pt: PtSkeleton
     native: _native.FileImage
@@ -102,9 +103,10 @@ class FileStructure:
 
 
 class StructureCache:
-    """File images by structure: making one takes torch a while, and most saves are of the same tensors.
+    """Keeps the last structure of each file, because torch takes long to build one and most saves need the same.
 
-    Of other tensors of the same structure too: a trainer that offloads its optimizer has new ones at each save.
+    It compares the tensors' names, shapes and dtypes, not the tensors, because a trainer that offloads its optimizer
+    has new tensors at each save.
     """
 
     def __init__(self) -> None:
@@ -123,14 +125,14 @@ class StructureCache:
 
 @dataclass(frozen=True, eq=False)
 class ImageWrite:
-    """This rank's part of a file, and where its bytes are now.
+    """This rank's range of a file, and the addresses of its bytes.
 
     Attributes:
-        plan: the file, and the range of it that is this rank's.
-        sources: the address of each tensor's bytes; None if they have been copied to `buffer`.
+        plan: the file, and this rank's range of it.
+        sources: the address of each tensor's bytes; None if the bytes have been copied to `buffer`.
         buffer: the address of the range's first byte in host memory (page-aligned); 0 with `sources`.
-        ready: `(file offset, CUDA event)`: what lies before the offset is in `buffer` when the event has happened.
-            Empty: all of it is there.
+        ready: `(file offset, CUDA event)`: the bytes before the offset are in `buffer` once the event has happened.
+            Empty if all bytes are there.
     """
 
     plan: FilePlan
@@ -140,11 +142,11 @@ class ImageWrite:
 
 
 def plan_file(request: WriteRequest, rank: int, images: StructureCache) -> FilePlan:
-    """The plan of a file of which world rank `rank` is one writer.
+    """Plans a file of which world rank `rank` is one writer.
 
     Raises:
-        ValueError: the tensors are not listed in the order of the tree they are in.
-        UnsupportedError: a tensor's name is none that can be read back.
+        ValueError: the tensors are not listed in the order of their tree.
+        UnsupportedError: a reader would refuse a tensor's name.
     """
     image = images.get(request)
     share = share_out(request.writers or (rank,), image.pt.records_end, tuning.SHARE_BYTES)
@@ -155,14 +157,14 @@ def plan_file(request: WriteRequest, rank: int, images: StructureCache) -> FileP
 
 
 def _refuse_names(request: WriteRequest) -> None:
-    """What a reader would refuse must not be written."""
+    """Refuses names that the index reader would refuse, so that no unreadable checkpoint is written."""
     for write in request.tensors:
         try:
             fields.as_name(write.key.name, "name")
         except fields.FieldError as error:
             raise UnsupportedError(
-                f"a tensor for {request.path} cannot be saved: {error}: names are of printable characters, and at most "
-                f"{fields.MAX_NAME} of them"
+                f"{request.path}: a tensor cannot be saved: {error}: use names of at most {fields.MAX_NAME} printable "
+                "characters"
             ) from None
 
 
@@ -186,23 +188,23 @@ def _index_template(request: WriteRequest, pt: PtSkeleton) -> IndexTemplate:
 
 
 def _new_skeleton(request: WriteRequest) -> PtSkeleton:
-    # Empty copies, each with a storage of its own: a live parameter is a view of its bucket, and torch would store
-    # that.
+    # Empty copies, each with its own storage: a live parameter is a view of its bucket, and torch.save would write
+    # the whole bucket.
     copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
     tree: dict[str, Any] = {}
     for name in request.tree:
         tree[name] = {}
     for write, copy in zip(request.tensors, copies, strict=True):
         branch = tree
-        # A pickle refers back to a string by its identity: else equal states that were loaded and not would make files
-        # that differ.
+        # Pickle refers back to a string by identity. Without interning, a state that was loaded and an equal one that
+        # was not would give files that differ.
         *parents, leaf = map(sys.intern, write.path)
         for part in parents:
             branch = branch.setdefault(part, {})
         branch[leaf] = copy
     if [id(leaf) for leaf in _leaves(tree)] != [id(copy) for copy in copies]:
-        # torch numbers its records in the order of the tree: slots would go to other tensors.
-        raise ValueError(f"{request.path}: tensors are not listed in the order of the tree they are in")
+        # torch numbers its records in the order of the tree, so slots would be assigned to the wrong tensors.
+        raise ValueError(f"{request.path}: the tensors are not listed in the order of their tree")
     return build_skeleton(tree, copies)
 
 

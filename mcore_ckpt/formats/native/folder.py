@@ -1,4 +1,4 @@
-"""Where the files of one role at one step are read from: a folder of a file system, or of a remote store."""
+"""The folder that holds the files of one role at one step, on a file system or in a remote store."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mcore_ckpt.sharding.plan import ReadRange
 
 
 class Folder(Protocol):
-    """What a load asks. Its string is what messages call it; errors are those of `storage.reader`."""
+    """The operations of a folder. `str()` of it names it in messages; errors are those of `checkpoint.reading`."""
 
     @property
     def place(self) -> Path | str:
-        """Its path, or the URL of a remote one."""
+        """The folder's path, or its URL in a remote store."""
 
     def manifest(self) -> Manifest: ...
 
     def check(self, record: FileRecord) -> None:
-        """Raises CheckpointCorruptError if a file is missing or of another size than its record says."""
+        """Raises CheckpointCorruptError if a file is missing or has another size than its record says."""
 
     def index(self, record: FileRecord) -> FileIndex: ...
 
@@ -38,12 +38,12 @@ class Folder(Protocol):
     ) -> int: ...
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
-        """Reads files whole, and says where they are not what their records say."""
+        """Reads whole files and lists where they differ from their records."""
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder that the native reader opens the files of."""
+    """A folder on a file system."""
 
     place: Path
 

@@ -1,4 +1,4 @@
-"""Reads ranges of stored tensors into memory on native threads; each block is checked before it is used."""
+"""Reads ranges of stored tensors into memory on native threads, and checks each block before it uses the bytes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ def read_ranges(
     reads: Sequence[tuple[ReadRange, torch.Tensor]],
     check: bool = True,
 ) -> int:
-    """Fills tensors with ranges of stored shards, on several threads. Returns how many bytes were read.
+    """Fills tensors with ranges of stored shards, on several threads, and returns the number of bytes read.
 
     Args:
         role_dir: the folder of the files.
         files: the manifest's records, by path.
-        reads: each range, and the contiguous tensor of the stored dtype that is the wanted shard's memory, on the CPU
-            or a GPU.
+        reads: the ranges, each with the contiguous tensor of the stored dtype (CPU or GPU) that it fills.
         check: compare the CRCs of blocks.
 
     Raises:
-        CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. Nothing of a bad block has been
-            applied, other blocks may have.
+        CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. No byte of the bad block has been
+            copied; other blocks may have been.
     """
     for path in {read.stored.file for read, _ in reads}:
         with open_file(role_dir, files[path]):
@@ -43,7 +42,7 @@ def read_ranges(
 
 
 def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True) -> int:
-    """As `read_ranges`, of files whose sizes nobody has written down, or that have been looked at."""
+    """Does the same as `read_ranges`, without a check of the files' sizes, which may be unknown."""
     paths = sorted({read.stored.file for read, _ in reads})
     numbers = {path: number for number, path in enumerate(paths)}
     job = _native.ReadJob(
@@ -74,8 +73,7 @@ def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]],
         number, offset, nbytes = damage.args
         stored = reads[number][0].stored
         raise CheckpointCorruptError(
-            f"{role_dir / stored.file}: tensor {stored.key}: bytes [{offset}, {offset + nbytes}) have a wrong CRC: "
-            "damaged"
+            f"{role_dir / stored.file}: tensor {stored.key}: bytes [{offset}, {offset + nbytes}) are damaged: wrong CRC"
         ) from None
     except OSError as error:
         cut = ": the file was cut" if error.errno == errno.ENODATA else ""

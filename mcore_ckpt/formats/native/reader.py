@@ -1,7 +1,7 @@
-"""Reads a checkpoint of this package: which files hold a tensor, where in them, and the bytes.
+"""Reads a checkpoint of this package: finds the files that hold a tensor, the place in them, and the bytes.
 
-The index of a file is opened when a tensor in it is first asked for, because one rank needs few of a thousand ranks'
-files.
+The reader opens the index of a file only when it looks for a tensor in that file, because one rank needs only a few of
+a thousand ranks' files.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class NativeReader:
     """Reads one role at one step; implements `formats.contract.CheckpointReader`.
 
     Args:
-        folder: where the files are: a local folder, or one in a remote store.
-        manifest: the checkpoint's manifest. It need not be in the folder yet (the export of a save under way).
+        folder: the folder of the files, local or in a remote store.
+        manifest: the checkpoint's manifest. It may be missing from the folder while a save is still being exported.
 
     Example:
         >>> reader = NativeReader.open(Path("checkpoints/global_steps_100/actor"))  # doctest: +SKIP
@@ -52,7 +52,7 @@ class NativeReader:
 
     @staticmethod
     def open(role_dir: Path) -> NativeReader:
-        """The reader of a local folder. Raises CheckpointNotFoundError, CheckpointCorruptError."""
+        """Opens a local folder. Raises CheckpointNotFoundError, CheckpointCorruptError."""
         return NativeReader(LocalFolder(role_dir), read_manifest(role_dir))
 
     @property
@@ -76,17 +76,18 @@ class NativeReader:
 
         Raises:
             CheckpointCorruptError: an index is missing, cut or damaged.
-            UnsupportedError: the key is that of a main parameter that means nothing without the model's own weights.
+            UnsupportedError: the key names the lower half of a main parameter, whose upper half (the model's weight)
+                was not saved.
         """
-        # The files are asked one after the other, because each that is asked has its index read.
+        # One file at a time, because each file that is asked has its index read.
         shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
         if shard is None:
             return None
         dtype = torch_dtype(shard.dtype)
         if key.kind == PARAM and not dtype.is_floating_point:
             raise UnsupportedError(
-                f"{self.folder}/{shard.file}: tensor {shard.key} is {shard.dtype}: it is the lower half of weights "
-                'that were not saved: save with "model" in save_contents'
+                f"{self.folder}/{shard.file}: tensor {shard.key} is {shard.dtype}: it is the lower half of a main "
+                'parameter, and the upper half, the weight, was not saved: save with "model" in save_contents'
             )
         return TensorInfo(dtype, shard.region.global_shape)
 
@@ -115,17 +116,17 @@ class NativeReader:
         return {file.path: file for file in self.manifest.files}
 
     def file(self, path: str) -> FileRecord:
-        """The manifest's record of a file that should exist. Raises CheckpointCorruptError if it is not listed."""
+        """The manifest's record of a file. Raises CheckpointCorruptError if the manifest does not list it."""
         if path not in self.by_path:
             raise CheckpointCorruptError(f"{self.folder}/{file_names.MANIFEST_FILE}: does not list {path}")
         return self.by_path[path]
 
     def plain(self, path: str) -> dict[str, Any]:
-        """The values in a small file that should exist. Raises CheckpointCorruptError."""
+        """The values in a small file. Raises CheckpointCorruptError if it is missing or damaged."""
         return self.folder.plain(self.file(path))
 
     def files(self, key: ShardKey) -> list[FileRecord]:
-        """The files that may hold a shard: the model's for model tensors, the optimizer's for the rest."""
+        """The files that may hold a shard of the key: model files for model tensors, optimizer files for all others."""
         position = self.names.get(key.name)
         if position is None:
             return []
@@ -133,22 +134,22 @@ class NativeReader:
         return (model if key.kind in (MODEL, OPAQUE) else optimizer)[position]
 
     def shards(self, key: ShardKey, files: Iterable[FileRecord]) -> list[StoredShard]:
-        """The key's shards in these files. Raises CheckpointCorruptError for a bad index."""
+        """The key's shards in these files. Raises CheckpointCorruptError if an index is damaged."""
         found = (self._open(file).shards.get(key) for file in files)
         return [shard for shard in found if shard is not None]
 
     def is_alias(self, key: ShardKey) -> bool:
-        """Whether the bytes of a main parameter are those of the model's own tensor (fp32 training)."""
+        """True if a main parameter has no bytes of its own because it is the model's tensor (fp32 training)."""
         files = self.files(key)
         return not self.shards(key, files) and self._alias(key, files) is not None
 
     def kinds_in(self, name: str, files: Iterable[FileRecord]) -> tuple[str, ...]:
-        """The parts of a tensor's optimizer state that these files hold."""
+        """The kinds of a tensor's optimizer state that these files hold."""
         return tuple(dict.fromkeys(kind for file in files for kind in self._open(file).kinds.get(name, ())))
 
     @cached_property
     def _holders(self) -> tuple[list[list[FileRecord]], list[list[FileRecord]]]:
-        """For each position the model's files that hold the tensor, and the optimizer's."""
+        """By the tensors' positions, the model files and the optimizer files that hold each tensor."""
         model: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
         optimizer: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
         for file in self.manifest.files:
@@ -159,14 +160,14 @@ class NativeReader:
         return model, optimizer
 
     def _alias(self, key: ShardKey, files: Iterable[FileRecord]) -> ShardKey | None:
-        """The key that has the bytes of this one; None if they are its own."""
+        """The key whose bytes this key shares; None if it has its own bytes."""
         return next((alias for file in files if (alias := self._open(file).aliases.get(key)) is not None), None)
 
     def _by_nearness(self, key: ShardKey, position: RankPosition | None) -> list[list[FileRecord]]:
-        """The files to ask: those of the nearest ranks first, then those of all ranks.
+        """The sets of files to look into: first those of the nearest ranks, then those of all ranks.
 
-        Within a set the lowest tensor-parallel rank comes first, so that each part of a tensor that is replicated over
-        tensor-parallel ranks comes from one of them. A tensor that is cut unlike the others is found in the last set.
+        Within a set the lowest tensor-parallel rank comes first, so that a tensor that is replicated over
+        tensor-parallel ranks is read from one file. The last set finds a tensor that is cut in an unusual way.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -188,9 +189,9 @@ class NativeReader:
         return [self._in_place(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
 
     def _in_place(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
-        """The files of the expert-parallel rank whose experts this one has.
+        """The files of the saved expert-parallel rank that had the experts of the asking rank.
 
-        A module of grouped experts has one `_extra_state` on each expert-parallel rank, all under the same name.
+        A module of grouped experts stores one `_extra_state` per expert-parallel rank, all under the same name.
         """
         ep = position.coordinates.ep * self.manifest.topology.ep // position.topology.ep
         return [file for file in files if self.manifest.ranks[file.rank].ep == ep]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint where it is in a remote store: of its tensors just the blocks that hold what is wanted."""
+"""Reads a checkpoint in a remote store; of its tensors it fetches only the blocks that hold wanted elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 @dataclass(frozen=True, eq=False)
 class RemoteFolder:
-    """One attempt's folder below a remote root; a `storage.folder.Folder`."""
+    """One attempt's folder in a remote store; implements `formats.native.folder.Folder`.
+
+    Attributes:
+        store: the store.
+        key: the folder's key in the store.
+    """
 
     store: Store
     key: str
@@ -43,15 +48,14 @@ class RemoteFolder:
             return read_remote_manifest(self.store, self.key)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
-                f"{self}/{file_names.MANIFEST_FILE}: missing: an upload did not finish"
+                f"{self}/{file_names.MANIFEST_FILE}: is missing: the upload did not finish; load another step"
             ) from None
 
     def check(self, record: FileRecord) -> None:
         size = self._sizes.get(record.path)
         if size is None:
             raise CheckpointCorruptError(
-                f"{self}/{record.path}: missing; the manifest says it has {record.size} bytes, written by rank "
-                f"{record.rank}"
+                f"{self}/{record.path}: is missing; by the manifest rank {record.rank} wrote {record.size} bytes"
             )
         if size != record.size:
             raise CheckpointCorruptError(
@@ -73,7 +77,7 @@ class RemoteFolder:
     def fill(
         self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
     ) -> int:
-        """As `storage.reader.read_ranges`. Returns how many bytes were fetched."""
+        """Does the same as `ranges.read_ranges`; returns the number of bytes fetched."""
         for path in {read.stored.file for read, _ in reads}:
             self.check(files[path])
         fetches = list(plan_fetches(reads))
@@ -97,48 +101,48 @@ class RemoteFolder:
 
     def _fetch(self, fetch: Fetch, check: bool) -> None:
         data = self._read(fetch.file, fetch.start, fetch.stop)
-        # A copy, since torch wants memory that may be written to.
+        # bytearray() copies, because torch.frombuffer warns of memory that cannot be written to.
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for part in fetch.parts:
             stored = part.read.stored
             first = stored.offset + part.start - fetch.start
-            piece = memory[first : first + part.stop - part.start]
+            blocks = memory[first : first + part.stop - part.start]
             if check:
-                self._check_blocks(stored, part, piece)
+                self._check_blocks(stored, part, blocks)
             with torch.no_grad():
-                apply_piece(part, piece)
+                copy_from_blocks(part, blocks)
 
-    def _check_blocks(self, stored: StoredShard, part: Part, piece: torch.Tensor) -> None:
+    def _check_blocks(self, stored: StoredShard, part: BlockRun, blocks: torch.Tensor) -> None:
         if stored.crc32 is None:
             return
         block = part.start // BLOCK_BYTES
-        found = _native.crc32_blocks(piece.data_ptr(), piece.nbytes, BLOCK_BYTES)
+        found = _native.crc32_blocks(blocks.data_ptr(), blocks.nbytes, BLOCK_BYTES)
         for number, crc in enumerate(found, block):
             if crc != stored.crc32[number]:
                 start = stored.offset + number * BLOCK_BYTES
                 stop = min(start + BLOCK_BYTES, stored.offset + stored.nbytes)
                 raise CheckpointCorruptError(
-                    f"{self._url(stored.file)}: tensor {stored.key}: bytes [{start}, {stop}) have a wrong CRC: damaged"
+                    f"{self._url(stored.file)}: tensor {stored.key}: bytes [{start}, {stop}) are damaged: wrong CRC"
                 )
 
     def _read(self, path: str, start: int, stop: int) -> bytes:
         try:
             return self.store.read(f"{self.key}/{path}", start, stop)
         except FileNotFoundError:
-            raise CheckpointCorruptError(f"{self._url(path)}: missing: deleted meanwhile?") from None
+            raise CheckpointCorruptError(f"{self._url(path)}: is missing: was it deleted meanwhile?") from None
 
     def _url(self, path: str) -> str:
         return f"{self}/{path}"
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        # One listing: a request for each of a thousand ranks' files would take each of a thousand ranks long.
+        # One listing of the folder: a thousand ranks with a request for each of a thousand files would take long.
         return self.store.sizes(self.key)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Whole blocks of a stored tensor, bytes `[start, stop)` of it, and what wants them."""
+class BlockRun:
+    """A run of whole blocks, bytes `[start, stop)` of a stored tensor, and the read that wants elements of it."""
 
     read: ReadRange
     memory: torch.Tensor
@@ -148,22 +152,22 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """Bytes `[start, stop)` of a file, for one request."""
+    """One request to the store: bytes `[start, stop)` of a file, and the runs of blocks in them."""
 
     file: str
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[BlockRun, ...]
 
 
 def plan_fetches(reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[Fetch]:
-    """What to ask a store for: all blocks that are wanted, near ones in one request.
+    """Plans the requests that fetch all wanted blocks, with blocks near each other in one request.
 
-    A block that two reads want is asked for twice only where two requests meet.
+    A block that two reads want is fetched twice only if it lies at the border of two requests.
     """
     parts = [part for read, memory in reads for part in _parts(read, memory)]
     parts.sort(key=lambda part: (part.read.stored.file, part.read.stored.offset + part.start))
-    group: list[Part] = []
+    group: list[BlockRun] = []
     for part in parts:
         if group and not _is_near(group, part):
             yield _fetch_of(group)
@@ -173,7 +177,7 @@ def plan_fetches(reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[Fe
         yield _fetch_of(group)
 
 
-def _is_near(group: Sequence[Part], part: Part) -> bool:
+def _is_near(group: Sequence[BlockRun], part: BlockRun) -> bool:
     first, stop = group[0].read.stored, max(other.read.stored.offset + other.stop for other in group)
     start = part.read.stored.offset + part.start
     whole = max(stop, part.read.stored.offset + part.stop) - (first.offset + group[0].start)
@@ -184,23 +188,23 @@ def _is_near(group: Sequence[Part], part: Part) -> bool:
     )
 
 
-def _fetch_of(group: Sequence[Part]) -> Fetch:
+def _fetch_of(group: Sequence[BlockRun]) -> Fetch:
     stored = group[0].read.stored
     stop = max(part.read.stored.offset + part.stop for part in group)
     return Fetch(stored.file, stored.offset + group[0].start, stop, tuple(group))
 
 
-def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[Part]:
-    """Runs of blocks that hold a byte of a row, none longer than a request should be."""
+def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[BlockRun]:
+    """Yields the runs of blocks that hold a byte of a wanted row, none longer than REMOTE_READ_BYTES."""
     most = max(1, tuning.REMOTE_READ_BYTES // BLOCK_BYTES)
     for first, last in _block_runs(read):
         for block in range(first, last + 1, most):
             stop = min((min(block + most - 1, last) + 1) * BLOCK_BYTES, read.stored.nbytes)
-            yield Part(read, memory, block * BLOCK_BYTES, stop)
+            yield BlockRun(read, memory, block * BLOCK_BYTES, stop)
 
 
 def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
-    """Inclusive runs of the blocks that hold a byte of a row."""
+    """The inclusive runs of block numbers that hold a byte of a wanted row."""
     rows = _in_bytes(read)
     runs: list[tuple[int, int]] = []
     number = 0
@@ -211,23 +215,23 @@ def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
             runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
         else:
             runs.append((first, last))
-        # Rows that end in these blocks need no look: there may be millions.
+        # Skip the rows that end in these blocks: there may be millions of them.
         ends_by = (runs[-1][1] + 1) * BLOCK_BYTES - rows.start - rows.row
         number = max(number, ends_by // rows.source_stride if rows.source_stride else 0) + 1
     return runs
 
 
-def apply_piece(part: Part, piece: torch.Tensor) -> None:
-    """Copies the rows' elements that lie in a piece of the stored tensor to where they belong.
+def copy_from_blocks(part: BlockRun, blocks: torch.Tensor) -> None:
+    """Copies the wanted elements that lie in a run of blocks to their target memory.
 
     Args:
-        part: the piece's place, and what is wanted.
-        piece: its bytes, uint8, in host memory.
+        part: the run's place in the stored tensor, and the read that wants its elements.
+        blocks: the bytes of the run, uint8, in host memory.
     """
-    # Bytes: elements in the piece need not lie where a tensor of them could begin.
+    # Copied as bytes, because the elements need not be aligned to their size in the fetched bytes.
     target = part.memory.view(-1).view(torch.uint8)
     for rows in rows_from(_in_bytes(part.read), part.start, part.stop):
-        _copy_rows(target, piece, rows, part.start)
+        _copy_rows(target, blocks, rows, part.start)
 
 
 def _in_bytes(read: ReadRange) -> Rows:

@@ -1,4 +1,4 @@
-"""Decides which replica writes which bytes of a file that several ranks could write."""
+"""Decides which bytes of a file each replica writes, when several ranks hold all of its tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mcore_ckpt.io.pages import even_cuts
 
 @dataclass(frozen=True)
 class Share:
-    """Which rank writes which bytes of a file's image.
+    """The writers of a file and the range of bytes that each of them writes.
 
     Attributes:
-        writers: world ranks, in the order of their ranges. The last one owns the file: it writes the index and the zip
-            directory behind its range, and what only is known when all have written.
-        cuts: `[0, ..., end]`, multiples of a page but for the end; writer i has `[cuts[i], cuts[i + 1])`.
+        writers: world ranks, in the order of their ranges. The last one owns the file: once all have written, it
+            writes the CRCs, and the index and the zip directory behind its range.
+        cuts: `[0, ..., end]`; writer i writes `[cuts[i], cuts[i + 1])`. All cuts except the end are multiples of a page.
     """
 
     writers: tuple[int, ...]
@@ -32,7 +32,7 @@ class Share:
 
 
 def share_out(ranks: tuple[int, ...], end: int, least: int) -> Share:
-    """Equal ranges of `[0, end)` bytes for as many of the ranks as get at least `least` bytes; the first owns the file.
+    """Cuts `[0, end)` into equal ranges of at least `least` bytes for as many of the ranks; the first owns the file.
 
     Example:
         >>> share_out((4, 5, 6), 40960, 16384)

@@ -1,4 +1,4 @@
-"""What travels between planning and I/O, so that each can be tested alone."""
+"""The requests that planning hands to the writer, so that each can be tested alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from mcore_ckpt.sharding.regions import Region
 
 @dataclass(frozen=True, eq=False)
 class TensorWrite:
-    """One tensor of a file: where it stands in the pickled tree, and what it is.
+    """One tensor to write, and its place in the file's pickled tree.
 
     Attributes:
-        is_buffer: neither parameter nor optimizer state: it may change at any point of a training step.
-        refresh: makes the tensor anew, where the live one is another (`_extra_state`); None if there is none any more.
+        path: the keys from the root of the tree to the tensor.
+        key: the global name and the kind.
+        region: the tensor's region of the global tensor.
+        tensor: the live tensor.
+        shape: the shape that the file stores.
+        is_buffer: True for tensors that are neither parameters nor optimizer state, and that may change at any point
+            of a training step.
+        refresh: makes the tensor anew at each save, for state that is not a live tensor (`_extra_state`). It returns
+            None if the module has no such state any more.
     """
 
     path: tuple[str, ...]
@@ -32,12 +39,16 @@ class TensorWrite:
 
 @dataclass(frozen=True, eq=False)
 class WriteRequest:
-    """One indexed `.pt` file: `path` below the role's folder, its tensors, and the aliases its index names.
+    """One indexed `.pt` file to write.
 
     Attributes:
-        tree: dicts that are there even if empty.
-        writers: world ranks that hold all of its tensors and may write a part of it each; the first owns the file.
-            Empty: this rank alone.
+        path: the file's path below the role's folder.
+        kind: the kind of file in the manifest.
+        tensors: the tensors, in the order of the tree.
+        aliases: the keys whose bytes are those of another key.
+        tree: the names of dicts at the root that are written even if they are empty.
+        writers: the world ranks that hold all of the tensors and may each write a part; the first owns the file. Empty
+            if this rank alone writes the file.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Write requests -> files."""
+"""Writes one rank's ranges of indexed files, and completes the files that the rank owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_ckpt.ranks.rounds import Record
 
 
 class Exchange(Protocol):
-    """How the writers of one file reach its owner; see Agreement."""
+    """Sends the CRCs of a file's writers to its owner; `ranks.rounds.Agreement` implements it."""
 
     rank: int
 
@@ -25,12 +25,12 @@ class Exchange(Protocol):
 
 
 class ImageWriter:
-    """Writes one rank's parts of indexed files durably, on native threads.
+    """Writes one rank's ranges of indexed files durably, on native threads.
 
     Args:
-        role_dir: the folder the files' paths are below.
-        writes: the parts; what they point to must stay as it is until `finish` has returned.
-        exchange: reaches the other writers of shared files.
+        role_dir: the folder that the files' paths are relative to.
+        writes: the ranges; the memory that they point to must not change until `finish` has returned.
+        exchange: connects this rank with the other writers of shared files.
 
     Example:
         >>> with ImageWriter(role_dir, writes, agreement) as writer:  # doctest: +SKIP
@@ -48,11 +48,11 @@ class ImageWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Stops what is still being written; when this returns nothing is."""
+        """Stops all writing; when this returns, no thread writes any more."""
         self._job.close()
 
     def start(self) -> None:
-        """Begins writing. Raises OSError if a folder cannot be made."""
+        """Begins to write. Raises OSError if a folder cannot be made."""
         for write in self._writes:
             plan = write.plan
             make_folders(self._role_dir, plan.path)
@@ -61,11 +61,11 @@ class ImageWriter:
         self._job.start()
 
     def finish(self) -> list[WrittenFile]:
-        """Waits for the bytes to be on the disk; the files this rank owns.
+        """Waits until the bytes are on the disk, and returns the files that this rank owns.
 
         Raises:
-            OSError: the disk is full, a folder is gone, ...; the message says where.
-            CommitError: another writer of a shared file failed, or the writing was cancelled.
+            OSError: the disk is full, a folder is gone, ...; the message names the file.
+            CommitError: another writer of a shared file has failed, or the writing was cancelled.
         """
         written, shared = [], []
         for number, write in enumerate(self._writes):
@@ -79,17 +79,17 @@ class ImageWriter:
                 shared.append((number, write.plan, crcs))
             else:
                 written.append(self._complete(number, write.plan, [crcs]))
-        # Only when all that others may wait for has been given: two owners of each other's files would wait for ever.
+        # Only after this rank has given all its parts: otherwise two owners of each other's files deadlock.
         for number, plan, crcs in shared:
             written.append(self._complete(number, plan, [*self._parts_of_others(plan), crcs]))
         return written
 
     def progress(self) -> int:
-        """Bytes of tensors written so far."""
+        """The number of bytes of tensors written so far."""
         return self._job.progress()
 
     def times(self) -> tuple[float, float]:
-        """Seconds from the start to the last copy out of the training state, and to the last write."""
+        """The seconds from the start to the last copy out of the training state, and to the last write."""
         return self._job.times()
 
     def _wait(self, number: int) -> list[int]:
@@ -106,8 +106,8 @@ class ImageWriter:
             record = self._exchange.take(plan.path, rank)
             if record["structure"] != plan.structure:
                 raise CommitError(
-                    f"{self._role_dir / plan.path}: rank {rank} has other tensors than rank "
-                    f"{self._exchange.rank}, though they should be replicas: use shared_writes=False"
+                    f"{self._role_dir / plan.path}: rank {rank} has other tensors than rank {self._exchange.rank}, "
+                    "but replicas must have equal ones: set shared_writes=False"
                 )
             parts.append(record["crc32"])
         return parts
