@@ -1,4 +1,4 @@
-"""FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names."""
+"""Reads FSDP shards as verl writes them: one file of DTensors per rank, under HuggingFace names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mcore_ckpt.sharding.regions import Region, Shape
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _CONFIG_FILE = "fsdp_config.json"
-# Modules that wrap others and are no part of the model: FSDP1, torch.compile, activation checkpointing.
+# Prefixes of modules that wrap the model's own: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 _PEFT_PREFIX = "base_model.model."
 _ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
@@ -46,7 +46,7 @@ _MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True)
 class _Found:
-    """A tensor as one rank's file has it. Without a placement it is not cut."""
+    """A tensor as one rank's file has it; `placement` is None if the tensor is not cut."""
 
     dtype: torch.dtype
     shape: Shape
@@ -58,17 +58,17 @@ class _Found:
 
 
 def is_fsdp(folder: Path) -> bool:
-    """Whether there are FSDP shards in a folder."""
+    """True if a folder has FSDP shards."""
     return bool(_files(folder))
 
 
 def open_fsdp(folder: Path) -> ShardReader:
-    """The tensors of `model_world_size_{W}_rank_{r}.pt`, under their HuggingFace names, in the order of rank 0's file.
+    """Opens `model_world_size_{W}_rank_{r}.pt`; the reader lists HuggingFace names in the order of rank 0's file.
 
     Raises:
-        CheckpointNotFoundError: there are no such files.
-        CheckpointCorruptError: a rank's file is missing or damaged, or the ranks disagree.
-        UnsupportedError: adapters that have not been merged, placements that cannot be read.
+        CheckpointNotFoundError: the folder has no such files.
+        CheckpointCorruptError: a rank's file is missing or damaged, or the ranks' files do not fit together.
+        UnsupportedError: the model has unmerged adapters, or placements that cannot be read.
     """
     paths = _rank_files(folder)
     first = _read(paths[0], 0)
@@ -78,7 +78,7 @@ def open_fsdp(folder: Path) -> ShardReader:
         _check_same(paths[0], first, path, found)
         for name, tensor in found.items():
             region = _region(path, name, tensor, rank)
-            # Of replicas the first: the same bytes need not be looked for twice.
+            # Keep the first replica: the others have the same bytes.
             if region.numel:
                 shards[name].setdefault(region, stored_shard(name, tensor.local, region))
     held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
@@ -87,13 +87,14 @@ def open_fsdp(folder: Path) -> ShardReader:
 
 
 def read_copied_model(config: HfConfig) -> HfModel:
-    """As `model_from_config`, of an architecture without a table too: what is not converted need not be known.
+    """Describes the model of a config, as `model_from_config` does, but accepts an architecture without a table.
 
-    Its embedding is tied, and it is a value model, as the config says; all else about it is empty.
+    FSDP shards already have HuggingFace's tensors, so the table is not needed. Of an architecture without a table only
+    the facts of the config are known: whether its embeddings are tied, and whether it is a value model.
 
     Raises:
-        UnsupportedError: the config of an architecture that there is a table for cannot be read, or speaks of quantized
-            weights, which transformers would take the shards' for.
+        UnsupportedError: the config of an architecture with a table cannot be read, or the config describes quantized
+            weights, which the shards are not.
     """
     refuse_quantized(config)
     known = known_architectures().get(str(config.get("model_type")))
@@ -111,15 +112,16 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
 
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
-    """The tensors to export: all as they are, in their order, without a head that is the embedding.
+    """Lists the tensors to export: all of them, unchanged and in their order, except a head tied to the embedding.
 
     Args:
-        reader: from `open_fsdp`.
-        model: what `config.json` describes, from `read_copied_model`. If there is a table of its architecture, names
+        reader: the reader from `open_fsdp`.
+        model: the model that `config.json` describes, from `read_copied_model`. If its architecture has a table, names
             and shapes must be those of the table.
 
     Raises:
-        CheckpointMismatchError: tensors are missing, unknown or of another shape; the head should be tied and is not.
+        CheckpointMismatchError: a tensor is missing, is unknown or has another shape, or a tied head differs from the
+            embedding.
     """
     infos = weights_of(reader)
     if model.is_tied and HF_HEAD in infos and HF_EMBEDDING in infos:
@@ -142,17 +144,17 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
     for tensor in wanted:
         if infos[tensor.name].shape != tensor.shape:
             raise CheckpointMismatchError(
-                f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, and config.json asks for "
-                f"{list(tensor.shape)}: is it config.json of this model?"
+                f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, but config.json asks for "
+                f"{list(tensor.shape)}: use the config.json of this model"
             )
 
 
 def _check_tied(reader: CheckpointReader) -> None:
-    # A tied model's state dict has the embedding under both names: what is left out must be the same.
+    # A tied model's state dict has the embedding under both names, so the head that is left out must be equal.
     if not same_bytes(reader, HF_HEAD, HF_EMBEDDING):
         raise CheckpointMismatchError(
-            f"config.json says that the embeddings are tied (tie_word_embeddings), but {HF_HEAD} is another tensor "
-            f"than {HF_EMBEDDING}: set tie_word_embeddings to false in config.json"
+            f"config.json says that the embeddings are tied (tie_word_embeddings), but {HF_HEAD} differs from "
+            f"{HF_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
 
 
@@ -160,7 +162,7 @@ def _check_tied(reader: CheckpointReader) -> None:
 
 
 def _files(folder: Path) -> dict[int, dict[int, Path]]:
-    """By world size and rank."""
+    """The files of FSDP shards, by world size and rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
         if match := _FILE.fullmatch(path.name):
@@ -172,19 +174,19 @@ def _rank_files(folder: Path) -> list[Path]:
     found = _files(folder)
     if not found:
         raise CheckpointNotFoundError(f"{folder}: has no model_world_size_*_rank_*.pt: not a checkpoint of FSDP")
-    said = _said_world_size(folder / _CONFIG_FILE)
-    if said is None and len(found) > 1:
+    configured = _configured_world_size(folder / _CONFIG_FILE)
+    if configured is None and len(found) > 1:
         raise CheckpointCorruptError(
-            f"{folder}: has files of world sizes {sorted(found)} and no {_CONFIG_FILE} that says which counts: move "
-            "those of the older checkpoint elsewhere"
+            f"{folder}: has files of world sizes {sorted(found)} and no {_CONFIG_FILE} that tells which to read: move "
+            "the older checkpoint's files to another folder"
         )
-    world = said if said is not None else next(iter(found))
+    world = configured if configured is not None else next(iter(found))
     ranks = found.get(world, {})
     missing = [rank for rank in range(world) if rank not in ranks]
     if missing or not ranks or max(ranks) >= world:
         raise CheckpointCorruptError(
-            f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, missing are ranks "
-            f"{missing[:8]} of {world}; there are {_describe(found)}. Were they saved to another node's disk?"
+            f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, but the files of ranks "
+            f"{missing[:8]} are missing; found {_describe(found)}. If they are on other nodes' disks, copy them here"
         )
     return [ranks[rank] for rank in range(world)]
 
@@ -193,16 +195,16 @@ def _describe(found: Mapping[int, Mapping[int, Path]]) -> str:
     return ", ".join(f"{len(ranks)} files of world size {world}" for world, ranks in sorted(found.items()))
 
 
-def _said_world_size(path: Path) -> int | None:
+def _configured_world_size(path: Path) -> int | None:
     try:
-        said: Any = fields.parse(read_small(path, limits.HF_JSON_BYTES))["world_size"]
+        size: Any = fields.parse(read_small(path, limits.HF_JSON_BYTES))["world_size"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error!r}") from None
-    if type(said) is not int or not 1 <= said <= _MOST_RANKS:
-        raise CheckpointCorruptError(f"{path}: world_size is {fields.shown(said)}, not a positive number")
-    return said
+    if type(size) is not int or not 1 <= size <= _MOST_RANKS:
+        raise CheckpointCorruptError(f"{path}: world_size is {fields.shown(size)}, not a positive number")
+    return size
 
 
 def _read(path: Path, rank: int) -> dict[str, _Found]:
@@ -213,11 +215,13 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
     for key, value in state.items():
         name = _bare(path, str(key))
         if name in found:
-            raise CheckpointCorruptError(f"{path}: tensor {name}: is there twice, once as {key}")
+            raise CheckpointCorruptError(f"{path}: tensor {name}: is stored twice, once as {key}")
         if isinstance(value, PtDTensor):
             placement = placement_of(value, name)
             if rank not in placement.ranks:
-                raise CheckpointCorruptError(f"{path}: tensor {name}: its mesh is of {placement.ranks}, without {rank}")
+                raise CheckpointCorruptError(
+                    f"{path}: tensor {name}: its mesh has the ranks {placement.ranks}, without rank {rank}"
+                )
             found[name] = _Found(value.local.dtype, value.shape, placement, value.local)
         elif isinstance(value, PtTensor):
             found[name] = _Found(value.dtype, value.shape, None, value)
@@ -230,8 +234,8 @@ def _bare(path: Path, key: str) -> str:
     name = _WRAPPERS.sub("", key)
     if _ADAPTERS.fullmatch(name):
         raise UnsupportedError(
-            f"{path}: tensor {name}: the model has adapters that are not merged into it: merge them first (peft's "
-            "merge_and_unload()), and save the merged model"
+            f"{path}: tensor {name}: the model has unmerged adapters: merge them (peft's merge_and_unload()) and save "
+            "the merged model"
         )
     return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
 
@@ -241,14 +245,14 @@ def _check_same(first_path: Path, first: Mapping[str, _Found], path: Path, found
         here, there = found.get(name), first.get(name)
         if here is None or there is None or not here.same_tensor(there):
             raise CheckpointCorruptError(
-                f"{path}: tensor {name}: is {_describe_tensor(here)}, in {first_path.name} {_describe_tensor(there)}: "
-                "files of different checkpoints?"
+                f"{path}: tensor {name}: is {_describe_tensor(here)}, but in {first_path.name} it is "
+                f"{_describe_tensor(there)}: are they files of different checkpoints?"
             )
 
 
 def _describe_tensor(tensor: _Found | None) -> str:
     if tensor is None:
-        return "not there"
+        return "missing"
     cut = "not cut" if tensor.placement is None else f"on a mesh {tensor.placement.mesh} by {tensor.placement.axes}"
     return f"{list(tensor.shape)} {tensor.dtype} {cut}"
 
@@ -259,7 +263,7 @@ def _region(path: Path, name: str, tensor: _Found, rank: int) -> Region:
     region = tensor.placement.region(tensor.shape, rank)
     if region.local_shape != tensor.local.shape:
         raise CheckpointCorruptError(
-            f"{path}: tensor {name}: rank {rank} has {list(tensor.local.shape)}, by its placement it should have "
+            f"{path}: tensor {name}: rank {rank} has {list(tensor.local.shape)}, but by its placement it must have "
             f"{list(region.local_shape)} of {list(tensor.shape)}"
         )
     return region

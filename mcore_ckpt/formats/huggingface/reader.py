@@ -103,8 +103,8 @@ class HuggingFaceReader:
         ignore: regular expressions of HuggingFace names to leave out.
 
     Raises:
-        CheckpointMismatchError: names or shapes are not those that the configuration says.
-        UnsupportedError: an architecture without a table, or weights that are not floating-point numbers.
+        CheckpointMismatchError: names or shapes differ from those that the configuration describes.
+        UnsupportedError: the architecture is not supported, or weights are not floating-point numbers.
     """
 
     weight_kind = MODEL
@@ -160,9 +160,9 @@ class HuggingFaceReader:
         return 1
 
     def read(self, ranges: Fill, check: bool = True) -> int:
-        """As `CheckpointReader.read`. There are no CRCs to check.
+        """Does the same as `CheckpointReader.read`, but there are no CRCs to check.
 
-        Takes memory for one HuggingFace tensor where values change on the way.
+        If values are converted, it takes the memory of one HuggingFace tensor.
         """
         as_stored: list[tuple[ReadRange, torch.Tensor]] = []
         changed: dict[tuple[str, int], list[tuple[ReadRange, torch.Tensor]]] = {}
@@ -173,18 +173,19 @@ class HuggingFaceReader:
         return nbytes + sum(self._read_changed(self._changed[place], same) for place, same in changed.items())
 
     def read_numbers(self, ranges: Fill, check: bool = True) -> int:
-        """As `read`. It also raises CheckpointCorruptError for NaN, because no training survives it."""
+        """Does the same as `read`, and raises CheckpointCorruptError for NaN, because no training survives it."""
         wanted = list(ranges)
         nbytes = self.read(wanted)
         for read, memory in {id(memory): (read, memory) for read, memory in wanted}.values():
-            # max() of a tensor with NaN is NaN. isnan() would take a mask as long as the memory.
+            # max() of a tensor with NaN is NaN; isnan() on the tensor would allocate a mask of its size.
             if memory.numel() and memory.max().isnan():
                 raise CheckpointCorruptError(
-                    f"{self.place / read.stored.file}: tensor {read.stored.key}: is not all numbers (NaN)"
+                    f"{self.place / read.stored.file}: tensor {read.stored.key}: contains NaN: take the weights from "
+                    "another copy"
                 )
         return nbytes
 
-    # -- what a plan needs beside the contract -------------------------------------------------------------
+    # -- beyond the contract, for load and reshard plans ---------------------------------------------------
 
     @property
     def decoder_layers(self) -> tuple[int, ...]:
@@ -193,7 +194,7 @@ class HuggingFaceReader:
 
     @property
     def mtp_layers(self) -> tuple[int, ...]:
-        """The numbers of the multi-token-prediction layers that the folder has weights of, from 0."""
+        """The numbers, from 0, of the multi-token-prediction layers whose weights the folder has."""
         return tuple(sorted({int(name.split(".")[2]) for name in self.names if name.startswith("mtp.layers.")}))
 
     def parts_of(self, name: str) -> list[StoredShard]:
@@ -201,30 +202,30 @@ class HuggingFaceReader:
         return list(self._shards[name])
 
     def sections_of(self, name: str) -> tuple[Section, ...]:
-        """The tensors that Megatron keeps apart in a tensor, as in `models.table.Row`."""
+        """The sections of a tensor, which Megatron cuts one by one, as in `models.table.Row`."""
         return self._sections[name]
 
     # -- checks --------------------------------------------------------------------------------------------
 
     def check_visible(self, files: Iterable[str]) -> None:
-        """Raises CheckpointCorruptError unless this process sees the files with the sizes that rank 0 has seen."""
+        """Raises CheckpointCorruptError unless this rank sees the files, with the sizes that rank 0 sees."""
         for name in sorted(set(files)):
             path = self.place / name
             try:
                 size = path.stat().st_size
             except OSError as error:
                 raise CheckpointCorruptError(
-                    f"{path}: cannot be seen from here ({error.strerror}), though rank 0 has opened it: use "
+                    f"{path}: cannot be opened on this rank ({error.strerror}), though rank 0 has opened it: use "
                     'source="rank0" for a folder that not all ranks see'
                 ) from None
             if size != self.contents.sizes[name]:
                 raise CheckpointCorruptError(f"{path}: has {size} bytes here, {self.contents.sizes[name]} on rank 0")
 
     def check_left_out(self) -> None:
-        """Reads what becomes no tensor of Megatron's: expected zeros, and copies of other tensors. Takes CONVERT_BYTES.
+        """Checks the tensors that Megatron has no place for: zeros, and copies of others. It takes CONVERT_BYTES.
 
         Raises:
-            CheckpointMismatchError: it is something else, which would be lost without a word.
+            CheckpointMismatchError: such a tensor has other values, which would be lost silently.
         """
         self._check_zeros()
         stored = safetensors_reader(self.place, self.contents.tensors)
@@ -232,8 +233,8 @@ class HuggingFaceReader:
             if not same_bytes(stored, copy, original):
                 hint = ", or set tie_word_embeddings to false in config.json" if copy == HF_HEAD else ""
                 raise CheckpointMismatchError(
-                    f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} takes {original} in "
-                    f"its place, and the two differ: say that it is to be left out (ignore){hint}"
+                    f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} uses {original} in "
+                    f"its place, and the two differ: name it in `ignore` to leave it out{hint}"
                 )
 
     def _check_zeros(self) -> None:
@@ -243,7 +244,7 @@ class HuggingFaceReader:
             if memory.count_nonzero():
                 raise CheckpointMismatchError(
                     f"{self.place / shard.file}: the tensor of shape {list(shard.region.local_shape)} at byte "
-                    f"{shard.offset} has no counterpart in megatron, and is not zero"
+                    f"{shard.offset} has no counterpart in megatron, so it must be zero, and it is not"
                 )
 
     def _read_changed(self, changed: _Changed, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
@@ -276,12 +277,12 @@ def _wanted(model: HfModel, contents: FolderContents) -> list[HfTensor]:
 
 
 def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
-    """The tensors that a folder has twice: the copy, and the tensor that is read in its place."""
+    """The tensors that a folder has twice, as pairs of the copy and the tensor that is read in its place."""
     tensors = hf_tensors(model)
     names = {slab.mcore: tensor.name for tensor in tensors if not tensor.is_copy for slab in tensor.slabs}
     pairs = [(tensor.name, names[slab.mcore]) for tensor in tensors if tensor.is_copy for slab in tensor.slabs]
     if model.is_tied:
-        # transformers does not write the head then, but published folders have it (Qwen3-0.6B and 1.7B).
+        # transformers writes no head for a tied model, but published folders have it (Qwen3-0.6B and 1.7B).
         pairs.append((HF_HEAD, HF_EMBEDDING))
     return [(copy, name) for copy, name in pairs if copy in contents.tensors and not model.ignores(copy)]
 
@@ -289,8 +290,8 @@ def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
 def _check(folder: Path, tensor: HfTensor, stored: HfStored) -> None:
     if tensor.shape != stored.shape:
         raise CheckpointMismatchError(
-            f"{stored.path}: tensor {tensor.name}: has shape {list(stored.shape)}, by {folder / 'config.json'} it "
-            f"should have {list(tensor.shape)}"
+            f"{stored.path}: tensor {tensor.name}: has shape {list(stored.shape)}, but by {folder / 'config.json'} it "
+            f"must have {list(tensor.shape)}"
         )
     if not stored.dtype.is_floating_point or stored.dtype in _QUANTIZED:
         raise UnsupportedError(

@@ -14,7 +14,7 @@ class Share:
     Attributes:
         writers: world ranks, in the order of their ranges. The last one owns the file: once all have written, it
             writes the CRCs, and the index and the zip directory behind its range.
-        cuts: `[0, ..., end]`; writer i writes `[cuts[i], cuts[i + 1])`. All cuts except the end are multiples of a page.
+        cuts: `[0, ..., end]`; writer i writes `[cuts[i], cuts[i + 1])`. All cuts but the end are multiples of a page.
     """
 
     writers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The files of a torch_dist checkpoint: which tensors and objects are in it, and parts of them."""
+"""Reads the files of a torch_dist checkpoint: lists its tensors and objects, and reads parts of them."""
 
 from __future__ import annotations
 
@@ -39,19 +39,23 @@ _COMMON_FILE = "common.pt"
 
 @dataclass(frozen=True, eq=False)
 class _Folder:
+    """A folder that `dist_checkpointing.save` wrote, with its metadata."""
+
     path: Path
     metadata: Metadata
 
 
 @dataclass(frozen=True, eq=False)
 class WantedPart:
-    """A box of a stored tensor.
+    """A box of a stored tensor to read.
 
     Attributes:
-        key: the stored tensor's.
-        global_shape, offset: of the whole tensor, and where the box begins in it.
-        memory: what to fill, on the CPU, with as many axes.
-        may_differ: the stored tensor may have other sizes (a vocabulary padded otherwise): what it does not have stays.
+        key: the stored tensor's key.
+        global_shape: the shape of the whole tensor.
+        offset: the box's offset in the whole tensor.
+        memory: the CPU tensor to fill, with as many axes as the whole tensor.
+        may_differ: True if the stored tensor may have another number of rows (another padding of the vocabulary);
+            rows that it does not have keep their values in `memory`.
     """
 
     key: str
@@ -62,16 +66,16 @@ class WantedPart:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What is in one folder that `dist_checkpointing.save` wrote, and where.
+    """Reads and checks the metadata of one folder that `dist_checkpointing.save` wrote.
 
     Raises:
-        CheckpointCorruptError: it is missing, damaged, or holds anything but data.
-        UnsupportedError: written by another backend than torch_dist.
+        CheckpointCorruptError: the metadata is missing, is damaged, or holds anything but data.
+        UnsupportedError: another backend than torch_dist wrote the folder.
     """
     _check_backend(folder / TORCH_DIST_CONFIG)
     metadata = load_metadata(folder / _METADATA_FILE)
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is not what megatron writes")
+        raise CheckpointCorruptError(f"{folder / _METADATA_FILE}: is not metadata that megatron wrote")
     try:
         _check_metadata(metadata)
     except (AttributeError, TypeError, ValueError) as error:
@@ -80,7 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> None:
-    """Raises TypeError, ValueError or AttributeError unless every part is of its type, and in the tensor it is of."""
+    """Raises TypeError, ValueError or AttributeError unless all fields have their types and chunks lie in tensors."""
     for key, stored in metadata.state_dict_metadata.items():
         fields.as_name(key, "a key")
         if isinstance(stored, TensorStorageMetadata):
@@ -106,7 +110,7 @@ def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
 
 
 def stored_file(folder: Path, key: str, stored: Any) -> Path:
-    """The file of an entry of the metadata's `storage_data`. Raises CheckpointCorruptError for one elsewhere."""
+    """The file that a `storage_data` entry names. Raises CheckpointCorruptError if it is outside the folder."""
     name = getattr(stored, "relative_path", None)
     if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
         raise CheckpointCorruptError(
@@ -116,15 +120,15 @@ def stored_file(folder: Path, key: str, stored: Any) -> Path:
 
 
 class TorchDistFiles:
-    """One folder, or several that hold one checkpoint together (verl keeps model, optimizer and extra apart).
+    """One torch_dist checkpoint in one or several folders (verl writes model, optimizer and extra to separate ones).
 
     Args:
         path: the checkpoint, for messages.
-        folders: where `dist_checkpointing.save` wrote.
+        folders: the folders that `dist_checkpointing.save` wrote.
 
     Raises:
-        CheckpointCorruptError: a folder's metadata is missing, damaged, or holds anything but data.
-        UnsupportedError: written by another backend than torch_dist.
+        CheckpointCorruptError: a folder's metadata is missing, is damaged, or holds anything but data.
+        UnsupportedError: another backend than torch_dist wrote a folder.
     """
 
     def __init__(self, path: Path, folders: Sequence[Path]) -> None:
@@ -142,7 +146,7 @@ class TorchDistFiles:
         metadata = read_metadata(path)
         common = load_safely(path / _COMMON_FILE, str(path / _COMMON_FILE))
         if not isinstance(common, dict):
-            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: is not what megatron writes")
+            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: is not a dict, as megatron writes it")
         self.common |= common
         folder = _Folder(path, metadata)
         for key, stored in metadata.state_dict_metadata.items():
@@ -158,26 +162,26 @@ class TorchDistFiles:
         return sorted(key for key in self._objects if key.startswith(prefix))
 
     def digest(self) -> str:
-        """Of all names: ranks that see the same checkpoint have the same."""
+        """A digest of all names, which is equal on all ranks that see the same checkpoint."""
         return hashlib.sha256("\n".join(self.names).encode()).hexdigest()
 
     def positions_read(self) -> str:
-        """Which of `names` have been read, as bits of a hexadecimal number: short, for rank 0 hears it of all ranks."""
+        """The `names` that have been read, as bits of a hexadecimal number, to send them to rank 0 in few bytes."""
         return f"{sum(1 << number for number, name in enumerate(self.names) if name in self._read):x}"
 
     def names_not_in(self, positions: Sequence[str]) -> list[str]:
-        """The names that no rank has read."""
+        """The names that no rank has read, from the `positions_read` of all ranks."""
         read = 0
         for position in positions:
             read |= int(position, 16)
         return [name for number, name in enumerate(self.names) if not read >> number & 1]
 
     def read_object(self, key: str) -> Any:
-        """A sharded object: what one rank handed over.
+        """Reads a sharded object, the value that one rank saved under the key.
 
         Raises:
-            CheckpointMismatchError: there is none of that key.
-            CheckpointCorruptError: it cannot be read, or holds anything but data.
+            CheckpointMismatchError: the checkpoint has no such object.
+            CheckpointCorruptError: the object cannot be read, or holds anything but data.
         """
         folder = self._objects.get(key)
         if folder is None:
@@ -192,8 +196,8 @@ class TorchDistFiles:
         """Fills `wanted.memory`.
 
         Raises:
-            CheckpointMismatchError: the stored tensor is missing, of another shape or dtype.
-            CheckpointCorruptError: it cannot be read, or not all of it is there.
+            CheckpointMismatchError: the stored tensor is missing, or has another shape or dtype.
+            CheckpointCorruptError: the tensor cannot be read, or some elements are not stored.
         """
         folder, stored = self._stored(wanted)
         chunk = ChunkStorageMetadata(torch.Size(wanted.offset), wanted.memory.shape)
@@ -201,7 +205,7 @@ class TorchDistFiles:
         found, needed = sum(prod(item.lengths) for item in items), _overlap(wanted, tuple(stored.size))
         if found != needed:
             raise CheckpointCorruptError(
-                f"{folder.path}: tensor {wanted.key}: {_METADATA_FILE} says where {found} of {needed} elements are"
+                f"{folder.path}: tensor {wanted.key}: {_METADATA_FILE} lists only {found} of {needed} wanted elements"
             )
         for item in items:
             _read_item(folder, wanted.key, item, wanted.memory)
@@ -225,9 +229,9 @@ class TorchDistFiles:
 
 
 def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:
-    """Fills the part of the memory that one stored chunk has.
+    """Fills the part of the memory whose elements one stored chunk has.
 
-    Not by torch's `FileSystemReader.read_data` (2.13): it opens what a file holds with `torch.load`.
+    torch's `FileSystemReader.read_data` (2.13) is not used, because it opens the chunk with `torch.load`.
     """
     stored = folder.metadata.storage_data[item.storage_index]
     path = stored_file(folder.path, key, stored)
@@ -243,7 +247,7 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
     whole = folder.metadata.state_dict_metadata[key]
     if not isinstance(whole, TensorStorageMetadata) or prod(tensor.shape) > prod(whole.size):
         raise CheckpointCorruptError(
-            f"{path}: tensor {key}: a part of it has {list(tensor.shape)}, more than all of it"
+            f"{path}: tensor {key}: a stored part has shape {list(tensor.shape)}, more elements than the whole tensor"
         )
     data = bytearray(read_bytes(tensor))
     source = torch.frombuffer(data, dtype=tensor.dtype) if data else torch.empty(0, dtype=tensor.dtype)
@@ -281,11 +285,14 @@ def _read_object(folder: _Folder, key: str) -> bytes:
 
 def _check_plain_bytes(path: Path, key: str, stored: Any) -> None:
     if getattr(stored, "transform_descriptors", None):
-        raise UnsupportedError(f"{path}: {key}: is stored {stored.transform_descriptors}")
+        raise UnsupportedError(
+            f"{path}: {key}: is stored with {stored.transform_descriptors}: save it without compression or other "
+            "transforms"
+        )
 
 
 def _overlap(wanted: WantedPart, stored: tuple[int, ...]) -> int:
-    """How many elements of the box the stored tensor has."""
+    """The number of elements of the box that the stored tensor has."""
     ends = (
         min(offset + size, limit) - offset
         for offset, size, limit in zip(wanted.offset, wanted.memory.shape, stored, strict=True)
@@ -300,5 +307,6 @@ def _check_backend(file: Path) -> None:
         raise CheckpointCorruptError(f"{file}: cannot be read: {error}") from None
     if backend != "torch_dist":
         raise UnsupportedError(
-            f"{file}: the checkpoint was written by the backend {fields.shown(backend)}; torch_dist can be read"
+            f"{file}: the checkpoint was written by the backend {fields.shown(backend)}, but only torch_dist can be "
+            "read: save it again as torch_dist"
         )

@@ -1,9 +1,10 @@
-"""The model in a checkpoint of megatron's `dist_checkpointing` (torch_dist): its tensors by name, without a model.
+"""Reads the model's tensors from a torch_dist checkpoint (megatron's `dist_checkpointing`), without a live model.
 
-Keys are those that `sharded_state_dict` gives (megatron-core 0.16.1): layers that are alike share one, with an axis of
-layers in front (`TransformerBlock`), and so do experts (`SequentialMLP`, `TEGroupedLinear`); or each has its own
-(`non_homogeneous_layers`, `singleton_local_shards`), gate and up apart (`apply_swiglu_sharded_factory`). What a mixer
-computes in one go is always apart (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
+The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key whose
+tensor has an axis of layers in front (`TransformerBlock`), and so do experts (`SequentialMLP`, `TEGroupedLinear`).
+With `non_homogeneous_layers` or `singleton_local_shards` each layer or expert has its own key, and gate and up have
+separate keys (`apply_swiglu_sharded_factory`). The sections of a mixer's fused projection always have separate keys
+(`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
 """
 
 from __future__ import annotations
@@ -43,24 +44,25 @@ from mcore_ckpt.sharding.synonyms import synonyms
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _ALIKE_LAYERS = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
-# One behind the other, in this order: gate and up; those of a GatedDeltaNet (its convolution has the first three); of a
-# MambaMixer, z and the last four (its convolution has neither z nor dt).
+# The sections of a fused tensor, in their order in it. "w" and "v" are gate and up. "query" to "alpha" are those of a
+# GatedDeltaNet, whose convolution has only the first three. A MambaMixer has "z" and the last four; its convolution
+# has neither "z" nor "dt".
 _SECTIONS = ("w", "v", "query", "key", "value", "z", "beta", "alpha", "x", "B", "C", "dt")
 _SECTION = re.compile(
     r"(.*\.linear_fc1\.(?:weight|bias))_([wv])"
     rf"|(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_SECTIONS[2:])})"
 )
-# Layers, experts, or layers times experts.
+# A limit for the product of the layer and expert axes, against damaged metadata.
 _MOST_ALIKE = 1_000_000
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What a key stands for.
+    """The tensors that a key stands for.
 
     Attributes:
-        name: the tensors' global name, with `{layer}` and `{expert}` where the key has an axis of them.
-        section: which of `_SECTIONS` it is of the tensor; None: all of it.
+        name: the tensors' global name, with `{layer}` and `{expert}` if the key has an axis of layers or experts.
+        section: the section, of `_SECTIONS`, that the key stores of these tensors; None for the whole tensors.
     """
 
     name: str
@@ -73,10 +75,16 @@ class _Key:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """A stored part of a key's tensor.
+    """A stored chunk of a key's tensor.
 
-    `shape` is that of the whole tensor, in which the key's begins at row `first`. `stored`: where it is, by torch's
-    metadata.
+    Attributes:
+        folder: the folder of the chunk's file.
+        key: the key.
+        of: the tensors that the key stands for.
+        shape: the shape of the whole tensor.
+        first: the row of the whole tensor at which the key's section begins.
+        box: the chunk's offsets and sizes in the key's tensor.
+        stored: the place of the chunk's bytes, an entry of torch's `storage_data`.
     """
 
     folder: Path
@@ -89,22 +97,22 @@ class _Chunk:
 
 
 def open_torch_dist(path: Path) -> ShardReader:
-    """The global tensors of a checkpoint, under the names of megatron's local layer specs or transformer-engine's.
+    """Opens a checkpoint and names its global tensors as megatron's local or transformer-engine layer specs do.
 
     Args:
-        path: the folder that `dist_checkpointing.save` wrote, or a role's of verl with `dist_ckpt` in it.
+        path: the folder that `dist_checkpointing.save` wrote, or a role's folder of verl with `dist_ckpt` in it.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointCorruptError: its metadata is missing, damaged, or holds anything but data.
-        CheckpointMismatchError: it has a tensor under the names of two layer specs, and they differ.
-        UnsupportedError: written by another backend than torch_dist.
+        CheckpointNotFoundError: the folder has no torch_dist checkpoint.
+        CheckpointCorruptError: the metadata is missing, is damaged, or holds anything but data.
+        CheckpointMismatchError: a tensor is stored under the names of two layer specs, with different values.
+        UnsupportedError: another backend than torch_dist wrote the checkpoint.
     """
     infos: dict[str, TensorInfo] = {}
     chunks: dict[str, list[tuple[Shape, _Chunk]]] = {}
     folders = torch_dist_folders(path)
     if not folders:
-        raise CheckpointNotFoundError(f"{path}: is not a checkpoint of dist_checkpointing: there is no metadata.json")
+        raise CheckpointNotFoundError(f"{path}: is not a checkpoint of dist_checkpointing: it has no metadata.json")
     for folder in folders:
         metadata = read_metadata(folder)
         tensors = dict(_model_tensors(folder, metadata))
@@ -122,7 +130,7 @@ def open_torch_dist(path: Path) -> ShardReader:
 
 
 def _without_other_names(reader: ShardReader) -> ShardReader:
-    """A converter writes a norm under the names of all layer specs (`torch_dist_keys`): one of them is the model's."""
+    """Keeps one of several equal tensors: convert writes a norm under the name of each layer spec (`keys.py`)."""
     left_out: set[str] = set()
     for name in reader.names:
         for other in synonyms(name):
@@ -130,8 +138,8 @@ def _without_other_names(reader: ShardReader) -> ShardReader:
                 continue
             if not same_bytes(reader, name, other):
                 raise CheckpointMismatchError(
-                    f"{reader.place}: tensors {name} and {other} are one tensor by the names of two layer specs, and "
-                    "differ: which one was trained cannot be told"
+                    f"{reader.place}: tensors {name} and {other} are one tensor under the names of two layer specs, "
+                    "but they differ, so it is unknown which one was trained: save the checkpoint again"
                 )
             left_out.add(other)
     return reader.without(sorted(left_out))
@@ -157,16 +165,16 @@ def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tupl
             continue
         of, size = _key(key), tuple(stored.size)
         if len(size) < len(of.axes) or (of.section is not None and len(size) == len(of.axes)):
-            raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without axes of {of.axes}")
+            raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without the axes {of.axes}")
         if prod(size[: len(of.axes)]) > _MOST_ALIKE:
             raise CheckpointCorruptError(
-                f"{folder}: tensor {key}: has shape {list(size)}: more {of.axes} than any model"
+                f"{folder}: tensor {key}: has shape {list(size)}, which is no model's: {of.axes} over {_MOST_ALIKE}"
             )
         yield key, (of, stored)
 
 
 def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> dict[str, dict[str, int]]:
-    """By the name in `_Key`."""
+    """The number of rows of each section, by the name in `_Key`."""
     rows: dict[str, dict[str, int]] = {}
     for of, stored in tensors:
         if of.section is not None:
@@ -175,7 +183,7 @@ def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> 
 
 
 def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tuple[Shape, int]:
-    """The shape of the whole tensor, and the row of it with which a key's tensor of this size begins."""
+    """The shape of the whole tensor, and the row of it at which a key's tensor of this size begins."""
     shape = size[len(of.axes) :]
     if of.section is None:
         return shape, 0
@@ -192,7 +200,7 @@ def _infos(of: _Key, stored: TensorStorageMetadata, shape: Shape) -> dict[str, T
 def _name(of: _Key, index: Sequence[int]) -> str:
     name = of.name
     for axis, number in zip(of.axes, index, strict=True):
-        # Not `format`: a key may have braces of its own.
+        # Not str.format, because a key may contain other braces.
         name = name.replace(f"{{{axis}}}", str(number))
     return name
 
@@ -201,7 +209,7 @@ def _name(of: _Key, index: Sequence[int]) -> str:
 
 
 def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
-    """The tensors that a stored part has something of, and their places in it along the axes in front."""
+    """Yields the names of the tensors that a chunk has elements of, with their indices along the front axes."""
     box, count = chunk.box, len(chunk.of.axes)
     for index in product(*(range(length) for length in box.sizes[:count])):
         at = tuple(start + place for start, place in zip(box.offsets[:count], index, strict=True))
@@ -209,7 +217,7 @@ def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
 
 
 class _Opened:
-    """Finds where in a file a part's bytes are when they are first asked for: it takes a look into each part."""
+    """Finds the bytes of chunks on first use, because each chunk's file must be opened for that."""
 
     def __init__(self, chunks: Mapping[str, Sequence[tuple[Shape, _Chunk]]]) -> None:
         self._chunks = chunks
@@ -227,7 +235,10 @@ def _shard(name: str, index: Shape, chunk: _Chunk) -> StoredShard:
     region = _region(chunk)
     tensor = _open(chunk)
     if not tensor.is_dense:
-        raise UnsupportedError(f"{tensor.path}: tensor {chunk.key}: is stored with strides {tensor.stride}")
+        raise UnsupportedError(
+            f"{tensor.path}: tensor {chunk.key}: is stored with strides {tensor.stride}, not row by row: make it "
+            "contiguous and save it again"
+        )
     place = 0
     for at, length in zip(index, chunk.box.sizes, strict=False):
         place = place * length + at
@@ -254,7 +265,10 @@ def _region(chunk: _Chunk) -> Region:
 def _open(chunk: _Chunk) -> PtTensor:
     path = stored_file(chunk.folder, chunk.key, chunk.stored)
     if getattr(chunk.stored, "transform_descriptors", None):
-        raise UnsupportedError(f"{path}: tensor {chunk.key}: is stored {chunk.stored.transform_descriptors}")
+        raise UnsupportedError(
+            f"{path}: tensor {chunk.key}: is stored with {chunk.stored.transform_descriptors}: save it without "
+            "compression or other transforms"
+        )
     tensor = read_pt(path, chunk.stored.offset, chunk.stored.length)
     if not isinstance(tensor, PtTensor) or prod(tensor.shape) != prod(chunk.box.sizes):
         raise CheckpointCorruptError(

@@ -1,4 +1,4 @@
-"""The model in per-rank folders of verl up to 0.4: what each rank called its tensors, put together without a model."""
+"""Reads the model from the per-rank folders of verl up to 0.4: maps each rank's names to global tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
 _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _FC1 = re.compile(r"(.*)linear_fc1\.(?:weight|bias)(\d*)")
-# On the last pipeline rank alone, with or without virtual stages (`TransformerBlock`, megatron-core 0.16.1).
+# Only the last pipeline rank has this norm, with or without virtual stages (`TransformerBlock`, megatron-core 0.16.1).
 _FINAL_NORM = "decoder.final_layernorm.weight"
 
 Chunk = Mapping[str, PtTensor]
@@ -33,7 +33,7 @@ _NO_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 class _Ranks(NamedTuple):
-    """The numbers in the name of a folder."""
+    """The ranks in a folder's name."""
 
     tp: int
     pp: int
@@ -42,7 +42,7 @@ class _Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor as one rank has it. `sections`: as in `Cut`."""
+    """A tensor as one rank has it, with its sections as in `Cut`."""
 
     tensor: PtTensor
     sections: tuple[int, ...]
@@ -55,21 +55,22 @@ class _Held:
 def open_verl_ranks(
     folder: Path, expected: Mapping[str, Shape], sections: Mapping[str, tuple[int, ...]] = _NO_SECTIONS
 ) -> ShardReader:
-    """The global tensors of `model/mp_rank_*/model.pt`, under the names of the layer spec they were saved with.
+    """Opens `model/mp_rank_*/model.pt` and names the global tensors by the layer spec that they were saved with.
 
-    Layers are numbered from 0 in each file: their numbers follow from how many each virtual stage has. Experts are
-    numbered from 0 on each expert-parallel rank.
+    Each file numbers its layers from 0; the global numbers follow from the number of layers of each virtual stage.
+    Each expert-parallel rank numbers its experts from 0.
 
     Args:
-        folder: the role's.
+        folder: the role's folder.
         expected: the global shapes of the model's tensors, by any of their names, without padding of the vocabulary.
-            They say what names do not: whether a tensor is cut at all (experts with a tensor-parallel size of their
-            own, the down-projections of latent attention).
-        sections: as in `Cut`, of tensors that have any, but for gate and up: these are told by their shapes.
+            They tell which tensors are cut, which the names do not tell for experts with their own tensor-parallel
+            size and for the down-projections of latent attention.
+        sections: the sections, as in `Cut`, of tensors that have any. Gate and up need none, because their shapes
+            tell.
 
     Raises:
         CheckpointNotFoundError: there are no such folders.
-        CheckpointCorruptError: a file is missing or damaged, or the ranks' files are not of one checkpoint.
+        CheckpointCorruptError: a file is missing or damaged, or the files belong to different checkpoints.
         CheckpointMismatchError: a tensor cannot be a part of the expected one, or the folders' names are ambiguous.
     """
     chunks = _read_all(folder)
@@ -91,7 +92,7 @@ def _without_copied_head(
     infos: Mapping[str, TensorInfo],
     expected: Mapping[str, Shape],
 ) -> ShardReader:
-    """The last of several pipeline ranks keeps a copy of a tied embedding, as its output layer."""
+    """Leaves out the copy of a tied embedding, which the last of several pipeline ranks has as its output layer."""
     if (
         MCORE_HEAD not in infos
         or MCORE_HEAD in expected
@@ -101,8 +102,8 @@ def _without_copied_head(
         return reader
     if not same_bytes(reader, MCORE_HEAD, MCORE_EMBEDDING):
         raise CheckpointMismatchError(
-            f"{reader.place}: config.json says that the embeddings are tied (tie_word_embeddings), but {MCORE_HEAD} is "
-            f"another tensor than {MCORE_EMBEDDING}: set tie_word_embeddings to false in config.json"
+            f"{reader.place}: config.json says that the embeddings are tied (tie_word_embeddings), but {MCORE_HEAD} "
+            f"differs from {MCORE_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
     return reader.without([MCORE_HEAD])
 
@@ -111,7 +112,7 @@ def _without_copied_head(
 
 
 def _read_all(folder: Path) -> dict[_Ranks, list[Chunk]]:
-    """Each rank's virtual chunks."""
+    """Reads each rank's virtual chunks."""
     dirs = rank_dirs(folder)
     if not dirs:
         raise CheckpointNotFoundError(f"{folder}: has no model/mp_rank_*/model.pt: not a per-rank checkpoint of verl")
@@ -129,9 +130,10 @@ def _ranks(numbers: tuple[int, ...], is_pipeline: bool) -> _Ranks:
 
 
 def _second_is_pipeline(folder: Path, dirs: Mapping[str, tuple[int, ...]], read: Mapping[str, Sequence[Chunk]]) -> bool:
-    """megatron leaves the pipeline rank out if there is one, and the expert rank: `mp_rank_00_001` may be either's.
+    """True if the second number of `mp_rank_00_001` is a pipeline rank, False if it is an expert rank.
 
-    Every expert-parallel rank has all that is not an expert, the last layer's norm among it; of pipeline ranks one.
+    megatron omits the pipeline rank, or the expert rank, from the name if its size is 1. Every expert-parallel rank
+    has the final norm, but only one pipeline rank has it.
     """
     having = [name for name in dirs if any(_FINAL_NORM in chunk for chunk in read[name])]
     seconds, with_norm = {dirs[name][1] for name in dirs}, {dirs[name][1] for name in having}
@@ -159,9 +161,9 @@ def _chunks(folder: Path) -> list[Chunk]:
 def _chunk(where: str, saved: Any) -> Chunk:
     if not isinstance(saved, Mapping):
         raise CheckpointCorruptError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
-    # Wrappers that hand on their state dict unchanged (DDP, Float16Module) did not always do so.
+    # Older versions of DDP and Float16Module added their prefix to the state dict of the module that they wrap.
     bare = {re.sub(r"^(?:module\.)+", "", str(name)): value for name, value in saved.items()}
-    # transformer-engine's _extra_state is of use with FP8 only.
+    # Only FP8 needs transformer-engine's _extra_state.
     stored = {name: value for name, value in bare.items() if not name.endswith("_extra_state") and value is not None}
     for name, value in stored.items():
         if not isinstance(value, PtTensor):
@@ -170,7 +172,10 @@ def _chunk(where: str, saved: Any) -> Chunk:
 
 
 def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
-    """The tensor-parallel size. Every rank must be there, though not every expert rank beside every tensor rank."""
+    """Returns the tensor-parallel size, and refuses a checkpoint without the folder of some rank.
+
+    Not every pair of an expert-parallel and a tensor-parallel rank must exist.
+    """
     tp, pp, ep = (max(numbers) + 1 for numbers in zip(*ranks, strict=True))
     dense = {(rank.tp, rank.pp) for rank in ranks}
     experts = {(rank.pp, rank.ep) for rank in ranks}
@@ -181,8 +186,8 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
         missing = [f"a rank of pp={p} ep={e}" for (p, e), n in sorted(counts.items()) if n < max(counts.values())]
     if missing:
         raise CheckpointCorruptError(
-            f"{folder / 'model'}: missing is the folder of {'; '.join(missing[:4])}, of tp={tp}, pp={pp}, ep={ep}: was "
-            "it saved to another node's disk?"
+            f"{folder / 'model'}: the folder of {'; '.join(missing[:4])} is missing (tp={tp}, pp={pp}, ep={ep}): if it "
+            "is on another node's disk, copy it here"
         )
     return tp
 
@@ -191,7 +196,7 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
 
 
 def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> dict[str, dict[_Ranks, _Held]]:
-    """Which ranks have a tensor: all that have an expert, of the others one of each tensor-parallel rank."""
+    """Groups the ranks' tensors by global name: all ranks of an expert; of others, one per tensor-parallel rank."""
     found: dict[str, dict[_Ranks, _Held]] = {}
     for ranks, number, chunk, names in _named_chunks(folder, chunks):
         for local, tensor in chunk.items():
@@ -200,7 +205,7 @@ def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> d
             except KeyError as error:
                 raise CheckpointCorruptError(f"{tensor.path}: chunk {number}: {error.args[0]}") from None
             holders = found.setdefault(name, {})
-            # A tied embedding, or one that multi-token prediction brings, is on two pipeline ranks.
+            # Two pipeline ranks have a tied embedding, or the embedding that multi-token prediction uses.
             if expert_of(name) or all(other.tp != ranks.tp for other in holders):
                 holders[ranks] = _Held(tensor, _sections(local, chunk))
     return found
@@ -211,17 +216,20 @@ def _named_chunks(
 ) -> Iterator[tuple[_Ranks, int, Chunk, ChunkNames]]:
     vpp = {len(of_rank) for of_rank in chunks.values()}
     if len(vpp) > 1:
-        raise CheckpointCorruptError(f"{folder / 'model'}: its files have {sorted(vpp)} virtual chunks, not the same")
+        raise CheckpointCorruptError(
+            f"{folder / 'model'}: its files have different numbers of virtual chunks ({sorted(vpp)}): are they files "
+            "of different checkpoints?"
+        )
     first = 0
-    # Layers go through all pipeline ranks before they come to the first one's next virtual stage.
+    # Layer numbers go through all pipeline ranks before they reach the first rank's next virtual stage.
     for number in range(vpp.pop()):
         for stage in sorted({ranks.pp for ranks in chunks}):
             of_stage = {ranks: of_rank[number] for ranks, of_rank in chunks.items() if ranks.pp == stage}
             counts = {ranks: _layers(chunk) for ranks, chunk in of_stage.items()}
             if len(set(counts.values())) > 1:
                 raise CheckpointCorruptError(
-                    f"{folder / 'model'}: pipeline rank {stage}, chunk {number}: its files have {set(counts.values())} "
-                    "layers, not the same: files of different checkpoints?"
+                    f"{folder / 'model'}: pipeline rank {stage}, chunk {number}: its files have different numbers of "
+                    f"layers ({set(counts.values())}): are they files of different checkpoints?"
                 )
             layers = next(iter(counts.values()))
             numbers = tuple(LayerNumber("decoder.layers", local, first + local) for local in range(layers))
@@ -247,7 +255,7 @@ def _experts(chunk: Chunk, ep: int) -> Iterator[ExpertNumbers]:
 
 
 def _sections(name: str, chunk: Chunk) -> tuple[int, ...]:
-    """Gate and up are two, one behind the other: twice as many rows as the next layer has columns."""
+    """The sections of a tensor: two for fused gate and up, which has twice as many rows as `linear_fc2` has columns."""
     match = _FC1.fullmatch(name)
     behind = None if match is None else chunk.get(f"{match[1]}linear_fc2.weight{match[2]}")
     if behind is None or len(behind.shape) != 2:
@@ -264,16 +272,18 @@ def _put_together(
         if other.looks != first.looks:
             raise CheckpointCorruptError(
                 f"{other.tensor.path}: tensor {name}: has {list(other.tensor.shape)} {other.tensor.dtype}, "
-                f"{first.tensor.path} has {list(first.tensor.shape)} {first.tensor.dtype}: files of different "
+                f"{first.tensor.path} has {list(first.tensor.shape)} {first.tensor.dtype}: are they files of different "
                 "checkpoints?"
             )
-    # Experts may be cut into fewer parts than the rest, which then are on as many ranks.
+    # Experts may be cut into fewer parts than other tensors; as many ranks then have them.
     size = len(held) if expert_of(name) else tp
     cut, shape = _cut(name, first, size, wanted)
     if cut.axis is None:
         held = held[:1]
     if cut.axis is not None and len(held) != size:
-        raise CheckpointCorruptError(f"{first.tensor.path}: tensor {name}: is in {len(held)} of {size} ranks' files")
+        raise CheckpointCorruptError(
+            f"{first.tensor.path}: tensor {name}: is in the files of only {len(held)} of {size} ranks"
+        )
     shards = tuple(stored_shard(name, part.tensor, cut.region(shape, rank, size)) for rank, part in enumerate(held))
     return TensorInfo(first.tensor.dtype, shape), shards
 
@@ -284,8 +294,8 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
         return Cut(None), local
     if size > 1 and len(held.sections) == 1 and has_sections(name):
         raise CheckpointMismatchError(
-            f"{held.tensor.path}: tensor {name}: {list(local)} of one of {size} ranks are several tensors, each cut by "
-            "itself, and the table of this architecture does not say how long each is (Row.sections)"
+            f"{held.tensor.path}: tensor {name}: {list(local)} on one of {size} ranks has several sections, each cut "
+            "by itself, and the table of this architecture does not give their lengths: add Row.sections"
         )
     axes = [axis for axis in dict.fromkeys((*axes_of(name), None)) if axis is None or axis < len(local)]
     possible = [(Cut(axis, held.sections if axis is not None else (1,)), _whole(local, axis, size)) for axis in axes]
@@ -297,17 +307,16 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
     for cut, shape in possible:
         if has_vocabulary_rows(name) and shape[0] > wanted[0] and shape[1:] == wanted[1:]:
             return cut, shape
-    # A rank's file has its tensor-parallel rank in its name: of experts that are cut further, one part wrote over the
-    # others.
-    lost = ", or were experts cut into more parts than the rest, of which verl kept one" if expert_of(name) else ""
+    # verl named the files by tensor-parallel rank, so if experts were cut into more parts, one overwrote the others.
+    lost = "; if experts were cut into more parts than other tensors, verl kept only one" if expert_of(name) else ""
     raise CheckpointMismatchError(
         f"{held.tensor.path}: tensor {name}: has {list(local)} on one of {size} ranks, which is no part of "
-        f"{list(wanted)}: is it config.json of this model{lost}?"
+        f"{list(wanted)}: use the config.json of this model{lost}"
     )
 
 
 def _is_value_head(name: str, shape: Shape) -> bool:
-    """Every tensor-parallel rank has all of it, and the output layer's name, of which config.json need not know."""
+    """True for a value head, which has the output layer's name and is not cut; config.json need not mention it."""
     return name == MCORE_HEAD and shape[:1] == (1,)
 
 
