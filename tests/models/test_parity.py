@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_models import NAMES, architecture_of
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parent.parent
+REPOSITORY = Path(__file__).parents[2]
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -20,7 +19,7 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3")
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("parity")
     done = subprocess.run(
-        [sys.executable, str(HERE / "parity.py"), str(folder), *NAMES],
+        [sys.executable, str(REPOSITORY / "tests" / "support" / "parity.py"), str(folder), *NAMES],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -21,8 +21,7 @@ from mcore_ckpt.formats.huggingface.assets import save_assets, write_config
 from mcore_ckpt.models import model_from_config
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parent.parent
+REPOSITORY = Path(__file__).parents[2]
 # Installed beside the environment, which has transformers 5.
 TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".venv" / "transformers4"))
 
@@ -73,7 +72,7 @@ def load_with(version: str, paths: list[Path]) -> list[Found]:
     path = [str(TRANSFORMERS_4)] if version == "4" else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, str(HERE / "load_with_transformers.py"), *map(str, paths)],
+        [sys.executable, str(REPOSITORY / "tests" / "support" / "load_with_transformers.py"), *map(str, paths)],
         env=environment,
         capture_output=True,
         text=True,

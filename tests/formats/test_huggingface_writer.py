@@ -17,6 +17,7 @@ from mcore_checkpoints import (
     pad_vocabulary,
     weights,
 )
+from mcore_ckpt.formats.native.source import CheckpointSource
 from tiny_models import NAMES, make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
@@ -27,7 +28,6 @@ from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import read_file
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.formats.native.source import CheckpointSource
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.sharding.placement import share_of

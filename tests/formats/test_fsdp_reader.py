@@ -32,7 +32,7 @@ from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.sharding.regions import Region
 
 WORLD = 4
-SCRIPT = Path(__file__).with_name("fsdp_training.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "fsdp_training.py"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from mcore_ckpt.steps import listing as steps
 WORLD = 2
 TIMEOUT_S = 30.0
 
-# A checkpoint of two ranks (tests/storage/checkpoints.py) is 2.5 MiB: one fits, a second does not.
+# A checkpoint of two ranks (tests/support/checkpoints.py) is 2.5 MiB: one fits, a second does not.
 SMALL_DISK = "size=4m"
 TWICE_THE_SPACE = "size=8m"
 

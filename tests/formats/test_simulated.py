@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mcore_ckpt.formats.native.catalog import Catalog
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.formats.locate import Sources, Wanted
-from mcore_ckpt.formats.native.catalog import Catalog
 from mcore_ckpt.sharding.plan import ShardKey
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

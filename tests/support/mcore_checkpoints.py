@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 from global_tensors import to_mcore
+from small_model import make, resharded
 
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
-
-sys.path.append(str(Path(__file__).parents[1] / "resharding"))
-from small_model import make, resharded
 
 PADDING = 5
 """Rows behind the vocabulary, and what they hold: it must not get into any file."""

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import ROLE
+from mcore_ckpt.formats.native.catalog import Catalog
 from sparse import shard, write
 
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.native.catalog import Catalog
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Region
