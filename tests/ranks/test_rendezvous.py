@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_agreement import LONG_S, SHORT_S, messages, together
+from test_rounds import LONG_S, SHORT_S, messages, together
 
 from mcore_ckpt.errors import AgreementError
 from mcore_ckpt.ranks.rendezvous import rendezvous_at
