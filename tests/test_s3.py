@@ -13,7 +13,7 @@ PACKAGES = Path(os.environ.get("MCORE_CKPT_REMOTE", REPOSITORY / ".venv" / "remo
 
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason=f"no s3fs in {PACKAGES}")
 def test_s3() -> None:
-    path = [PACKAGES, REPOSITORY, REPOSITORY / "tests" / "storage", os.environ.get("PYTHONPATH", "")]
+    path = [PACKAGES, REPOSITORY, os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/s3", "-q", "-p", "no:cacheprovider"],
         cwd=REPOSITORY,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "storage")]
+sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
 
 from crash_worker import LOCALHOST, Watch, WatchedStore  # noqa: E402
 from snapshot import Snapshot, snapshot  # noqa: E402

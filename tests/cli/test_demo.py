@@ -69,7 +69,7 @@ def assert_loads_with_transformers_4(folder: Path) -> None:
     if not TRANSFORMERS_4.is_dir():
         return
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests" / "hf" / "load_with_transformers.py"), str(folder)],
+        [sys.executable, str(REPOSITORY / "tests" / "support" / "load_with_transformers.py"), str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TRANSFORMERS_4), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,

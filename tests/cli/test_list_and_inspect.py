@@ -1,18 +1,15 @@
 """`mcore-ckpt list` and `mcore-ckpt inspect` as they are typed."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import ROLE, SHAPES, make
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.steps.pins import pin
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
-from checkpoints import ROLE, SHAPES, make
 
 BOTH = ("actor", "critic")
 

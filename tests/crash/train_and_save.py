@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "storage")]
+sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
 
 from crash_worker import Watch  # noqa: E402
 from training import Layout, Training, build, parallel, train  # noqa: E402

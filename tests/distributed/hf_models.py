@@ -25,9 +25,9 @@ from mcore_ckpt.models.registry import model_from_config as read_hf_model
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import synonyms
-from mcore_ckpt.state.model import model_from_config, unwrap
+from mcore_ckpt.state.model import model_shards, unwrap
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "hf"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from global_tensors import to_mcore
 from parity import ValueHead, latent_attention, make_linear
 
@@ -172,7 +172,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_holds(chunks: Sequence[torch.nn.Module], wanted: dict[str, torch.Tensor]) -> None:
     """Every tensor of this rank is its part of the global one, bit for bit; what pads the vocabulary is zero."""
-    for shard in model_from_config(chunks):
+    for shard in model_shards(chunks):
         if shard.key.kind != MODEL:
             continue
         name = next(name for name in synonyms(shard.key.name) if name in wanted)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "storage"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from checkpoints import SMALL_KNOBS, checkpoints, remains, save_together
 

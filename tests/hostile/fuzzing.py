@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "storage"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from checkpoints import ROLE, make, tensors
 from mcore_ckpt.formats.native.catalog import Catalog
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "integrations" / "roll_stand_in"), str(TESTS / "distributed"), str(TESTS / "storage")]
+sys.path[:0] = [str(TESTS / "integrations" / "roll_stand_in"), str(TESTS / "distributed"), str(TESTS / "support")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
-TINY_MODELS = str(REPOSITORY / "tests" / "hf")
+TINY_MODELS = str(REPOSITORY / "tests" / "support")
 TRANSFORMER_ENGINE = Path(os.environ.get("MCORE_CKPT_TE", REPOSITORY / ".venv" / "te"))
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 TESTS = Path(__file__).parents[2]
-sys.path[:0] = [str(TESTS / "integrations" / "areal"), str(TESTS / "distributed"), str(TESTS / "storage")]
+sys.path[:0] = [str(TESTS / "integrations" / "areal"), str(TESTS / "distributed"), str(TESTS / "support")]
 
 import torch  # noqa: E402
 from areal_on_cpu import import_areal  # noqa: E402

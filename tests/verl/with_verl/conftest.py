@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(TESTS / folder) for folder in ("verl", "distributed", "hf")]
+sys.path[:0] = [str(TESTS / folder) for folder in ("verl", "distributed", "support")]
 
 import absent  # noqa: E402
 

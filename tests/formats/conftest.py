@@ -1,0 +1,25 @@
+"""Fixtures for the tests of formats."""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_fixtures import small_knobs
+
+from mcore_ckpt.checkpoint.manifest import FileRecord
+from mcore_ckpt.formats.native import folder
+
+__all__ = ["opened", "small_knobs"]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of the files whose indexes a catalog reads, in order."""
+    paths: list[str] = []
+    read = folder.read_index
+
+    def noting(role_dir: Path, record: FileRecord) -> object:
+        paths.append(record.path)
+        return read(role_dir, record)
+
+    monkeypatch.setattr(folder, "read_index", noting)
+    return paths

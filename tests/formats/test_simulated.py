@@ -1,0 +1,46 @@
+"""The checkpoints that the plan's benchmark makes up are whole, and another layout finds its parts in them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcore_ckpt.formats.native.catalog import Catalog
+
+from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.sharding.plan import ShardKey
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import simulated as module
+
+    # Several buckets, of which some have several parameters.
+    monkeypatch.setattr(module, "BUCKET_ELEMENTS", 3000)
+    return module
+
+
+def test_every_part_of_another_layout_is_there_once(tmp_path: Path, simulated: Any) -> None:
+    model, wanted = simulated.Model(3, 16, 96), simulated.Layout(4, 1, 2)
+    simulated.write_checkpoint(tmp_path, model, simulated.Layout(2, 3, 3))
+    manifest = read_manifest(tmp_path)
+    assert len(manifest.files) == 2 * 3 * 3 + 2 * 3
+    assert len(manifest.tensors) == 3 * 6 + 3
+    catalog = Catalog(tmp_path, manifest)
+    seen = {"model": 0, "exp_avg": 0}
+    for at in wanted.ranks():
+        sources = Sources(catalog, wanted.topology, at, None)
+        model_parts = wanted.model_parts(model, at)
+        for kind, parts in (("model", model_parts), ("exp_avg", wanted.optimizer_parts(model_parts, at.dp))):
+            for part in parts:
+                source = sources.find(Wanted(ShardKey(part.name, kind), part.region, False, ""))
+                assert source is not None
+                assert sum(read.rows.numel for read in source.reads) == part.region.numel
+                seen[kind] += part.region.numel
+    norms = 3 * 2 * 16 + 16
+    elements = 3 * (1 + 1.5 + 6 + 3) * 16 * 16 + 2 * 96 * 16
+    # Of each of two data-parallel ranks the whole model, of both together the optimizer.
+    assert seen == {"model": 2 * (elements + 4 * norms), "exp_avg": elements + 4 * norms}
