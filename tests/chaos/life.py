@@ -30,9 +30,9 @@ from crash_worker import LOCALHOST, Watch, WatchedStore  # noqa: E402
 from snapshot import Snapshot, snapshot  # noqa: E402
 from training import Layout, build, parallel, train  # noqa: E402
 
-from mcore_ckpt import CheckpointConfig, CheckpointManager
-from mcore_ckpt.io import tuning
-from mcore_ckpt.save import save as saving
+from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
+from mcore_ckpt.io import tuning  # noqa: E402
+from mcore_ckpt.save import save as saving  # noqa: E402
 from mcore_ckpt.steps import commit  # noqa: E402
 
 WORLD = 2
@@ -157,7 +157,7 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)
-            for seat in (manager._session.agreement, manager._session.commits):
+            for seat in (manager._trainer.agreement, manager._context.commits):
                 seat._store = WatchedStore(seat._store, watch)
         with ledger(life.folder, rank).open("a", buffering=1) as book:
             step = _load(manager, watch, report, book, training)

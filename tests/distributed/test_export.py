@@ -26,7 +26,7 @@ from mcore_ckpt.models import (
     HfTensor,
     hf_tensors,
     known_architectures,
-    model_shards,
+    model_from_config,
     register_architecture,
 )
 from mcore_ckpt.state.model import gather_parameters
@@ -105,7 +105,7 @@ def assert_exported(folder: Path, training: Training, state: GlobalState) -> Non
 
 
 def described(layout: Layout) -> HfModel:
-    return model_shards(json.loads(hf_config(layout).to_json_string(use_diff=False)))
+    return model_from_config(json.loads(hf_config(layout).to_json_string(use_diff=False)))
 
 
 @pytest.fixture

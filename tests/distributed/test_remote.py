@@ -16,6 +16,7 @@ from test_fallback import SHARD, flip_a_bit
 from training import Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointNotFoundError, RemoteError
+from mcore_ckpt.io import retries
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -109,7 +110,7 @@ def test_a_store_out_of_reach_is_no_reason_to_start_anew(shared_path: Path, monk
         def unreachable(*args: object, **kwargs: object) -> None:
             raise OSError("no route to host")
 
-        monkeypatch.setattr(manager._session.remote.fs, "ls", unreachable)
+        monkeypatch.setattr(manager._remote.fs, "ls", unreachable)
         for message in raised_everywhere(RemoteError, failure_of(manager.load)):
             assert "no route to host" in message
         train(training, 0, 1)

@@ -30,7 +30,7 @@ from training import Layout, Training, build, parallel, train  # noqa: E402
 
 from mcore_ckpt.integrations import roll as integration  # noqa: E402
 from mcore_ckpt.integrations.roll import unit  # noqa: E402
-from mcore_ckpt.steps import trainer_lock
+from mcore_ckpt.steps import trainer_lock  # noqa: E402
 
 ROLES = ("actor_train", "critic")
 SAVE_STEPS, MAX_STEPS = 2, 5
