@@ -28,26 +28,26 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def torchrun(world: int, *arguments: object) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+def move(folder: Path, stops: list[tuple[dict[str, Any], str, str, str]]) -> None:
+    """The stops of one journey (tests/distributed/move.py), each on ranks of its own."""
     done = subprocess.run(
-        [*command, "tests/distributed/move.py", *map(str, arguments)],
+        [sys.executable, "tests/distributed/move.py", str(folder), json.dumps(stops)],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0, f"{world} ranks, {arguments[1:4]}:\n{done.stdout}"
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_training_moves_between_worlds(name: str, tmp_path: Path) -> None:
     first, *others = CHAINS[name]
-    torchrun(first["world"], tmp_path, "train", "-", "0", json.dumps(first))
+    stops = [(first, "train", "-", "0")]
     for number, layout in enumerate([*others, first]):
-        what = "resume" if layout is first else "load"
-        torchrun(layout["world"], tmp_path, what, number, number + 1, json.dumps(layout))
+        stops.append((layout, "resume" if layout is first else "load", str(number), str(number + 1)))
+    move(tmp_path, stops)
     begun, ended = (tensor_files(tmp_path / stop / "global_steps_2" / "actor") for stop in ("0", str(len(others) + 1)))
     assert begun.keys() == ended.keys()
     assert [path for path in begun if begun[path] != ended[path]] == []
