@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import pytest
 
-# The marks that the other pytest selects tests by.
-MARKS = ("full", "quick")
+# The marks by which the other pytest selects tests.
+MARKS = ("full",)
 
 
 class RankServer:
@@ -181,7 +181,16 @@ def _outcome(reports: list[pytest.TestReport]) -> dict[str, str]:
 def main() -> None:
     replies, folder, *paths = sys.argv[1:]
     # Output is captured in memory, of which each rank has its own; files would be shared.
-    options = ("--capture=sys", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "tmp_path_retention_policy=failed")
+    options = (
+        "--full",
+        "--capture=sys",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-o",
+        "tmp_path_retention_policy=failed",
+    )
     with os.fdopen(int(replies), "w") as file:
         # pytest puts another object in the place of sys.stdin.
         pytest.main([*options, *paths], plugins=[RankServer(sys.stdin, file, Path(folder))])
