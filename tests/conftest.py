@@ -4,11 +4,17 @@
 one process that take no more than a moment, for the loop while one writes.
 """
 
-from collections.abc import Iterable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+REPOSITORY = Path(__file__).parent.parent
 
 # By default an example may take 200 ms, and making the examples some seconds, which a busy machine does not keep to.
 hypothesis.settings.register_profile(
@@ -98,3 +104,48 @@ def _group(item: pytest.Item) -> str:
     if _world(item):
         return f"{item.path.stem}, {_world(item)} ranks"
     return str(item.path.relative_to(item.config.rootpath))
+
+
+@pytest.fixture
+def run_python(record_property: Callable[[str, object], None]) -> Callable[..., str]:
+    """Runs Python in a process of its own, and returns its output. It fails the test if the process fails.
+
+    `run_python("tests/x.py", folder, path=[package])`: `path` goes in front of PYTHONPATH. The durations of tests that
+    a pytest reports there are in the summary of this pytest, too.
+    """
+
+    def run(*command: object, path: Iterable[object] = ()) -> str:
+        folders = [*path, REPOSITORY, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # The processes share two cores, and may not share a GPU.
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY,
+            env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+        _, title, durations = done.stdout.partition("slowest durations")
+        if title:
+            record_property("durations", durations.partition("\n")[2])
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def inner_pytest(request: pytest.FixtureRequest) -> list[str]:
+    """The arguments of Python that start a pytest in another process, for the same tier as this one."""
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "tmp_path_retention_policy=failed"]
+    full = ["--full"] if request.config.getoption("full") else []
+    return ["-m", "pytest", *options, "--durations=0", "--durations-min=0.5", *full]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "durations":
+                terminalreporter.section(f"durations in {report.nodeid}")
+                terminalreporter.write(text)

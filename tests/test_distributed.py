@@ -1,24 +1,10 @@
-"""Launches a test of tests/distributed by torchrun: without it, all of them run on forked ranks."""
+"""Launches a file of tests/distributed by torchrun: without it, all of them run on forked ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-REPOSITORY = Path(__file__).parent.parent
+from collections.abc import Callable
 
 
-def test_a_test_of_several_ranks_runs_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        # The ranks share one cache folder.
-        [*command, "-m", "pytest", "tests/distributed/test_paths.py", "-q", "-p", "no:cacheprovider"],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
+def test_tests_of_several_ranks_run_under_torchrun(run_python: Callable[..., str], inner_pytest: list[str]) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    output = run_python(*torchrun, *inner_pytest, "tests/distributed/test_paths.py")
     # Rank 0 reports for both.
-    assert done.stdout.count(" passed") == 1, done.stdout
+    assert output.count(" passed") == 1, output

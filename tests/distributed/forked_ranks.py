@@ -4,6 +4,7 @@ A forked rank is as new as a process of torchrun as long as its parent has done 
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -29,6 +30,12 @@ def start(
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         return tuple(_fork(rank, world, work, server, log, timeout) for rank in range(world))
+
+
+def die_with_parent() -> None:
+    """Has this process killed when its parent has died, so that ranks of a test run that was stopped do not stay."""
+    set_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def run(world: int, work: Callable[[int], None], log: Path | IO[str]) -> list[int]:
@@ -72,6 +79,7 @@ def _fork(
     code = 1
     try:
         os.setpgid(0, 0)
+        die_with_parent()
         _print_to(log)
         _join(rank, world, server, timeout)
         work(rank)

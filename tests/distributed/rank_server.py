@@ -179,6 +179,9 @@ def _outcome(reports: list[pytest.TestReport]) -> dict[str, str]:
 
 
 def main() -> None:
+    from forked_ranks import die_with_parent
+
+    die_with_parent()
     replies, folder, *paths = sys.argv[1:]
     # Output is captured in memory, of which each rank has its own; files would be shared.
     options = (

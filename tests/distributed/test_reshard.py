@@ -22,8 +22,10 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.state.optimizer import optimizer_parts
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
-SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 16, "dropout": 0.0, "num_layers": 8}
+SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0, "num_layers": 8}
 DENSE: dict[str, Any] = SAME
+# Four stages that interleave need four micro-batches on each of two replicas.
+DENSE_8: dict[str, Any] = SAME | {"global_batch": 16}
 MOE: dict[str, Any] = SAME | {"experts": 4, "expert_bias": True, "num_layers": 4}
 TIED: dict[str, Any] = SAME | {"tied_embeddings": True, "num_layers": 4}
 MTP: dict[str, Any] = SAME | {"mtp_layers": 1, "num_layers": 4}
@@ -76,9 +78,9 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "pp2-ep2": Layout(4, **MOE, pp=2, ep=2),
     },
     "dense8": {
-        "tp2-pp2-dp2": Layout(8, **DENSE, tp=2, pp=2),
-        "tp4-cp2": Layout(8, **DENSE, tp=4, cp=2),
-        "pp4-vpp2-dp2": Layout(8, **DENSE, pp=4, vpp=2),
+        "tp2-pp2-dp2": Layout(8, **DENSE_8, tp=2, pp=2),
+        "tp4-cp2": Layout(8, **DENSE_8, tp=4, cp=2),
+        "pp4-vpp2-dp2": Layout(8, **DENSE_8, pp=4, vpp=2),
     },
     "moe8": {
         "tp2-pp2-ep2-etp1": Layout(8, **MOE, tp=2, pp=2, ep=2, etp=1),
