@@ -1,11 +1,61 @@
 #!/usr/bin/env bash
-# Installs and builds everything, then runs the linters and the tests; arguments go to pytest.
+# Installs and builds what the tests need, then runs the linters and the tests. docs: CONTRIBUTING.md.
+#
+#     scripts/test.sh [--quick | --full] [--coverage] [arguments of pytest]
+#
+#     (nothing)     what CI runs: one case for each reason
+#     --quick       for the loop while one writes: linters, and the tests of one process that are over in a moment
+#     --full        all there is: every case, 200 kills, fuzzing, the sanitizers
+#     --coverage    measures, with every process and rank, which lines and branches of the package the tests run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+tier=ci coverage=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --quick | --full) tier=${1#--} ;;
+        --coverage) coverage=yes ;;
+        *) break ;;
+    esac
+    shift
+done
+
 bash scripts/install.sh
 
-# beside NAME: what requirements-NAME.txt lists, in .venv/NAME, for tests that put that folder on their path.
-beside() {
+# Linters and installations run beside each other and beside the tests. Each one's output is shown when it has ended.
+logs=$(mktemp -d)
+names=() pids=()
+cleanup() {
+    [ ${#pids[@]} -eq 0 ] || kill "${pids[@]}" 2>/dev/null || true
+    rm -rf "$logs"
+}
+trap cleanup EXIT
+
+beside() { # beside NAME COMMAND...
+    local name=$1
+    shift
+    "$@" >"$logs/$name" 2>&1 &
+    names+=("$name") pids+=($!)
+}
+
+# Waits for what runs beside, shows the output, and returns whether all went well.
+wait_beside() {
+    local failed=0 number
+    for number in "${!pids[@]}"; do
+        if wait "${pids[$number]}"; then
+            tail -n 3 "$logs/${names[$number]}"
+        else
+            echo "${names[$number]} failed:"
+            cat "$logs/${names[$number]}"
+            failed=1
+        fi
+    done
+    names=() pids=()
+    return "$failed"
+}
+
+# packages NAME: what requirements-NAME.txt lists, in .venv/NAME, for tests that put that folder on their path.
+packages() {
     local wanted=requirements-$1.txt stamp=.venv/$1.installed
     if ! cmp -s "$wanted" "$stamp"; then
         rm -rf ".venv/$1"
@@ -13,13 +63,47 @@ beside() {
         cp "$wanted" "$stamp"
     fi
 }
-beside te
-beside transformers4
-beside remote
-beside verl
-beside areal
 
-.venv/bin/ruff check .
-.venv/bin/mypy mcore_ckpt
-# Two at a time, file by file: the launches of several ranks, a third of the whole, run beside the rest.
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+if [ "$tier" != quick ]; then
+    for name in te transformers4 remote verl areal; do
+        beside "packages-$name" packages "$name"
+    done
+    wait_beside
+fi
+
+beside ruff .venv/bin/ruff check .
+beside lint-imports .venv/bin/lint-imports
+beside mypy .venv/bin/mypy mcore_ckpt
+
+# One worker for each of two cores. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
+command=(-m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=60)
+[ "$tier" = ci ] || command+=("--$tier")
+if [ -n "$coverage" ]; then
+    export COVERAGE_FOLDER=$PWD/build/coverage
+    rm -rf "$COVERAGE_FOLDER"
+    mkdir -p "$COVERAGE_FOLDER"
+    command=(-m coverage run "${command[@]}")
+fi
+status=0
+.venv/bin/python "${command[@]}" "$@" || status=$?
+wait_beside || status=1
+
+if [ "$tier" = full ]; then
+    bash scripts/chaos.sh --kills 200 || status=1
+    .venv/bin/python scripts/fuzz.py || status=1
+    bash scripts/sanitize.sh || [ $? -eq 77 ] || status=1 # 77: the compiler has no sanitizers
+fi
+if [ -n "$coverage" ]; then
+    .venv/bin/python -m coverage combine -q
+    .venv/bin/python -m coverage json -q -o "$COVERAGE_FOLDER/report.json"
+    .venv/bin/python - "$COVERAGE_FOLDER/report.json" <<'REPORT'
+import json
+import sys
+
+with open(sys.argv[1]) as file:
+    totals = json.load(file)["totals"]
+for what, covered, of in (("lines", "covered_lines", "num_statements"), ("branches", "covered_branches", "num_branches")):
+    print(f"coverage of {what}: {totals[covered]} of {totals[of]}, {100 * totals[covered] / totals[of]:.2f} %")
+REPORT
+fi
+exit "$status"

@@ -1,15 +1,151 @@
-"""The order of the tests, which matters to nothing but the time they take together; and no test is of time."""
+"""The tiers of the tests, and the order in which they run.
+
+`pytest` runs what CI runs: one case for each reason. `--full` adds the cases marked `full`; `--quick` runs the tests of
+one process that take no more than a moment, for the loop while one writes.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
-# Each example has 200 ms else, and making examples some seconds, which a busy machine takes for one that it is not.
+REPOSITORY = Path(__file__).parent.parent
+
+# By default an example may take 200 ms, and making the examples some seconds, which a busy machine does not keep to.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any machine")
 
+# Folders and files that --quick leaves out: they start processes, or train.
+NOT_QUICK = frozenset(
+    {
+        "areal",
+        "chaos",
+        "crash",
+        "distributed",
+        "faults",
+        "gpu",
+        "hf",
+        "hostile",
+        "integrations",
+        "resharding",
+        "s3",
+        "te",
+        "verl",
+        "test_build.py",
+        "test_crash.py",
+        "test_demo.py",
+        "test_distributed.py",
+        "test_other_world.py",
+        "test_s3.py",
+        "test_shared_writes.py",
+        "test_startup.py",
+    }
+)
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The launches of several ranks first: begun last, they would run on alone long after all else had ended."""
-    items.sort(key=lambda item: item.path.name != "test_distributed.py")
+# Files that take long, the longest first. Begun last, they would run on alone when all else has ended.
+LONG = ("test_areal.py", "test_verl.py", "test_demo.py", "test_chaos.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tier = parser.getgroup("tiers")
+    tier.addoption("--full", action="store_true", help="run the cases marked `full`, too")
+    tier.addoption("--quick", action="store_true", help="run only the tests of one process that are over in a moment")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: repeats, for another case, what a test in CI shows; runs with --full")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Even to import some of them takes long.
+    return True if config.getoption("quick") and collection_path.name in NOT_QUICK else None
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of its own
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items.sort(key=_turn)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _world(item: pytest.Item) -> int:
+    """The number of ranks that a test runs on; 0 for one process."""
+    marks: Iterable[pytest.Mark] = item.iter_markers("world")
+    return next((mark.args[0] for mark in marks), 0)
+
+
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    """The long files first, then the tests of several ranks by their number, then the rest as it stands."""
+    if item.path.name in LONG:
+        return (0, LONG.index(item.path.name))
+    # Of eight ranks there is little, and a start on two cores takes long.
+    return (1, -_world(item)) if _world(item) else (2, 0)
+
+
+def _group(item: pytest.Item) -> str:
+    """What one process of pytest-xdist runs: a file, or the part of a file for one world size.
+
+    There is one group of four ranks and one of eight, so that only one process forks them.
+    """
+    if _world(item) >= 4:
+        return f"{_world(item)} ranks"
+    if _world(item):
+        return f"{item.path.stem}, {_world(item)} ranks"
+    return str(item.path.relative_to(item.config.rootpath))
+
+
+@pytest.fixture
+def run_python(record_property: Callable[[str, object], None]) -> Callable[..., str]:
+    """Runs Python in a process of its own, and returns its output. It fails the test if the process fails.
+
+    `run_python("tests/x.py", folder, path=[package])`: `path` goes in front of PYTHONPATH. The durations of tests that
+    a pytest reports there are in the summary of this pytest, too.
+    """
+
+    def run(*command: object, path: Iterable[object] = ()) -> str:
+        folders = [*path, REPOSITORY, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # The processes share two cores, and may not share a GPU.
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY,
+            env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+        _, title, durations = done.stdout.partition("slowest durations")
+        if title:
+            record_property("durations", durations.partition("\n")[2])
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def inner_pytest(request: pytest.FixtureRequest) -> list[str]:
+    """The arguments of Python that start a pytest in another process, for the same tier as this one."""
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "tmp_path_retention_policy=failed"]
+    full = ["--full"] if request.config.getoption("full") else []
+    return ["-m", "pytest", *options, "--durations=0", "--durations-min=0.5", *full]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "durations":
+                terminalreporter.section(f"durations in {report.nodeid}")
+                terminalreporter.write(text)

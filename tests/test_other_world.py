@@ -1,17 +1,13 @@
 """A training moves to fewer and to more ranks, and back: every stop has the same state, the last one the same bytes."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
-
-SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 16, "dropout": 0.0}
+SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0}
 MOE = SAME | {"experts": 4, "expert_bias": True}
 
 CHAINS: dict[str, list[dict[str, Any]]] = {
@@ -28,26 +24,13 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def torchrun(world: int, *arguments: object) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    done = subprocess.run(
-        [*command, "tests/distributed/move.py", *map(str, arguments)],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, f"{world} ranks, {arguments[1:4]}:\n{done.stdout}"
-
-
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_training_moves_between_worlds(name: str, tmp_path: Path) -> None:
+def test_a_training_moves_between_worlds(name: str, tmp_path: Path, run_python: Callable[..., str]) -> None:
     first, *others = CHAINS[name]
-    torchrun(first["world"], tmp_path, "train", "-", "0", json.dumps(first))
+    stops = [(first, "train", "-", "0")]
     for number, layout in enumerate([*others, first]):
-        what = "resume" if layout is first else "load"
-        torchrun(layout["world"], tmp_path, what, number, number + 1, json.dumps(layout))
+        stops.append((layout, "resume" if layout is first else "load", str(number), str(number + 1)))
+    run_python("tests/distributed/move.py", tmp_path, json.dumps(stops))
     begun, ended = (tensor_files(tmp_path / stop / "global_steps_2" / "actor") for stop in ("0", str(len(others) + 1)))
     assert begun.keys() == ended.keys()
     assert [path for path in begun if begun[path] != ended[path]] == []

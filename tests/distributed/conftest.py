@@ -1,47 +1,145 @@
-"""Run by torchrun, one pytest per rank: `torchrun --nproc_per_node N -m pytest tests/distributed`.
+"""Runs each of these tests on as many ranks as its mark says: `@pytest.mark.world(2)`.
 
-Each launch runs the tests that are marked with its world size. A test passes on all ranks or fails on all.
+`pytest tests/distributed` runs them on forked ranks (rank_server.py), and each test is one test of that pytest.
+`torchrun --nproc_per_node N -m pytest tests/distributed` makes each process of torchrun a rank, and runs the tests of
+this world size: on GPUs, if there is one for each rank. A test passes on all ranks or fails on all.
 """
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
-import traceback
-from collections.abc import Generator
-from datetime import timedelta
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from mcore_ckpt.io import tuning
+HERE = Path(__file__).parent
+SERVER = pytest.StashKey["Server"]()
 
-# Under a plain pytest there is no process group; tests/test_distributed.py launches torchrun for each world size.
-collect_ignore_glob = [] if "WORLD_SIZE" in os.environ else ["test_*.py"]
-
-# A rank that raises leaves the others in a collective until this has passed.
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-
-# Of its own, which no test uses: it is in step whatever a failed test leaves behind in the others.
-AGREEMENT_GROUP = pytest.StashKey[dist.ProcessGroup]()
-
-if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-    # NCCL wants a device for each rank; with fewer the CPU has to do, and nothing may find those that are there.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+UNDER_TORCHRUN = "WORLD_SIZE" in os.environ
 
 
-# Of megatron and torch about each other, by the thousand; none is about a checkpoint.
-QUIET = (
-    "ignore::Warning:megatron",
-    "ignore::Warning:torch",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-)
+def _is_rank(config: pytest.Config) -> bool:
+    """Whether tests run in this process, or in forks of it."""
+    return UNDER_TORCHRUN or config.pluginmanager.hasplugin("rank_server")
+
+
+class Server:
+    """The process that runs the tests (rank_server.py)."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        read, write = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_server.py"), str(write), self._folder, *_paths(config)],
+            cwd=config.rootpath,
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                # The forked ranks would share what there is.
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": os.pathsep.join([str(config.rootpath), os.environ.get("PYTHONPATH", "")]),
+            },
+            pass_fds=[write],
+            stdin=subprocess.PIPE,
+            stdout=(log := open(self._log, "w")),  # noqa: SIM115  # the process has it for as long as it lives
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log.close()
+        os.close(write)
+        self._replies = os.fdopen(read)
+        self._collected: dict[str, Any] | None = None
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder) / "server.log"
+
+    def tests(self, file: str) -> list[dict[str, Any]]:
+        """The tests of a file, as the server describes them."""
+        if self._collected is None:
+            self._collected = self._reply()
+        if file in self._collected["errors"]:
+            raise pytest.Collector.CollectError(self._collected["errors"][file])
+        return [test for test in self._collected["tests"] if test["file"] == file]
+
+    def run(self, test: str) -> dict[str, str]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": test}) + "\n")
+        self._process.stdin.flush()
+        return self._reply()
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._replies.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _reply(self) -> Any:
+        line = self._replies.readline()
+        if not line:
+            raise RuntimeError(f"the server of the ranks has ended:\n{self._log.read_text()}")
+        return json.loads(line)
+
+
+def _paths(config: pytest.Config) -> set[str]:
+    """The files to collect: those that were asked for, or all."""
+    asked = {Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args}
+    return {str(path) for path in asked if path.is_relative_to(HERE) and path != HERE} or {str(HERE)}
+
+
+class RanksFile(pytest.File):
+    """A file of tests for several ranks. The server imports it, and this process does not."""
+
+    def collect(self) -> Iterator["RanksTest"]:
+        server = self.config.stash.get(SERVER, None)
+        if server is None:
+            server = self.config.stash[SERVER] = Server(self.config)
+        for test in server.tests(self.nodeid):
+            item = RanksTest.from_parent(self, name=test["name"])
+            item.test = test["id"]
+            if test["world"] is not None:
+                item.add_marker(pytest.mark.world(test["world"]))
+            for mark in test["marks"]:
+                item.add_marker(mark)
+            yield item
+
+
+class RanksFailed(Exception):
+    """A test has failed on a rank, whose report is the message."""
+
+
+class RanksTest(pytest.Item):
+    """A test that the server runs on several ranks."""
+
+    test: str
+
+    def runtest(self) -> None:
+        reply = self.config.stash[SERVER].run(self.test)
+        if reply["outcome"] == "skipped":
+            pytest.skip(reply["text"])
+        if reply["outcome"] == "failed":
+            raise RanksFailed(reply["text"])
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, RanksFailed):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, self.name
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Any:
+    return None if _is_rank(parent.config) else RanksFile.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest makes its folders
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    if "WORLD_SIZE" in os.environ:
+    if UNDER_TORCHRUN:
         # Each process cleans pytest's numbered folders up at its end: ranks that share them race, and one fails.
         config.option.basetemp = tempfile.mkdtemp(prefix=f"rank{os.environ['RANK']}-")
 
@@ -49,40 +147,50 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has been registered
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "world(size): the number of ranks that this test runs on")
-    for warning in QUIET:
-        config.addinivalue_line("filterwarnings", warning)
-    if "WORLD_SIZE" not in os.environ:
+    if not _is_rank(config):
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl"
-    # Small enough that these models are shared by several writers, each in several pieces.
-    tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    config.stash[AGREEMENT_GROUP] = dist.new_group(backend="gloo", timeout=4 * COLLECTIVE_TIMEOUT)
-    if dist.get_rank() > 0:
-        # Rank 0 reports for all (pytest_runtest_call below).
-        config.pluginmanager.unregister(name="terminalreporter")
+    import rank_setup
+
+    for warning in rank_setup.QUIET:
+        config.addinivalue_line("filterwarnings", warning)
+    if UNDER_TORCHRUN:
+        rank_setup.hide_devices_from_too_many_ranks()
+        rank_setup.set_up(config)
+        if int(os.environ["RANK"]) > 0:
+            # Rank 0 reports for all (rank_setup.alike).
+            config.pluginmanager.unregister(name="terminalreporter")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    group = config.stash.get(AGREEMENT_GROUP, None)
-    if group is not None:
+    server = config.stash.get(SERVER, None)
+    if server is not None:
+        server.close()
+    if UNDER_TORCHRUN:
+        import rank_setup
+        import torch.distributed as dist
+
         # torchrun ends all ranks when one has failed: let rank 0 report first.
-        dist.barrier(group=group)
+        dist.barrier(group=config.stash[rank_setup.AGREEMENT_GROUP])
         dist.destroy_process_group()
         shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "WORLD_SIZE" not in os.environ:
+    if not UNDER_TORCHRUN:
         return
-    others = [
-        item for item in items if [mark.args[0] for mark in item.iter_markers("world")] != [dist.get_world_size()]
-    ]
+    world = int(os.environ["WORLD_SIZE"])
+    others = [item for item in items if [mark.args[0] for mark in item.iter_markers("world")] != [world]]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+
+
+def _alike(item: pytest.Item) -> Generator[None, None, None]:
+    if not _is_rank(item.config):
+        yield
+        return
+    import rank_setup
+
+    yield from rank_setup.alike(item)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,39 +208,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     yield from _alike(item)
 
 
-def _alike(item: pytest.Item) -> Generator[None, None, None]:
-    """One phase of a test: what fails on one rank fails on all, else they would go on with different tests."""
-    error: BaseException | None = None
-    try:
-        yield
-    except (Exception, pytest.fail.Exception) as raised:  # the second, which `pytest.raises` raises, is no Exception
-        error = raised
-    report = None if error is None else (type(error).__name__, "".join(traceback.format_exception(error)))
-    reports = _exchange(report, item.config.stash[AGREEMENT_GROUP])
-    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
-    if not failed:
-        return
-    if len({name for name, _ in failed.values()}) > 1 or len(failed) < len(reports):
-        # Some are still owed a collective that the others will never enter.
-        item.session.shouldstop = f"ranks {sorted(failed)} of {len(reports)} failed, and not alike"
-    if error is not None:
-        for rank, (_, text) in failed.items():
-            if rank != dist.get_rank():
-                error.add_note(f"and on rank {rank}:\n{text}")
-        raise error
-    rank, (_, text) = next(iter(failed.items()))
-    pytest.fail(f"on rank {rank}:\n{text}", pytrace=False)
-
-
-def _exchange(report: tuple[str, str] | None, group: dist.ProcessGroup) -> list[tuple[str, str] | None]:
-    reports: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report, group=group)
-    return reports
-
-
 @pytest.fixture
 def shared_path(tmp_path: Path) -> Path:
     """One folder for all ranks: rank 0's."""
+    import torch.distributed as dist
+
     paths: list[Path] = [tmp_path]
     dist.broadcast_object_list(paths, src=0)
     return paths[0]

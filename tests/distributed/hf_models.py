@@ -21,7 +21,7 @@ from training import ON_CPU, Layout, RMSNorm
 
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mcore_config import McoreConfig, to_mcore_config
-from mcore_ckpt.models.registry import model_from_config as read_hf_model
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -62,7 +62,7 @@ def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
     hf = {**read_config(folder), **changes}
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    hf_model = read_hf_model(hf)
+    hf_model = model_from_config(hf)
     wanted = to_mcore_config(hf_model)
     config = _config(wanted, shape)
     chunks: Model = [_chunk(wanted, config, shape, stage) for stage in range(shape.vpp or 1)]
@@ -158,7 +158,7 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
 
 def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """megatron's global tensors, put together from the folder's tensors element by element."""
-    return to_mcore(read_hf_model(read_config(folder)), read_tensors(folder))
+    return to_mcore(model_from_config(read_config(folder)), read_tensors(folder))
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

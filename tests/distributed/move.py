@@ -1,12 +1,17 @@
-"""One stop of a checkpoint that moves between worlds of different sizes. Started by tests/test_other_world.py:
+"""A checkpoint that moves between worlds of different sizes. Started by tests/test_other_world.py:
 
-torchrun --nproc_per_node N move.py FOLDER {train|load|resume} FROM TO LAYOUT_AS_JSON
+python move.py FOLDER STOPS
+
+STOPS is JSON: for each stop its layout, "train", "load" or "resume", where the checkpoint is, and where it goes. The
+ranks of each stop are forked from a process that has done nothing but imports.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+import forked_ranks
 import torch
 import torch.distributed as dist
 from agreement import everywhere
@@ -17,7 +22,6 @@ from training import Layout, Training, build, parallel, train
 
 
 def main(root: Path, what: str, source: str, target: str, layout: Layout) -> None:
-    dist.init_process_group("gloo")
     with parallel(layout):
         training = build(layout, seed=1)
         if what == "train":
@@ -33,7 +37,6 @@ def main(root: Path, what: str, source: str, target: str, layout: Layout) -> Non
             with everywhere():
                 # Gradients are added in another order where there are more or fewer replicas.
                 torch.testing.assert_close(found, wanted, rtol=0 if what == "resume" else 2e-5, atol=0)
-    dist.destroy_process_group()
 
 
 def load(training: Training, source: Path, state: Path) -> None:
@@ -52,5 +55,9 @@ def keep(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
-    folder, what, source, target, layout = sys.argv[1:]
-    main(Path(folder), what, source, target, Layout(**json.loads(layout)))
+    folder = Path(sys.argv[1])
+    for layout, what, source, target in json.loads(sys.argv[2]):
+        stop = partial(main, folder, what, source, target, Layout(**layout))
+        codes = forked_ranks.run(layout["world"], lambda rank, stop=stop: stop(), sys.stdout)
+        if any(codes):
+            sys.exit(f"{what} {source} -> {target} in {layout}: the ranks have ended with {codes}")

@@ -267,7 +267,9 @@ def test_all_replicas_write_a_part_of_each_replicated_file(shared_path: Path, mo
                     assert 0.4 < (stop - start) / stop < 0.6
 
 
-@pytest.mark.parametrize("name", ["dp2-bf16-replicated", "dp2-fp32-replicated", "dp2-bf16"])
+@pytest.mark.parametrize(
+    "name", ["dp2-bf16-replicated", pytest.param("dp2-fp32-replicated", marks=pytest.mark.full), "dp2-bf16"]
+)
 def test_what_load_state_dict_puts_in_place_is_saved(name: str, shared_path: Path) -> None:
     """The plan of the first save must not outlive the optimizer's state that it was made for."""
     layout = LAYOUTS[name]

@@ -14,6 +14,7 @@ from checkpointing import manager_of, position
 from global_state import GlobalState, assert_same_state, global_state, positions
 from layouts import LAYOUTS
 from refusals import assert_names, refused
+from tiers import marks
 from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout, Training, build, parallel, train
 from transformers import LlamaConfig, Qwen3MoeConfig
 
@@ -108,6 +109,20 @@ def described(layout: Layout) -> HfModel:
     return model_from_config(json.loads(hf_config(layout).to_json_string(use_diff=False)))
 
 
+EXPORTED = ("plain", "tp2", "pp2-tied-bf16", "pp2-vpp2", "ep2", "tp2-pp2", "tp2-ep2-etp1", "tp2-pp2-ep2-etp1")
+IN_CI = {
+    ("tp2", "sync"),
+    ("pp2-tied-bf16", "async"),
+    ("pp2-vpp2", "sync"),
+    ("ep2", "async"),
+    ("tp2-ep2-etp1", "sync"),
+}
+
+
+def of_world(name: str, in_ci: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return marks(LAYOUTS[name].world, in_ci)
+
+
 @pytest.fixture
 def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small enough for every rank to have a file of its own."""
@@ -115,12 +130,20 @@ def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases(*names: str) -> list[Any]:
-    return [pytest.param(LAYOUTS[name], id=name, marks=pytest.mark.world(LAYOUTS[name].world)) for name in names]
+    """Those whose name ends with "!" run in CI."""
+    return [
+        pytest.param(LAYOUTS[name.rstrip("!")], id=name.rstrip("!"), marks=of_world(name.rstrip("!"), name[-1] == "!"))
+        for name in names
+    ]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
-    "layout", cases("plain", "tp2", "pp2-tied-bf16", "pp2-vpp2", "ep2", "tp2-pp2", "tp2-ep2-etp1", "tp2-pp2-ep2-etp1")
+    ("layout", "mode"),
+    [
+        pytest.param(LAYOUTS[name], mode, id=f"{name}-{mode}", marks=of_world(name, (name, mode) in IN_CI))
+        for name in EXPORTED
+        for mode in ("sync", "async")
+    ],
 )
 @pytest.mark.usefixtures("many_files")
 def test_the_export_is_the_trained_model(layout: Layout, mode: str, shared_path: Path) -> None:
@@ -154,7 +177,7 @@ def _assert_in_manifest(role_dir: Path) -> None:
     assert there == listed | {"manifest.json"}
 
 
-@pytest.mark.parametrize("layout", cases("tp2", "tp2-pp2"))
+@pytest.mark.parametrize("layout", cases("tp2!", "tp2-pp2"))
 def test_only_the_export_is_kept_if_only_it_is_asked_for(layout: Layout, shared_path: Path) -> None:
     with parallel(layout):
         training = build(layout, seed=1)
@@ -172,7 +195,7 @@ def test_only_the_export_is_kept_if_only_it_is_asked_for(layout: Layout, shared_
             assert [path.name for path in role_dir.glob(".*")] == []
 
 
-@pytest.mark.parametrize("layout", cases("tp2", "pp2-tied-bf16", "tp2-ep2-etp1"))
+@pytest.mark.parametrize("layout", cases("tp2", "pp2-tied-bf16!", "tp2-ep2-etp1"))
 def test_the_export_alone_can_be_loaded(layout: Layout, shared_path: Path) -> None:
     with parallel(layout):
         training = build(layout, seed=1)

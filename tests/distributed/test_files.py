@@ -16,6 +16,7 @@ from layouts import LAYOUTS
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.utils import unwrap_model
+from tiers import marks
 from training import DTYPES, Layout, Training, build, parallel, train
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -31,9 +32,9 @@ for path in sys.argv[1:]:
 """
 
 
-def of_world(name: str, **changes: Any) -> Any:
+def of_world(name: str, in_ci: bool = True, **changes: Any) -> Any:
     layout = replace(LAYOUTS[name], **changes)
-    return pytest.param(layout, id=name, marks=pytest.mark.world(layout.world))
+    return pytest.param(layout, id=name, marks=marks(layout.world, in_ci))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def of_world(name: str, **changes: Any) -> Any:
     [
         of_world("mtp"),
         of_world("pp2-vpp2"),
-        of_world("pp2-dp2-uneven"),
+        of_world("pp2-dp2-uneven", in_ci=False),
         of_world("pp2-vpp2-dp2-stages"),
         of_world("ep2-dp4"),
     ],
@@ -93,7 +94,7 @@ def global_name(name: str, chunk: GPTModel, layout: Layout) -> str:
 @pytest.mark.parametrize(
     "layout",
     [
-        of_world(name, hidden_size=256, num_layers=10)
+        of_world(name, in_ci=name != "dp2-fp32-replicated", hidden_size=256, num_layers=10)
         for name in ("dp2-bf16", "dp2-bf16-replicated", "cp2", "ep2", "dp2-fp32-replicated", "dp4-two-instances")
     ],
 )
@@ -126,7 +127,7 @@ def share_of_elements(training: Training) -> float:
     )
 
 
-@pytest.mark.parametrize("layout", [of_world("plain"), of_world("dp2-fp16"), of_world("dp2-expert-bias")])
+@pytest.mark.parametrize("layout", [of_world("plain", in_ci=False), of_world("dp2-fp16"), of_world("dp2-expert-bias")])
 def test_files_open_with_torch_alone(layout: Layout, shared_path: Path) -> None:
     with parallel(layout):
         training = build(layout, seed=1)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import TIMEOUT_S
 from hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
+from tiers import marks
 from tiny_models import make_hf_folder, read_config
 from training import parallel
 from transformers import AutoConfig
@@ -48,8 +49,22 @@ CASES: dict[str, tuple[str, Shape]] = {
 }
 
 
+# Each kind of attention, of layer and of cut once.
+IN_CI = {
+    "mla-mtp",
+    "biased-experts",
+    "tied-tp2-bf16",
+    "value-tp2",
+    "vpp2",
+    "mixture-tp2-ep2-etp1",
+    "mla-pp2-uneven",
+    "linear-attention-tp2",
+    "shared-expert-tp2-pp2-ep2-etp1",
+}
+
+
 def marked(cases: dict[str, tuple[str, Shape]]) -> list[object]:
-    return [pytest.param(*case, id=name, marks=pytest.mark.world(case[1].world)) for name, case in cases.items()]
+    return [pytest.param(*case, id=name, marks=marks(case[1].world, name in IN_CI)) for name, case in cases.items()]
 
 
 @pytest.mark.parametrize(("name", "shape"), marked(CASES))

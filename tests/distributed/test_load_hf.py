@@ -1,7 +1,7 @@
 """HuggingFace folders into live models: bit for bit under every layout, or refused by all ranks and nothing changed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from refusals import assert_names
 from safetensors.torch import save_file
+from tiers import marks, pairs
 from tiny_models import make_hf_folder, read_config
 from training import parallel
 
@@ -45,6 +46,7 @@ from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 from mcore_ckpt.tools.reshard.target import WantedLayout
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
+SOURCES = ("shared", "rank0")
 
 CASES: dict[str, tuple[str, Shape]] = {
     "dense": ("qwen3", Shape(1)),
@@ -75,8 +77,27 @@ CASES: dict[str, tuple[str, Shape]] = {
 }
 
 
-def marked(cases: dict[str, tuple[str, Shape]]) -> list[object]:
-    return [pytest.param(*case, id=name, marks=pytest.mark.world(case[1].world)) for name, case in cases.items()]
+# From where ranks get their parts, with each kind of layer and of cut once.
+IN_CI = {
+    ("tied", "shared"),
+    ("tp2", "rank0"),
+    ("pp2-uneven", "shared"),
+    ("pp2-tied", "rank0"),
+    ("vpp2", "shared"),
+    ("ep2-sparse", "rank0"),
+    ("shared-expert-ep2", "shared"),
+    ("tp2-ep2-etp1", "rank0"),
+    ("mla-tp2", "rank0"),
+    ("dp2-bf16", "shared"),
+    ("linear-tp2", "shared"),
+    ("pp2-ep2", "rank0"),
+    ("glm-tp2-ep2", "shared"),
+    ("ep2-etp2", "rank0"),
+}
+
+
+def marked(cases: dict[str, tuple[str, Shape]], in_ci: Collection[str]) -> list[object]:
+    return [pytest.param(*case, id=name, marks=marks(case[1].world, name in in_ci)) for name, case in cases.items()]
 
 
 def on_rank_0(work: Callable[[], object]) -> None:
@@ -85,8 +106,14 @@ def on_rank_0(work: Callable[[], object]) -> None:
             work()
 
 
-@pytest.mark.parametrize("source", ["shared", "rank0"])
-@pytest.mark.parametrize(("name", "shape"), marked(CASES))
+@pytest.mark.parametrize(
+    ("name", "shape", "source"),
+    [
+        pytest.param(*case, source, id=f"{name}-{source}", marks=marks(case[1].world, (name, source) in IN_CI))
+        for name, case in CASES.items()
+        for source in SOURCES
+    ],
+)
 def test_every_rank_gets_its_part(
     name: str, shape: Shape, source: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,8 +243,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
 }
 
 
-@pytest.mark.parametrize("source", ["shared", "rank0"])
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(("case", "source"), pairs(tuple(REFUSED), SOURCES))
 @pytest.mark.world(2)
 def test_what_does_not_fit_is_refused_by_all_and_nothing_changes(case: str, source: str, shared_path: Path) -> None:
     folder, other = shared_path / "hf", shared_path / "other"
@@ -247,7 +273,7 @@ def test_what_is_said_to_have_no_counterpart_is_left_alone(shared_path: Path) ->
                     assert bool(shard.tensor.isnan().all()) == (shard.key.name == "output_layer.weight")
 
 
-@pytest.mark.parametrize("source", ["shared", "rank0"])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.world(2)
 def test_what_is_not_a_number_is_refused_by_all(source: str, shared_path: Path) -> None:
     folder = shared_path / "hf"
@@ -318,7 +344,9 @@ def _seat() -> object:
     return rendezvous(f"test-convert/{_conversions[0]}", 60.0)
 
 
-@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED))
+@pytest.mark.parametrize(
+    ("name", "shape"), marked(CONVERTED, ("moe", "dense-tp2", "linear-tp2", "tp2-pp2-tied", "sparse-pp2-ep2"))
+)
 def test_megatron_loads_the_dist_checkpoint(
     name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +396,7 @@ def assert_computes_what_load_hf_gives(chunks: Model, folder: Path, shape: Shape
         assert found is None or torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED))
+@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED, ("moe", "moe-ep2", "shared-expert-tp2-pp2-ep2-etp1")))
 def test_a_manager_loads_the_converted_checkpoint(
     name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

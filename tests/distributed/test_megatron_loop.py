@@ -18,6 +18,7 @@ from layouts import LAYOUTS
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core import rerun_state_machine as machines
 from snapshot import assert_same, poison, snapshot
+from tiers import marks
 from training import Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig
@@ -74,7 +75,7 @@ def arguments(root: Path, **more: Any) -> SimpleNamespace:
     [
         pytest.param(PLAIN, id="plain", marks=pytest.mark.world(1)),
         pytest.param(DP2, id="dp2-bf16", marks=pytest.mark.world(2)),
-        pytest.param(LAYOUTS["tp2-pp2"], id="tp2-pp2", marks=pytest.mark.world(4)),
+        pytest.param(LAYOUTS["tp2-pp2"], id="tp2-pp2", marks=marks(4, in_ci=False)),
     ],
 )
 def test_a_plain_loop_goes_on_bit_for_bit(layout: Layout, async_save: bool, shared_path: Path) -> None:

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tiers import pairs
 from tiny_models import VOCAB, make_hf_folder
 from training import Layout, parallel
 
@@ -167,8 +168,7 @@ def save(kind: str, chunks: list[torch.nn.Module], root: Path, tp: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tp"), pairs(KINDS, (2, 1)))
 @pytest.mark.world(2)
 def test_what_was_trained_becomes_a_folder(kind: str, tp: int, shared_path: Path) -> None:
     folder = hf_folder(shared_path / "hf")

@@ -8,6 +8,7 @@ from agreement import everywhere
 from checkpointing import manager_of
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
+from tiers import pairs
 from training import build, parallel, train
 
 from mcore_ckpt.errors import CommitError
@@ -17,8 +18,9 @@ LAYOUT = LAYOUTS["dp2-bf16"]
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("name", ["global_step_{}/actor", "global_step_{}", "checkpoint-{}/actor"])
+@pytest.mark.parametrize(
+    ("name", "async_save"), pairs(("global_step_{}/actor", "global_step_{}", "checkpoint-{}/actor"), (False, True))
+)
 def test_a_step_by_another_name(name: str, async_save: bool, shared_path: Path) -> None:
     with parallel(LAYOUT):
         training = build(LAYOUT, seed=1)

@@ -15,6 +15,7 @@ from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import manager_of, save
 from layouts import LAYOUTS
 from refusals import assert_names
+from tiers import pairs
 from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import (
@@ -89,8 +90,14 @@ def foreign_of_the_same_size(path: Path) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, COMMON, RNG])
-@pytest.mark.parametrize("damage", [missing, cut, foreign, foreign_of_the_same_size])
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    pairs(
+        (missing, cut, foreign, foreign_of_the_same_size),
+        (MODEL, OPTIMIZER, COMMON, RNG),
+        also=[(cut, MODEL), (foreign_of_the_same_size, OPTIMIZER), (foreign, COMMON)],
+    ),
+)
 def test_damaged_file(damage: Callable[[Path], None], file: str, shared_path: Path) -> None:
     with parallel(DP2):
         training = build(DP2, seed=1)
@@ -195,8 +202,7 @@ def test_a_rank_that_fails_alone_keeps_step(shared_path: Path) -> None:
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("frozen_then", [True, False])
+@pytest.mark.parametrize(("precision", "frozen_then"), pairs(("fp32", "bf16"), (True, False)))
 def test_another_frozen_layer(frozen_then: bool, precision: Any, shared_path: Path) -> None:
     """A parameter without state must not pass for one that was not stepped yet, nor its state be dropped."""
     trainable = replace(DP2, precision=precision)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from agreement import error_of, everywhere, gather, raised_everywhere
 from layouts import LAYOUTS
 from snapshot import assert_same, poison, snapshot
+from tiers import pairs
 from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
@@ -103,11 +104,11 @@ def assert_in_time(took: Took, victim: int) -> None:
             assert took.wait < TIMEOUT_S + LATE_S
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("how", "shared"), [("sync", True), ("async", False)])
+@pytest.mark.parametrize(("how", "victim"), pairs(("sync", "async"), (0, 1)))
 def test_a_rank_is_stopped_while_saving(
-    victim: int, how: str, shared: bool, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: int, how: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shared = how == "sync"
     with parallel(DP2):
         training = build(DP2, seed=1)
         train(training, 0, 1)
@@ -140,12 +141,12 @@ def test_a_rank_is_stopped_while_saving(
             assert [path.name for path in shared_path.rglob(".*")] == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("stage", "function"), [("before", "plan_load"), ("while", "fill_tensors")])
+@pytest.mark.parametrize(("stage", "victim"), pairs(("before", "while"), (0, 1)))
 def test_a_rank_is_stopped_while_loading(
-    victim: int, stage: str, function: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+    victim: int, stage: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or dead, which to the others is the same."""
+    function = {"before": "plan_load", "while": "fill_tensors"}[stage]
     with parallel(DP2):
         training = build(DP2, seed=1)
         train(training, 0, 1)

@@ -13,6 +13,7 @@ from adapters import FROZEN, with_adapters
 from agreement import everywhere
 from layouts import LAYOUTS
 from snapshot import assert_same, assert_state, chained, poison, snapshot
+from tiers import marks
 from training import build, parallel, train
 from verl_words import (
     resume,
@@ -37,8 +38,8 @@ DP2 = LAYOUTS["dp2-bf16"]
     ("layout", "flat", "async_save"),
     [
         pytest.param("dp2-bf16", False, True, marks=pytest.mark.world(2)),
-        pytest.param("pp2-vpp2", True, False, marks=pytest.mark.world(2)),
-        pytest.param("tp2-pp2", False, False, marks=pytest.mark.world(4)),
+        pytest.param("pp2-vpp2", True, False, marks=marks(2, in_ci=False)),
+        pytest.param("tp2-pp2", False, False, marks=marks(4, in_ci=False)),
         pytest.param("ep2-dp4", True, True, marks=pytest.mark.world(4)),
     ],
 )

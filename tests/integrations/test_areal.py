@@ -3,33 +3,21 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent / "areal"
 REPOSITORY = HERE.parents[2]
 
 
-def run(*command: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, command)],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{HERE}", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-
-
-def test_areal_in_one_process() -> None:
+def test_areal_in_one_process(run_python: Callable[..., str], inner_pytest: list[str]) -> None:
     files = [HERE / f"{name}.py" for name in ("contract", "recovering", "moving", "exporting", "killing")]
-    options = ("-q", "-p", "with_areal", "-p", "no:cacheprovider", "-o", "tmp_path_retention_policy=failed")
-    run("-m", "pytest", *options, *files)
+    run_python("-W", "ignore", *inner_pytest, "-p", "with_areal", *files, path=[HERE])
 
 
-def test_areal_on_several_ranks(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    run(*launcher, HERE / "several_ranks.py", tmp_path)
+def test_areal_on_several_ranks(tmp_path: Path, run_python: Callable[..., str]) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    run_python("-W", "ignore", *torchrun, HERE / "several_ranks.py", tmp_path, path=[HERE])
 
 
 def test_without_areal_it_says_what_is_missing() -> None:

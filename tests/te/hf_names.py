@@ -30,7 +30,7 @@ from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_
 from mcore_ckpt.models.mapping import hf_tensors  # noqa: E402
 from mcore_ckpt.sharding.plan import MODEL  # noqa: E402
 from mcore_ckpt.sharding.synonyms import found_as  # noqa: E402
-from mcore_ckpt.state.model import model_shards as read_shards  # noqa: E402
+from mcore_ckpt.state.model import model_shards  # noqa: E402
 
 
 def main(tiny_models: str) -> None:
@@ -53,7 +53,7 @@ def main(tiny_models: str) -> None:
 def check(name: str, hf_model: HfModel) -> None:
     model = build(hf_model)
     check_model(model, hf_model)
-    there = {shard.key.name: shard.region for shard in read_shards([model]) if shard.key.kind == MODEL}
+    there = {shard.key.name: shard.region for shard in model_shards([model]) if shard.key.kind == MODEL}
     named = {slab.mcore: slab.region for tensor in hf_tensors(hf_model) for slab in tensor.slabs if slab.mcore}
     found = {mcore: found_as(mcore, there) for mcore in named}
     missing = [mcore for mcore, synonym in found.items() if synonym is None]

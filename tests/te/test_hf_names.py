@@ -1,8 +1,7 @@
 """HuggingFace tables hold for transformer-engine's layer specs: each tensor is there under one of its names."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*command: str) -> None:
-    path = os.pathsep.join([str(TRANSFORMER_ENGINE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-
-
-def test_tables_name_every_tensor_of_a_transformer_engine_model() -> None:
-    run(str(HERE / "hf_names.py"), TINY_MODELS)
+def test_tables_name_every_tensor_of_a_transformer_engine_model(run_python: Callable[..., str]) -> None:
+    run_python(HERE / "hf_names.py", TINY_MODELS, path=[TRANSFORMER_ENGINE])
 
 
 # None is all models. The latent projections are whole on every tensor-parallel rank here, and cut with local layers.
 @pytest.mark.parametrize(
     ("world", "models"), [(1, ()), (2, ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe-mtp", "qwen3_next"))]
 )
-def test_folders_become_what_megatron_loads_and_come_back(world: int, models: tuple[str, ...], tmp_path: Path) -> None:
+def test_folders_become_what_megatron_loads_and_come_back(
+    world: int, models: tuple[str, ...], tmp_path: Path, run_python: Callable[..., str]
+) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}")
-    run(*torchrun, str(HERE / "hf_conversion.py"), TINY_MODELS, str(tmp_path), *models)
+    command = (*torchrun, HERE / "hf_conversion.py", TINY_MODELS, tmp_path, *models)
+    run_python(*command, path=[TRANSFORMER_ENGINE])

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine_on_cpu
-import ranks
+import forked_ranks
 import torch
-import torch.distributed as dist
 from snapshot import Snapshot, snapshot
 
 
@@ -41,7 +40,7 @@ class Run(ABC):
     def start(self) -> list[int]:
         """What the ranks exited with."""
         self.folder.mkdir()
-        return ranks.start(self.world, partial(self._work, self.configuration()), self.folder / "log")
+        return forked_ranks.run(self.world, partial(self._work, self.configuration()), self.folder / "log")
 
     @property
     def log(self) -> str:
@@ -55,11 +54,11 @@ class Run(ABC):
     def _state_file(self, rank: int) -> Path:
         return self.folder / f"state_{rank}.pt"
 
-    def _work(self, config: Any) -> None:
+    def _work(self, config: Any, rank: int) -> None:
         engine_on_cpu.enable()
         engines = self.train(config)
         state = {f"{role}.{name}": value for role in engines for name, value in _state(engines[role]).items()}
-        torch.save(state, self._state_file(dist.get_rank()))
+        torch.save(state, self._state_file(rank))
 
 
 def _state(engine: Any) -> Snapshot:

@@ -164,7 +164,14 @@ def first_units(base: Path) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize(("async_save", "every"), [(False, 1), (True, 8)], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("async_save", "every"),
+    [
+        pytest.param(False, 1, id="sync-all", marks=pytest.mark.full),
+        pytest.param(False, 7, id="sync"),
+        pytest.param(True, 8, id="async"),
+    ],
+)
 def test_killed_at_every_point_of_a_save(tmp_path: Path, async_save: bool, every: int) -> None:
     assert STEPS_PER_EPOCH > 3
     in_child(first_units, tmp_path / "base")

@@ -24,7 +24,7 @@ from training import train as train_model
 from mcore_ckpt.errors import CheckpointCorruptError, CommitError
 from mcore_ckpt.steps import listing as steps
 
-SAME = {"padded_vocab": 144, "global_batch": 16, "dropout": 0.0, "num_layers": 2}
+SAME = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0, "num_layers": 2}
 REPLICAS, SLICES = Layout(2, **SAME), Layout(2, tp=2, **SAME)
 
 

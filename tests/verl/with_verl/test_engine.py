@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import engine_on_cpu
+import forked_ranks
 import pytest
-import ranks
 import sft
 import torch
 from safetensors.torch import load_file
@@ -32,13 +32,13 @@ def in_rank(tmp_path: Path, model: Path) -> Callable[..., None]:
     """Calls a function, in one rank, with a trainer that has not trained yet and the root of its checkpoints."""
 
     def run(work: Callable[[SFTTrainer, Path], None], *overrides: str, root: Path = tmp_path / "root") -> None:
-        def in_process() -> None:
+        def in_process(rank: int) -> None:
             engine_on_cpu.enable()
             os.environ["VERL_FILE_LOGGER_PATH"] = str(tmp_path / "losses.jsonl")
             work(SFTTrainer(sft.configuration(root, model, (sft.OURS, *overrides))), root)
 
         log = tmp_path / "log"
-        assert ranks.start(1, in_process, log) == [0], log.read_text()
+        assert forked_ranks.run(1, in_process, log) == [0], log.read_text()
 
     return run
 

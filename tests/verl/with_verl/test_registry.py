@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
-import ranks
 import sft
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -35,7 +35,7 @@ def handed_out(
 ) -> dict[str, str]:
     """The classes of engines by model type, in a process with this environment that imports verl and calls `before`."""
 
-    def work() -> None:
+    def work(rank: int) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "verl" or "integrations.verl" in name]:
             del sys.modules[name]
         for name in [name for name in os.environ if name.startswith("VERL_")]:
@@ -53,7 +53,7 @@ def handed_out(
         (folder / "classes.json").write_text(json.dumps({model: cls.__name__ for model, cls in classes.items()}))
 
     log = folder / "log"
-    assert ranks.start(1, work, log) == [0], log.read_text()
+    assert forked_ranks.run(1, work, log) == [0], log.read_text()
     return json.loads((folder / "classes.json").read_text())
 
 
