@@ -1,8 +1,8 @@
 """Reads pickles that may be hostile. A pickle may call only functions that the caller lists.
 
-The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. torch's one offers `bytearray` and
-all storage classes, which allocate any amount of memory. Python's one allocates as much as an index into its memo asks
-for. In both, a tuple of tuples as the key of a dict may take forever to hash, or overflow the stack of the process.
+The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. torch offers `bytearray` and all
+storage classes, which allocate any amount of memory. Python allocates a memo as large as an index in the pickle. With
+both, a tuple of tuples as the key of a dict may take forever to hash, or overflow the stack of the process.
 """
 
 from __future__ import annotations
