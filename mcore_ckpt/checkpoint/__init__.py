@@ -1,1 +1,1 @@
-"""One checkpoint on disk: file names, manifest, index, `.pt` files, and finding damage in them."""
+"""Describes one checkpoint on disk: file names, manifest, index and `.pt` files, and locates damage in them."""

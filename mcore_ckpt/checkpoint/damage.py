@@ -1,4 +1,4 @@
-"""What of a file is not as it was written, by tensor and bytes."""
+"""Locates damage in a checkpoint's files: which tensors, which bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not as it was written.
+    """One place in a checkpoint that is damaged.
 
     Attributes:
-        problem: what, and in which path.
-        file: below the role's folder, if it is in one file.
+        problem: a message that says what is damaged, in which path.
+        file: the path below the role's folder, if one file is damaged.
         rank: the world rank that wrote the file.
-        tensor: whose bytes they are, if they are a tensor's.
-        span: `[start, stop)` in bytes of the file, if it is known.
+        tensor: the key of the damaged tensor, if the bytes belong to one.
+        span: the damaged bytes `[start, stop)` of the file, if they are known.
     """
 
     problem: str
@@ -37,47 +37,53 @@ class Damage:
 
 
 def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress = lambda nbytes: None) -> list[Damage]:
-    """Reads files of a checkpoint whole, and says where they are not what the manifest says."""
-    damages, sound = list[Damage](), list[FileRecord]()
+    """Reads files of a checkpoint whole and returns all differences from the manifest.
+
+    Args:
+        role_dir: the role's folder.
+        files: the files to read.
+        progress: called with the number of bytes just read, from several threads.
+    """
+    damages, complete = list[Damage](), list[FileRecord]()
     for file in files:
         try:
             with open_file(role_dir, file):
-                sound.append(file)
+                complete.append(file)
         except CheckpointCorruptError as error:
             damages.append(Damage(str(error), file.path, file.rank))
-    crcs = file_crcs([(role_dir / file.path, file.size) for file in sound], progress)
-    for file, crc in zip(sound, crcs, strict=True):
+    crcs = file_crcs([(role_dir / file.path, file.size) for file in complete], progress)
+    for file, crc in zip(complete, crcs, strict=True):
         if isinstance(crc, OSError):
-            damages.append(_of(file, f"{role_dir / file.path}: cannot be read: {crc.strerror}"))
+            damages.append(_damage(file, f"{role_dir / file.path}: cannot be read: {crc.strerror}"))
         elif crc != file.crc32:
             damages += _locate(role_dir, file)
     return damages
 
 
-def _of(file: FileRecord, problem: str, tensor: str | None = None, span: tuple[int, int] | None = None) -> Damage:
+def _damage(file: FileRecord, problem: str, tensor: str | None = None, span: tuple[int, int] | None = None) -> Damage:
     return Damage(problem, file.path, file.rank, tensor, span)
 
 
 def _locate(role_dir: Path, file: FileRecord) -> list[Damage]:
-    """What of a file with a wrong CRC is damaged."""
+    """Finds the damaged part of a file with a wrong CRC."""
     path = role_dir / file.path
     if file.index is None:
-        return [_of(file, f"{path}: has a wrong CRC: damaged, or another file of that name")]
+        return [_damage(file, f"{path}: has a wrong CRC: it is damaged, or another file with this name")]
     try:
         shards = read_index(role_dir, file).shards
     except CheckpointCorruptError as error:
-        return [_of(file, str(error), None, (file.index.offset, file.index.offset + file.index.size))]
+        return [_damage(file, str(error), None, (file.index.offset, file.index.offset + file.index.size))]
     try:
         found = [damage for shard in shards for damage in _bad_blocks(path, file, shard)]
     except OSError as error:
-        return [_of(file, f"{path}: cannot be read: {error.strerror}")]
+        return [_damage(file, f"{path}: cannot be read: {error.strerror}")]
     return found or [
-        _of(file, f"{path}: has a wrong CRC, though all its tensors are sound: zip directory or pickle are damaged")
+        _damage(file, f"{path}: has a wrong CRC, though all tensors are intact: the zip directory or pickle is damaged")
     ]
 
 
 def _bad_blocks(path: Path, file: FileRecord, shard: StoredShard) -> Iterator[Damage]:
-    """Runs of damaged blocks of one tensor."""
+    """Yields the runs of damaged blocks of one tensor."""
     assert shard.crc32 is not None, "a file that has an index has CRCs"
     found = block_crcs(path, shard.offset, shard.nbytes, BLOCK_BYTES)
     bad = [number for number, (crc, wanted) in enumerate(zip(found, shard.crc32, strict=True)) if crc != wanted]
@@ -85,5 +91,5 @@ def _bad_blocks(path: Path, file: FileRecord, shard: StoredShard) -> Iterator[Da
         numbers = [number for _, number in group]
         start = shard.offset + numbers[0] * BLOCK_BYTES
         stop = min(shard.offset + (numbers[-1] + 1) * BLOCK_BYTES, shard.offset + shard.nbytes)
-        problem = f"{path}: tensor {shard.key}: bytes [{start}, {stop}) have a wrong CRC: damaged"
-        yield _of(file, problem, str(shard.key), (start, stop))
+        problem = f"{path}: tensor {shard.key}: bytes [{start}, {stop}) have a wrong CRC: they are damaged"
+        yield _damage(file, problem, str(shard.key), (start, stop))

@@ -1,4 +1,4 @@
-"""Element types by the names the format writes."""
+"""Translates between dtypes and the names that the format has for them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype. Raises ValueError for one it has no name for."""
+    """Returns the format's name of a dtype. Raises ValueError if it has none."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ValueError(f"dtype {dtype} cannot be stored")
+        raise ValueError(f"dtype {dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
     return name
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name. Raises ValueError for an unknown name."""
+    """Returns the dtype with this name. Raises ValueError if the name is unknown."""
     if name not in _DTYPES:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
 def item_bytes(name: str) -> int:
-    """Bytes of one element. Raises ValueError for an unknown name."""
+    """Returns the size of one element in bytes. Raises ValueError if the name is unknown."""
     return torch_dtype(name).itemsize

@@ -1,4 +1,4 @@
-"""Every name on disk, formatted and parsed here and nowhere else. See docs/format.md."""
+"""Formats and parses every file and folder name on disk. No other module spells them. See docs/format.md."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mcore_ckpt.errors import InvalidArgumentError
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
-# In a step's folder: retention leaves the step alone.
+# A step whose folder has this file is pinned: retention keeps it.
 PINNED_FILE = ".pinned"
-# In a staging folder: the manifest of what the HuggingFace model of the same save is made from.
+# In a staging folder: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
@@ -25,16 +25,16 @@ OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
 COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
-# What a save puts into a role's folder. What else is there is somebody else's.
+# The names that a save puts into a role's folder. Anything else there belongs to somebody else.
 _OWN_NAMES = {MANIFEST_FILE, OWNER_FILE, WRITTEN_FILE, MODEL_DIR, OPTIMIZER_DIR, RNG_DIR, EXTRA_DIR, HUGGINGFACE_DIR}
 
-# Ours, verl's and ROLL's.
+# The step folders of this package and verl begin with "global_step", those of ROLL with "checkpoint-".
 _STEP_PREFIX = r"(?:global_steps?_|checkpoint-)"
 _STEP_DIR = re.compile(_STEP_PREFIX + r"(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-# Its staging folder has a longer name, and file systems take 255 bytes.
+# File systems accept names of 255 bytes, and the role's staging folder has a longer name than the role.
 _ROLE_LENGTH = 128
-# Of roles, and of folders that are put in place as theirs are and have any name: "Qwen2.5-7B".
+# Matches working folders of roles, and of exported models, whose folders may have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
@@ -44,25 +44,29 @@ _TRACKER = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class RoleWorkDir:
-    """A folder of a save that is under way, of a checkpoint that a newer save has replaced, or that says of one that it
-    is being copied.
+    """A working folder beside a role's folder.
+
+    `purpose` is "staging" for a running save, "replaced" for a checkpoint that a newer save has replaced, and
+    "uploading" for the mark of a checkpoint that is being copied to a remote store.
     """
 
     role: str
-    purpose: str  # "staging", "replaced" or "uploading"
+    purpose: str
     attempt: str
 
 
 def step_dir(root: Path, step: int) -> Path:
+    """Returns the folder of a step."""
     return root / step_name(step)
 
 
 def step_name(step: int) -> str:
+    """Returns the name of a step's folder."""
     return f"global_steps_{step}"
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """All step folders below `root` by step; of several names of one step `global_steps_` is first."""
+    """Returns all step folders below `root`, by step. If a step has several folders, `global_steps_` comes first."""
     found: dict[int, list[Path]] = {}
     if not root.is_dir():
         return found
@@ -74,7 +78,10 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
 
 
 def _may_be_folder(path: Path) -> bool:
-    """What cannot be looked at counts, and a link that leads nowhere: a step that is missing has to be told."""
+    """Returns True for a folder, and for a name that cannot be examined or is a broken link.
+
+    Such a step must be reported as unreadable, not taken for missing.
+    """
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -84,22 +91,23 @@ def _may_be_folder(path: Path) -> bool:
 
 
 def megatron_dir(root: Path, iteration: int) -> Path:
-    """Where Megatron-LM keeps a checkpoint of its own (`get_checkpoint_name`, core_r0.16)."""
+    """Returns the folder of one of Megatron-LM's own checkpoints (`get_checkpoint_name`, core_r0.16)."""
     return root / f"iter_{iteration:07d}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a folder name, or None if it is not a step folder's."""
+    """Returns the step that a folder name stands for. Returns None if it is not the name of a step's folder."""
     match = _STEP_DIR.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def step_root(role_dir: Path, role: str, step: int) -> Path | None:
-    """The folder of steps in which a role's folder is part of a step; None if it is none.
+    """Returns the root of the steps that a role's folder belongs to. Returns None if it does not belong to a step.
 
-    That is `<root>/<step>/<role>`, and `<root>/<step>` itself, as verl's SFT trainer has it, whose steps have one role.
+    A role's folder is `<root>/<step>/<role>`, or `<root>/<step>` itself: the steps of verl's SFT trainer have one role
+    and no folder for it.
 
-    Raises InvalidArgumentError if the folder is another step's.
+    Raises InvalidArgumentError if the folder belongs to another step.
     """
     step_path = role_dir if parse_step(role_dir.name) is not None else role_dir.parent
     found = parse_step(step_path.name)
@@ -111,120 +119,136 @@ def step_root(role_dir: Path, role: str, step: int) -> Path | None:
 
 
 def is_own(name: str) -> bool:
-    """Whether a save writes a file or folder of this name into a role's folder."""
+    """Returns True if a save writes a file or folder with this name into a role's folder."""
     return name in _OWN_NAMES
 
 
 def check_role(role: str) -> str:
-    """The role. Raises InvalidArgumentError if it cannot be the name of a role's folder (a path, a step, too long)."""
+    """Returns `role` if it can be the name of a role's folder.
+
+    Raises InvalidArgumentError if it could be anything else, such as a path, or is too long.
+    """
     if not _ROLE.fullmatch(role):
         raise InvalidArgumentError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
     if parse_step(role) is not None:
-        raise InvalidArgumentError(f"role {role!r} is the name of a step's folder: use another")
+        raise InvalidArgumentError(f"role {role!r} is the name of a step's folder: use another name")
     if len(role) > _ROLE_LENGTH:
         raise InvalidArgumentError(f"role {role!r} has {len(role)} letters: use {_ROLE_LENGTH} at most")
     return role
 
 
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles of a step, each once.
+    """Returns the roles of a step, each once.
 
-    Raises:
-        InvalidArgumentError: a name cannot be a folder's, it is a string (which would be one role per letter), or two
-            names are one folder where the file system does not tell capital letters from small ones.
+    Raises InvalidArgumentError for a string, which would be one role per letter. Also raises it for roles that differ
+    in capital letters alone, because some file systems would give them one folder.
     """
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
     unique = tuple(dict.fromkeys(map(check_role, roles)))
     if len({role.lower() for role in unique}) < len(unique):
         raise InvalidArgumentError(
-            f"roles {unique} differ in capital letters alone: on some file systems they are one folder"
+            f"roles {unique} differ in capital letters alone: on some file systems they are one folder. Use other names"
         )
     return unique
 
 
 def is_role(name: str) -> bool:
+    """Returns True if a name can be that of a role's folder, whatever its length."""
     return _ROLE.fullmatch(name) is not None and parse_step(name) is None
 
 
 def staging_dir(role_dir: Path, attempt: str) -> Path:
+    """Returns the folder that a save writes into before it commits."""
     return role_dir.with_name(f".{role_dir.name}.staging-{attempt}")
 
 
 def replaced_dir(role_dir: Path, attempt: str) -> Path:
+    """Returns the folder that an old checkpoint moves to when a newer save of the same step replaces it."""
     return role_dir.with_name(f".{role_dir.name}.replaced-{attempt}")
 
 
 def uploading_dir(role_dir: Path, attempt: str) -> Path:
-    """The folder that keeps a checkpoint from being deleted while it is copied to a remote store."""
+    """Returns the folder that keeps a checkpoint from being deleted while it is copied to a remote store."""
     return role_dir.with_name(f".{role_dir.name}.uploading-{attempt}")
 
 
 def deleted_dir(step_path: Path, attempt: str) -> Path:
+    """Returns the folder that a step moves to before it is deleted."""
     return step_path.with_name(f".deleted-{step_path.name}-{attempt}")
 
 
 def parse_work_dir(name: str) -> RoleWorkDir | None:
+    """Parses the name of a working folder. Returns None if it is not one."""
     match = _ROLE_WORK_DIR.fullmatch(name)
     return RoleWorkDir(*match.groups()) if match else None
 
 
 def remote_dir(step: int, role: str, attempt: str) -> str:
-    """The folder of one save of a role below the root of a remote store."""
+    """Returns the folder of one save of a role, below the root of a remote store."""
     return f"{step_name(step)}/{role}/{attempt}"
 
 
 def is_attempt(name: str) -> bool:
-    """Whether a folder of a remote store is that of a save."""
+    """Returns True if a folder name in a remote store is that of one save."""
     return _ATTEMPT.fullmatch(name) is not None
 
 
 def is_deleted_dir(name: str) -> bool:
+    """Returns True if a folder holds a step that is being deleted."""
     return _DELETED_DIR.fullmatch(name) is not None
 
 
 def is_tracker_under_way(name: str) -> bool:
-    """Whether a file is a tracker that was being replaced (`storage.files.replace_file`)."""
+    """Returns True for the temporary file of a tracker that was being replaced (`io.files.replace_file`)."""
     return name.startswith(f".{TRACKER_FILE}.")
 
 
 def trainer_file(root: Path, role: str) -> Path:
-    """Names the process that saves `role` below `root`."""
+    """Returns the file that names the process which saves `role` below `root`."""
     return root / f".{role}.trainer.json"
 
 
 def is_trainer_file_under_way(name: str, role: str) -> bool:
-    """Whether a file is a role's trainer file that was being replaced (`storage.files.replace_file`)."""
+    """Returns True for the temporary file of a trainer file that was being replaced (`io.files.replace_file`)."""
     return name.startswith(f".{trainer_file(Path(), role).name}.")
 
 
 def is_trainer_file_of_another(name: str, role: str) -> bool:
-    """Whether a file is the trainer file of another role."""
+    """Returns True if a file is the trainer file of another role."""
     match = _TRAINER_FILE.fullmatch(name)
     return match is not None and match.group(1) != role
 
 
 def parse_tracker(text: str) -> int | None:
-    """The step a tracker names, or None if it is torn or holds anything else (Megatron writes `release` there)."""
+    """Returns the step that a tracker names.
+
+    Returns None if the tracker is torn or holds anything else (Megatron may write `release`).
+    """
     text = text.strip()
     return int(text) if _TRACKER.fullmatch(text) else None
 
 
 def model_file(tp: int, pp: int) -> str:
+    """Returns the path, below a role's folder, of a model file: all tensors, or all but the experts."""
     return f"{MODEL_DIR}/mp_rank_{tp:02d}_{pp:03d}/{MODEL_FILE}"
 
 
 def expert_file(etp: int, pp: int, ep: int) -> str:
+    """Returns the path of a model file of experts, for layouts in which experts have files of their own."""
     return f"{MODEL_DIR}/mp_rank_{etp:02d}_{pp:03d}_{ep:03d}/{MODEL_FILE}"
 
 
 def optimizer_file(pp: int, tp: int, cp: int, dp: int) -> str:
+    """Returns the path of the file with one rank's shard of the optimizer's state."""
     return f"{OPTIMIZER_DIR}/distrib_optim_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
 
 
 def rng_file(pp: int, tp: int, cp: int, dp: int) -> str:
+    """Returns the path of the file with the states of one rank's random number generators."""
     return f"{RNG_DIR}/rng_states_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"
 
 
 def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
+    """Returns the path of the file with the extra state that one rank's trainer has handed over."""
     return f"{EXTRA_DIR}/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"

@@ -1,13 +1,13 @@
-"""The index inside each `.pt` file of tensors: what every byte range is. See docs/format.md."""
+"""Encodes and decodes the index inside a `.pt` file, which describes each range of tensor bytes. See docs/format.md."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from mcore_ckpt.checkpoint.dtypes import item_bytes
+from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.sharding.plan import ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region
@@ -18,20 +18,17 @@ _FORMAT = "mcore_ckpt.index"
 _VERSION = 1
 
 _MAX_CRC = 2**32 - 1
-# As many as torch has.
-_MOST_AXES = 64
-_MOST_ELEMENTS = 2**62
-# Each is compared with each. The most seen are the 6 of Qwen3-Next's fused projection.
+# Limited, because each piece is compared with each other piece. Qwen3-Next's fused projection has the most, 6.
 _MOST_PIECES = 64
 
 _REGION_FIELDS = ("global_shape", "local_shape", "pieces", "flat")
-# By what the file says: true and 1.0 are no 1.
+# Regions by the text of their fields. Text tells 1 from true and 1.0, which are equal in Python.
 _Regions = dict[str, Region]
 
 
 @dataclass(frozen=True)
 class Alias:
-    """`key`'s bytes are stored once, under `(key.name, same_as)`."""
+    """A shard without bytes of its own: its bytes are stored under the key `(key.name, same_as)`."""
 
     key: ShardKey
     same_as: str
@@ -41,17 +38,19 @@ class Alias:
 
 @dataclass(frozen=True)
 class FileIndex:
-    """The shards in one file, and those whose bytes are in another place."""
+    """The shards in one file, and the aliases of shards whose bytes are stored elsewhere."""
 
     shards: tuple[StoredShard, ...]
     aliases: tuple[Alias, ...]
 
 
 def block_count(nbytes: int) -> int:
+    """Returns the number of blocks, each with a CRC, that `nbytes` bytes have."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 def encode_index(index: FileIndex) -> bytes:
+    """Encodes an index as JSON."""
     return fields.encode(
         {
             "format": _FORMAT,
@@ -68,10 +67,10 @@ def encode_index(index: FileIndex) -> bytes:
 
 
 class IndexTemplate:
-    """An index but for its CRCs, which are all that changes from save to save.
+    """An encoded index without its CRCs. Only the CRCs change from save to save.
 
     Args:
-        index: the shards in the order of the file, their CRCs empty.
+        index: the shards in the order of the file, with empty CRCs.
     """
 
     def __init__(self, index: FileIndex) -> None:
@@ -80,7 +79,11 @@ class IndexTemplate:
         self._counts = [block_count(shard.nbytes) for shard in index.shards]
 
     def encode(self, block_crcs: Sequence[int]) -> bytes:
-        """What `encode_index` makes of the shards with the CRCs of their blocks, one shard after the other."""
+        """Returns what `encode_index` would return with these CRCs.
+
+        Args:
+            block_crcs: the CRC-32 of each block of the first shard, then of the second, and so on.
+        """
         texts = list(map(str, block_crcs))
         pieces = [self._parts[0]]
         start = 0
@@ -88,7 +91,7 @@ class IndexTemplate:
             pieces += ('"crc32":[', ",".join(texts[start : start + count]), "]", part)
             start += count
         if start != len(texts):
-            raise ValueError(f"{len(texts)} CRCs for {start} blocks")
+            raise ValueError(f"there are {len(texts)} CRCs for {start} blocks")
         return "".join(pieces).encode()
 
 
@@ -117,11 +120,12 @@ def _region_record(region: Region) -> dict[str, Any]:
 
 
 def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
-    """Reads an index and checks that every shard lies inside `[0, payload_end)` of its file and is as long as its
-    region.
+    """Decodes an index and checks its numbers.
+
+    Every shard must lie inside the bytes `[0, payload_end)` of its file, and must be as long as its region.
 
     Raises:
-        FieldError: it is not an index, or its numbers contradict each other.
+        FieldError: the data are not an index, or its numbers contradict each other.
     """
     record = fields.decode(data)
     if record.get("format") != _FORMAT or record.get("version") != _VERSION or record.get("block_bytes") != BLOCK_BYTES:
@@ -147,9 +151,9 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
     except ValueError as error:
         raise fields.FieldError(f"tensor {key}: {error}") from None
     if nbytes != expected or len(crcs) != block_count(nbytes):
-        raise fields.FieldError(f"tensor {key}: {nbytes} bytes in {len(crcs)} blocks, {expected} bytes by its region")
+        raise fields.FieldError(f"tensor {key}: has {nbytes} bytes in {len(crcs)} blocks, its region {expected} bytes")
     if crcs and max(crcs) > _MAX_CRC:
-        raise fields.FieldError(f"tensor {key}: {max(crcs)} is no CRC of 32 bits")
+        raise fields.FieldError(f"tensor {key}: {max(crcs)} is not a CRC of 32 bits")
     return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
 
 
@@ -161,11 +165,14 @@ def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
 
 
 def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> Region:
-    """Layers are alike, and so are a parameter and its moments: most regions of a file have been read already."""
+    """Returns the region of a shard, and decodes each distinct region once.
+
+    Most regions of a file are equal, because layers are alike, and so are a parameter and its moments.
+    """
     try:
         text = repr([record.get(name, ...) for name in _REGION_FIELDS])
     except RecursionError:
-        raise fields.FieldError(f"tensor {key}: its region is nested deep") from None
+        raise fields.FieldError(f"tensor {key}: its region is nested too deeply") from None
     region = regions.get(text)
     if region is None:
         region = regions[text] = _read_region(record, key)
@@ -177,7 +184,7 @@ def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
     pieces = []
     items = fields.get_list(record, "pieces")
     if len(items) > _MOST_PIECES:
-        raise fields.FieldError(f"tensor {key}: is in {len(items)} pieces, more than {_MOST_PIECES}")
+        raise fields.FieldError(f"tensor {key}: has {len(items)} pieces, more than {_MOST_PIECES}")
     for item in items:
         parts = [fields.as_ints(part, "pieces") for part in fields.as_list(item, "pieces")]
         if len(parts) != 3:
@@ -197,16 +204,15 @@ def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
 
 def _shape(record: Mapping[str, Any], name: str, key: ShardKey) -> tuple[int, ...]:
     shape = fields.get_ints(record, name)
-    # Without empty axes: torch multiplies all of them.
-    if len(shape) > _MOST_AXES or prod(max(length, 1) for length in shape) > _MOST_ELEMENTS:
-        raise fields.FieldError(f"tensor {key}: no tensor has a {name} of {fields.shown(shape)}")
+    if not is_possible_shape(shape):
+        raise fields.FieldError(f"tensor {key}: its {name} {fields.shown(shape)} is more than a tensor can have")
     return shape
 
 
 def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
     keys = {shard.key for shard in shards} | {alias.key for alias in aliases}
     if len(keys) < len(shards) + len(aliases):
-        raise fields.FieldError("it lists a tensor twice")
+        raise fields.FieldError("the index lists a tensor twice")
 
 
 def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:

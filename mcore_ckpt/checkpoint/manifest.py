@@ -1,4 +1,7 @@
-"""`manifest.json`: what makes a folder a checkpoint. Pure: bytes in, dataclasses out. See docs/format.md."""
+"""Encodes and decodes `manifest.json`, which makes a folder a checkpoint. See docs/format.md.
+
+Pure: this module translates between bytes and dataclasses, and reads no files.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,17 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 FORMAT = "mcore_ckpt"
 FORMAT_VERSION = 1
 
-
-# Of a path, in bytes: what Linux takes between two slashes.
+# The longest name, in bytes, that Linux accepts between two slashes of a path.
 _MOST_PART_BYTES = 255
 
 
 class NewerFormatError(ValueError):
-    """The manifest is of a format version this package does not know."""
+    """The manifest has a format version that is newer than this package."""
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """Global layer numbers of one virtual pipeline stage."""
+    """The global layer numbers of one virtual pipeline stage."""
 
     pp: int
     vp: int
@@ -36,7 +38,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """Where a file's index is, in bytes of the file."""
+    """The place of a file's index, in bytes of the file, and its CRC-32."""
 
     offset: int
     size: int
@@ -45,9 +47,10 @@ class IndexPlace:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: `path` below the role's folder, the world `rank` that wrote it, and which tensors it holds.
+    """A file of a checkpoint, as the manifest lists it.
 
-    `holds` are inclusive runs of positions in the manifest's `tensors`.
+    `path` is below the role's folder, `rank` is the world rank that wrote the file. `holds` tells which tensors are in
+    the file, as inclusive runs of positions in the manifest's `tensors`.
     """
 
     path: str
@@ -61,7 +64,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written, for the manifest. `holds` is the digest of the list of global tensors the file holds."""
+    """A file that a rank has written, for the manifest.
+
+    `holds` is the digest of the list of global tensors in the file.
+    """
 
     path: str
     kind: str
@@ -73,7 +79,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See docs/format.md for every field."""
+    """The contents of `manifest.json`. See docs/format.md for every field."""
 
     step: int
     role: str
@@ -89,15 +95,17 @@ class Manifest:
     files: tuple[FileRecord, ...]
 
     def files_of(self, kind: str) -> list[FileRecord]:
+        """Returns the files of one kind."""
         return [file for file in self.files if file.kind == kind]
 
     @property
     def nbytes(self) -> int:
+        """The size of all files together, in bytes."""
         return sum(file.size for file in self.files)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """One line of JSON, checksummed."""
+    """Encodes a manifest as one line of JSON with a checksum."""
     record = asdict(manifest)
     for file in record["files"]:
         if file["index"] is None:
@@ -107,11 +115,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Reads a manifest and checks its checksum and every field.
+    """Decodes a manifest and checks its checksum and every field.
 
     Raises:
-        NewerFormatError: it is of a newer format version.
-        FieldError: it is cut, damaged, foreign, or names a path outside its folder.
+        NewerFormatError: it has a newer format version.
+        FieldError: it is cut, damaged, not ours, or names a path outside its folder.
     """
     record = fields.decode(data)
     if record.get("format") != FORMAT:
@@ -121,8 +129,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise fields.FieldError(f"format version {version} does not exist")
     if version > FORMAT_VERSION:
         raise NewerFormatError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest this version of mcore_ckpt "
-            "reads: upgrade it"
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest this mcore_ckpt reads: upgrade it"
         )
     stored = fields.get_int(record, "crc32")
     if crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
@@ -195,52 +202,52 @@ def _check_manifest(manifest: Manifest) -> None:
             raise fields.FieldError(f"role {role!r} is not a folder name")
     _check_topology(manifest)
     if len(set(manifest.tensors)) != len(manifest.tensors):
-        raise fields.FieldError("it lists a tensor twice")
+        raise fields.FieldError("the manifest lists a tensor twice")
     seen: set[str] = set()
     held = 0
     for file in manifest.files:
         _check_path(file.path, seen)
         if file.rank >= len(manifest.ranks):
-            raise fields.FieldError(f"{file.path} was written by rank {file.rank} of {len(manifest.ranks)}")
+            raise fields.FieldError(f"{file.path} is said to be written by rank {file.rank} of {len(manifest.ranks)}")
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} leaves the file")
         held += _count_held(file, len(manifest.tensors))
     if held > limits.MANIFEST_HELD:
-        raise fields.FieldError(f"its files hold {held} tensors together, more than {limits.MANIFEST_HELD}")
+        raise fields.FieldError(f"the files hold {held} tensors together, more than {limits.MANIFEST_HELD}")
 
 
 def _check_topology(manifest: Manifest) -> None:
     sizes, ranks = asdict(manifest.topology), manifest.ranks
     world = sizes.pop("world_size")
     if len(ranks) != world:
-        raise fields.FieldError(f"it lists {len(ranks)} ranks of {world}")
+        raise fields.FieldError(f"the manifest lists {len(ranks)} ranks of {world}")
     virtual = sizes.pop("vpp")
     if virtual < 1 or any(not 1 <= size <= world for size in sizes.values()):
-        raise fields.FieldError(f"no {world} ranks are cut into {manifest.topology}")
+        raise fields.FieldError(f"{world} ranks cannot have the layout {manifest.topology}")
     for number, rank in enumerate(ranks):
         if any(at >= sizes[name] for name, at in vars(rank).items()):
-            raise fields.FieldError(f"rank {number} is {rank} of {manifest.topology}")
+            raise fields.FieldError(f"rank {number} cannot be {rank} in the layout {manifest.topology}")
 
 
 def _count_held(file: FileRecord, count: int) -> int:
-    """How many tensors a file holds. Raises FieldError unless the runs ascend, so that each is there once."""
+    """Returns how many tensors a file holds. Raises FieldError unless the runs ascend, so that each counts once."""
     held, least = 0, 0
     for first, last in file.holds:
         if not least <= first <= last < count:
-            raise fields.FieldError(f"{file.path} holds tensors {first} to {last} of {count}")
+            raise fields.FieldError(f"{file.path} is said to hold tensors {first} to {last} of {count}")
         held += last + 1 - first
         least = last + 1
     return held
 
 
 def _check_path(path: str, seen: set[str]) -> None:
-    """A path names one file below the role's folder, in one way only, on any file system."""
+    """Checks that a path names one file below the role's folder, and only one, on any file system."""
     parts = path.split("/")
     if "\\" in path or any(part in ("", ".", "..") for part in parts):
         raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
     if any(len(part.encode()) > _MOST_PART_BYTES for part in parts):
         raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
-    # Some file systems take names that differ in case only for one.
+    # On some file systems, names that differ in case alone are one file.
     if path.casefold() in seen:
         raise fields.FieldError(f"path {path!r} is listed twice")
     seen.add(path.casefold())

@@ -1,4 +1,4 @@
-"""Writes small `.pt` files: plain values that `torch.load(weights_only=True)` opens."""
+"""Writes small `.pt` files of plain values, which `torch.load(weights_only=True)` opens."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from mcore_ckpt.io.files import make_folders, write_file
 
 
 def pickle_plain(value: Mapping[str, Any]) -> bytes:
-    """A small `.pt` file's bytes. Raises ValueError if `read_plain` or torch (`weights_only`) would not open it."""
+    """Returns the bytes of a small `.pt` file.
+
+    Raises ValueError if it is too large, or if torch (`weights_only`) or `read_plain` could not open it.
+    """
     stream = io.BytesIO()
     torch.save(dict(value), stream)
     data = stream.getvalue()
     if len(data) > limits.PLAIN_BYTES:
-        raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} of a small file")
+        raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that a small file may have")
     try:
         torch.load(io.BytesIO(data), weights_only=True)
         decode_pt(data)
     except Exception as error:
-        raise ValueError(f"would not open again: {error}") from error
+        raise ValueError(f"could not be opened again: {error}") from error
     return data
 
 
 def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFile:
-    """Writes a small `.pt` file, made by `pickle_plain`, durably. Raises OSError."""
+    """Writes the bytes that `pickle_plain` has made to a file, durably. Raises OSError."""
     make_folders(role_dir, path)
     write_file(role_dir / path, [data])
     return WrittenFile(path, kind, len(data), crc32(data))

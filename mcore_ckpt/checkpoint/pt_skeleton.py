@@ -1,8 +1,8 @@
-"""The bytes of a `.pt` file without its payload.
+"""Builds the skeleton of a `.pt` file: the file without its payload, which is the bytes of the tensors.
 
-`torch.save` under `torch.serialization.skip_data` writes everything but the tensors' bytes and reserves
-their place; the zip directory says where. What is kept of it is small: the bytes between the payloads. A save is then
-copies into known offsets, and CRCs patched where zip wants them, with no pickling.
+`torch.save` under `torch.serialization.skip_data` writes everything but the payload and reserves its place, which the
+zip directory tells. A skeleton is small, because it keeps only the bytes between the tensors. A save then needs no
+pickling: it copies tensors to known offsets, and writes their CRCs to the places that zip has for them.
 """
 
 from __future__ import annotations
@@ -18,42 +18,35 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.checkpoint import zip_format as zf
+
 INDEX_RECORD = "archive/.mcore_ckpt/index.json"
 
-# Structures of the zip format, from PKWARE's APPNOTE.TXT 6.3.10: 4.3.7, 4.3.9, 4.3.12, 4.3.14 to 4.3.16.
-_LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
-_DIRECTORY_ENTRY = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END_64 = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<IIQI")
-_END = struct.Struct("<IHHHHIIH")
-_DESCRIPTOR_SIGNATURE = 0x08074B50
-_DESCRIPTOR_CRC_OFFSET = 4
-_DIRECTORY_CRC_OFFSET = 16
+# Versions of the zip format (times ten) that a reader needs: for a plain record, and for zip64.
+_PLAIN_VERSION = 20
 _ZIP64_VERSION = 45
-_MAX_32 = 0xFFFFFFFF
-_MAX_16 = 0xFFFF
 
 
 @dataclass(frozen=True)
 class PayloadSlot:
-    """Where one tensor's bytes go in the file, and where zip wants their CRC (both in bytes)."""
+    """The places of one tensor's bytes, and of their CRC, in the file. All numbers are in bytes."""
 
     offset: int
     nbytes: int
-    descriptor_crc_at: int | None  # None for an empty record: it has no data descriptor
-    directory_crc_at: int  # in the zip directory
+    descriptor_crc_at: int | None  # None for an empty record, which has no data descriptor
+    directory_crc_at: int  # counted from the start of the zip directory
 
 
 @dataclass(frozen=True)
 class PtSkeleton:
-    """Everything of a `.pt` file that does not depend on the tensors' values.
+    """A `.pt` file without its payload: the bytes that do not depend on the tensors' values.
 
     Attributes:
-        slots: one per tensor, in the order given to `build_skeleton`, ascending in offset.
-        gaps: `(offset, bytes)` between the payloads, up to `records_end`.
-        records_end: where the zip directory of torch began: the index record goes here.
-        directory: the zip directory's entries, CRCs of payloads still 0.
-        entries: how many those are.
+        slots: the place of each tensor, in the order given to `build_skeleton`, with ascending offsets.
+        gaps: the bytes between the tensors, up to `records_end`, as pairs `(offset, bytes)`.
+        records_end: the offset at which torch's zip directory began. The index record goes there.
+        directory: the entries of the zip directory. The CRCs of tensors are still 0.
+        entries: the number of these entries.
     """
 
     slots: tuple[PayloadSlot, ...]
@@ -63,74 +56,66 @@ class PtSkeleton:
     entries: int
 
     def tail(self, crcs: Sequence[int], index: bytes, index_crc: int) -> bytes:
-        """The bytes from `records_end` to the end of the file: the index record, the directory, the end records."""
+        """Returns the bytes from `records_end` to the end of the file: index record, zip directory, end records.
+
+        Args:
+            crcs: the CRC-32 of each tensor's bytes, in the order of `slots`.
+            index: the encoded index.
+            index_crc: the CRC-32 of `index`.
+        """
         directory = bytearray(self.directory)
         for slot, crc in zip(self.slots, crcs, strict=True):
             struct.pack_into("<I", directory, slot.directory_crc_at, crc)
         name = INDEX_RECORD.encode()
-        record = _LOCAL_HEADER.pack(0x04034B50, 20, 0, 0, 0, 0, index_crc, len(index), len(index), len(name), 0) + name
+        sizes = (index_crc, len(index), len(index), len(name), 0)
+        record = zf.LOCAL_HEADER.pack(zf.LOCAL_SIGNATURE, _PLAIN_VERSION, 0, 0, 0, 0, *sizes) + name
         directory += _directory_entry(name, index_crc, len(index), self.records_end)
         directory_at = self.records_end + len(record) + len(index)
         return record + index + bytes(directory) + _end_records(self.entries + 1, len(directory), directory_at)
 
     @property
     def index_offset(self) -> int:
-        """Where the index's bytes begin in the file."""
-        return self.records_end + _LOCAL_HEADER.size + len(INDEX_RECORD)
+        """The offset of the index's bytes in the file."""
+        return self.records_end + zf.LOCAL_HEADER.size + len(INDEX_RECORD)
 
 
 def _directory_entry(name: bytes, crc: int, size: int, header_at: int) -> bytes:
     extra = b""
-    if header_at >= _MAX_32:
-        extra = struct.pack("<HHQ", 1, 8, header_at)
-        header_at = _MAX_32
-    fields = (
-        0x02014B50,
-        _ZIP64_VERSION,
-        _ZIP64_VERSION,
-        0,
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        header_at,
-    )
-    return _DIRECTORY_ENTRY.pack(*fields) + name + extra
+    if header_at >= zf.MAX_32:
+        extra = struct.pack("<HHQ", zf.ZIP64_FIELD, 8, header_at)
+        header_at = zf.MAX_32
+    versions = (_ZIP64_VERSION, _ZIP64_VERSION)
+    sizes = (crc, size, size, len(name), len(extra), 0)
+    entry = zf.DIRECTORY_ENTRY.pack(zf.DIRECTORY_SIGNATURE, *versions, 0, 0, 0, 0, *sizes, 0, 0, 0, header_at)
+    return entry + name + extra
 
 
 def _end_records(entries: int, size: int, offset: int) -> bytes:
-    end_64 = _END_64.pack(
-        0x06064B50, _END_64.size - 12, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0, entries, entries, size, offset
-    )
-    locator = _LOCATOR_64.pack(0x07064B50, 0, offset + size, 1)
-    few = min(entries, _MAX_16)
-    end = _END.pack(0x06054B50, 0, 0, few, few, min(size, _MAX_32), min(offset, _MAX_32), 0)
+    versions = (_ZIP64_VERSION, _ZIP64_VERSION)
+    end_64 = zf.END_64.pack(zf.END_64_SIGNATURE, zf.END_64_LENGTH, *versions, 0, 0, entries, entries, size, offset)
+    locator = zf.LOCATOR_64.pack(zf.LOCATOR_64_SIGNATURE, 0, offset + size, 1)
+    few = min(entries, zf.MAX_16)
+    end = zf.END.pack(zf.END_SIGNATURE, 0, 0, few, few, min(size, zf.MAX_32), min(offset, zf.MAX_32), 0)
     return end_64 + locator + end
 
 
 def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> PtSkeleton:
-    """The image of `torch.save(tree)`.
+    """Builds the skeleton of the file that `torch.save(tree)` would write.
 
     Args:
-        tree: dicts, plain values and tensors; each tensor owns its storage and fills it (no views, nothing on `meta`).
-        tensors: the tensors in `tree` in the order torch pickles them, each once.
+        tree: dicts, plain values and tensors. Each tensor owns its storage and fills it: views and tensors on `meta`
+            are not allowed.
+        tensors: the tensors in `tree` in the order in which torch pickles them, each once.
 
     Returns:
-        The image; `slots[i]` belongs to `tensors[i]`.
+        The skeleton; `slots[i]` belongs to `tensors[i]`.
 
     Raises:
-        ValueError: the tensors do not match the records torch has written.
+        ValueError: the tensors do not match the records that torch has written.
     """
-    # A memory file keeps the reserved payload sparse; the link gives the archive the same name in every run.
-    memory = os.memfd_create("mcore_ckpt_image")
+    # The reserved payload takes no memory in a memory file, which is sparse. torch names the archive after its file, so
+    # the link gives it the same name in every run.
+    memory = os.memfd_create("mcore_ckpt_skeleton")
     try:
         with tempfile.TemporaryDirectory() as folder:
             link = Path(folder, "archive.pt")
@@ -139,12 +124,12 @@ def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
                 torch.save(tree, link)
             with zipfile.ZipFile(link) as archive:
                 records, directory_at = archive.infolist(), archive.start_dir
-        return _read_image(memory, records, directory_at, tensors)
+        return _read_skeleton(memory, records, directory_at, tensors)
     finally:
         os.close(memory)
 
 
-def _read_image(
+def _read_skeleton(
     memory: int, records: list[zipfile.ZipInfo], directory_at: int, tensors: Sequence[torch.Tensor]
 ) -> PtSkeleton:
     crc_places = _directory_crc_places(records)
@@ -153,35 +138,35 @@ def _read_image(
     for number, tensor in enumerate(tensors):
         record = by_name.get(f"archive/data/{number}")
         if record is None or record.file_size != tensor.nbytes:
-            raise ValueError(f"tensor {number} of {tensor.nbytes} bytes is not record {record} of the archive")
+            raise ValueError(f"tensor {number} of {tensor.nbytes} bytes is not record {record} of torch's archive")
         slots.append(_slot(memory, record, crc_places[record.filename]))
     if f"archive/data/{len(tensors)}" in by_name:
-        raise ValueError(f"the archive holds more than the {len(tensors)} tensors named")
+        raise ValueError(f"torch's archive has more than the {len(tensors)} tensors that were named")
     gaps = tuple(_gaps(memory, slots, directory_at))
     directory = os.pread(memory, crc_places[""], directory_at)
     return PtSkeleton(tuple(slots), gaps, directory_at, directory, len(records))
 
 
 def _directory_crc_places(records: Iterable[zipfile.ZipInfo]) -> dict[str, int]:
-    """Position of each record's CRC in the directory; under "" the directory's size."""
+    """Returns the position of each record's CRC in the directory, and under "" the directory's size."""
     places, position = {}, 0
     for record in records:
-        places[record.filename] = position + _DIRECTORY_CRC_OFFSET
-        position += _DIRECTORY_ENTRY.size + len(record.filename.encode()) + len(record.extra) + len(record.comment)
+        places[record.filename] = position + zf.DIRECTORY_CRC_OFFSET
+        position += zf.DIRECTORY_ENTRY.size + len(record.filename.encode()) + len(record.extra) + len(record.comment)
     places[""] = position
     return places
 
 
 def _slot(memory: int, record: zipfile.ZipInfo, directory_crc_at: int) -> PayloadSlot:
-    header = _LOCAL_HEADER.unpack(os.pread(memory, _LOCAL_HEADER.size, record.header_offset))
-    offset = record.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
-    if not record.flag_bits & 0x8:
+    *_, name_bytes, extra_bytes = zf.LOCAL_HEADER.unpack(os.pread(memory, zf.LOCAL_HEADER.size, record.header_offset))
+    offset = record.header_offset + zf.LOCAL_HEADER.size + name_bytes + extra_bytes
+    if not record.flag_bits & zf.DESCRIPTOR_FLAG:
         return PayloadSlot(offset, record.file_size, None, directory_crc_at)
     descriptor = offset + record.file_size
     (signature,) = struct.unpack("<I", os.pread(memory, 4, descriptor))
-    if signature != _DESCRIPTOR_SIGNATURE:
+    if signature != zf.DESCRIPTOR_SIGNATURE:
         raise ValueError(f"record {record.filename} has no data descriptor where zip puts it")
-    return PayloadSlot(offset, record.file_size, descriptor + _DESCRIPTOR_CRC_OFFSET, directory_crc_at)
+    return PayloadSlot(offset, record.file_size, descriptor + zf.DESCRIPTOR_CRC_OFFSET, directory_crc_at)
 
 
 def _gaps(memory: int, slots: Iterable[PayloadSlot], end: int) -> Iterable[tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""Tensors in a pickle of `torch.save`: which bytes they are, checked before anybody reads or allocates them."""
+"""Finds the bytes of the tensors in a pickle of `torch.save`, and checks them before they are read or allocated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint.pt_archive import PtArchive
+from mcore_ckpt.checkpoint.shapes import MOST_ELEMENTS, is_possible_shape
 from mcore_ckpt.checkpoint.unpickling import Call, PickleError, as_shape
 from mcore_ckpt.sharding.regions import Shape
 
-# `torch.storage._dtype_to_storage_type_map` (2.13). Newer dtypes come with an UntypedStorage and say theirs.
+# `torch.storage._dtype_to_storage_type_map` (2.13). Tensors of newer dtypes name their dtype beside an UntypedStorage.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -31,18 +32,18 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 
-# Not the quantized ones, which have scales, nor those below a byte, with which torch (2.13) can do nothing.
+# Leaves out quantized dtypes, which have scales, and dtypes below one byte, which torch (2.13) cannot compute with.
 _DTYPE = re.compile(r"b?float\d\w*|u?int(?:8|16|32|64)|bool|complex\d+|double|float|half|short|int|long")
 
-# As many as torch has.
-_MOST_AXES = 64
-_MOST_ELEMENTS = 2**62
 _FLAGS = ("conj", "neg")
 
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """What several tensors may share: `nbytes` from byte `offset` of the archive on. `dtype`: of the pickle's word."""
+    """The bytes of a storage, which several tensors may share: `nbytes` bytes at byte `offset` of the archive.
+
+    `key` is its name in the archive, `dtype` the dtype that the pickle gives it.
+    """
 
     key: str
     dtype: torch.dtype
@@ -52,9 +53,10 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of bytes that are there: its first element is element `start`, the others where the strides say.
+    """The place of a tensor in a storage.
 
-    `flags`: "conj" and "neg", of complex numbers that are kept as those they are made from.
+    `start` is the position of its first element. `start` and `stride` are in elements. `flags` may have "conj" and
+    "neg": the tensor is the conjugate or the negative of the stored numbers.
     """
 
     stored: StoredBytes
@@ -66,16 +68,17 @@ class TensorPlace:
 
     @property
     def offset(self) -> int:
-        """In bytes of the archive."""
+        """The offset of the first element, in bytes of the archive."""
         return self.stored.offset + self.start * self.dtype.itemsize
 
     @property
     def is_dense(self) -> bool:
+        """True if the tensor's bytes are one range, in row-major order."""
         return is_dense(self.shape, self.stride)
 
 
 def is_dense(shape: Shape, stride: Shape) -> bool:
-    """Whether the bytes of such a tensor are one range, row-major."""
+    """Returns True if the bytes of a tensor with these strides (in elements) are one range, in row-major order."""
     expected = 1
     for length, step in reversed(list(zip(shape, stride, strict=True))):
         if length != 1 and step != expected:
@@ -85,11 +88,11 @@ def is_dense(shape: Shape, stride: Shape) -> bool:
 
 
 class TensorFinder:
-    """What the names of tensors in a pickle stand for.
+    """Resolves what a pickle says about tensors: dtypes, storages and the functions that rebuild tensors.
 
     Args:
-        archive: has their bytes.
-        make: what takes a tensor's place in the result.
+        archive: the archive with the tensors' bytes.
+        make: makes, from a tensor's place, the object that stands for the tensor in the result.
     """
 
     def __init__(self, archive: PtArchive, make: Callable[[TensorPlace], Any]) -> None:
@@ -101,26 +104,26 @@ class TensorFinder:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """The dtype, storage or function of that name, or None."""
+        """Returns the dtype, storage or function that a global name stands for. Returns None if it is unknown."""
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
-        # Not getattr: torch imports some of its modules when they are asked for.
+        # `vars`, not `getattr`: getattr would let a file make torch import more of its modules.
         if module == "torch" and _DTYPE.fullmatch(name) and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         return self._known.get((module, name))
 
     def stored(self, reference: Any) -> StoredBytes:
-        """What a pickle's reference to a storage stands for."""
+        """Returns the bytes that a pickle's reference to a storage stands for."""
         if not isinstance(reference, tuple) or len(reference) != 5:
-            raise PickleError("no reference to a storage")
+            raise PickleError("a reference in the pickle does not name a storage")
         kind, dtype, key, _, length = reference
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(length) is not int or type(key) is not str:
-            raise PickleError("no reference to a storage")
+            raise PickleError("a reference in the pickle does not name a storage")
         if key not in self._stored:
             self._stored[key] = StoredBytes(key, dtype, *self._archive.place(f"data/{key}"))
         found = self._stored[key]
         if found.dtype != dtype or found.nbytes != length * dtype.itemsize:
-            raise PickleError(f"data/{key} has {found.nbytes} bytes, not {length} of {dtype}")
+            raise PickleError(f"record data/{key} has {found.nbytes} bytes, not {length} elements of {dtype}")
         return found
 
     def _tensor_v2(self, stored: Any, start: Any, shape: Any, stride: Any, *more: Any) -> Any:
@@ -132,44 +135,43 @@ class TensorFinder:
 
     def _tensor(self, stored: Any, dtype: Any, start: Any, shape: Any, stride: Any, flags: tuple[Any, ...]) -> Any:
         if not isinstance(stored, StoredBytes) or not isinstance(dtype, torch.dtype) or type(start) is not int:
-            raise PickleError("a tensor of no storage")
+            raise PickleError("a tensor in the pickle has no storage, dtype or start")
         lengths, steps = as_shape(shape), as_shape(stride)
-        words = f"a tensor of {len(lengths)} axes, {str(lengths)[:200]}"
-        if len(lengths) != len(steps) or len(lengths) > _MOST_AXES or min((start, *lengths, *steps)) < 0:
-            raise PickleError(f"{words}, strides {str(steps)[:200]}")
-        # The product without empty axes: torch multiplies all of them.
-        if prod([length or 1 for length in lengths]) > _MOST_ELEMENTS or max(steps, default=0) > _MOST_ELEMENTS:
-            raise PickleError(f"{words}: more elements than there are numbers for")
+        tensor = f"a tensor in the pickle, of shape {str(lengths)[:200]},"
+        if len(lengths) != len(steps) or min((start, *lengths, *steps)) < 0:
+            raise PickleError(f"{tensor} cannot have start {start} and strides {str(steps)[:200]}")
+        if not is_possible_shape(lengths) or max(steps, default=0) > MOST_ELEMENTS:
+            raise PickleError(f"{tensor} has more axes or elements than a tensor can have")
         count = prod(lengths)
         last = start + sum((length - 1) * step for length, step in zip(lengths, steps, strict=True))
         if start * dtype.itemsize > stored.nbytes or (count and (last + 1) * dtype.itemsize > stored.nbytes):
-            raise PickleError(f"{words} leaves its storage of {stored.nbytes} bytes")
+            raise PickleError(f"{tensor} leaves its storage of {stored.nbytes} bytes")
         return self._make(TensorPlace(stored, dtype, start, lengths, steps, _flags(flags)))
 
 
-def _flags(said: tuple[Any, ...]) -> tuple[str, ...]:
-    flags = said[0] if said else None
+def _flags(given: tuple[Any, ...]) -> tuple[str, ...]:
+    flags = given[0] if given else None
     if flags is None:
         return ()
     if not isinstance(flags, dict) or any(name not in _FLAGS or type(flags[name]) is not bool for name in flags):
-        raise PickleError(f"a tensor that is marked {str(flags)[:80]}")
+        raise PickleError(f"a tensor in the pickle has unknown flags: {str(flags)[:80]}")
     return tuple(name for name in _FLAGS if flags.get(name))
 
 
 def parameter(tensor: Any, *_: Any) -> Any:
-    """`torch._utils._rebuild_parameter`: of it only the tensor says anything new."""
+    """Stands for `torch._utils._rebuild_parameter`. Only the tensor among its arguments matters."""
     return tensor
 
 
 def with_attributes(function: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """`torch._tensor._rebuild_from_type_v2`: of it only the tensor says anything new."""
+    """Stands for `torch._tensor._rebuild_from_type_v2`. Only the tensor matters, which `function` makes from `args`."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
-        raise PickleError("a tensor that nothing makes")
+        raise PickleError("a tensor in the pickle is made by something that is not a known function")
     return function(*args)
 
 
 PARAMETERS: dict[tuple[str, str], Any] = {
-    # Not to be called: they stand beside the function that makes the tensor.
+    # These classes are arguments beside the function that makes the tensor. They are never called.
     ("torch", "Tensor"): "torch.Tensor",
     ("torch.nn.parameter", "Parameter"): "torch.nn.Parameter",
     ("torch._tensor", "_rebuild_from_type_v2"): Call(with_attributes),

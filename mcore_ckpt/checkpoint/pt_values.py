@@ -1,7 +1,7 @@
-"""What a file of `torch.save` holds, as values: containers, numbers, strings and tensors, and nothing else.
+"""Reads the values in a file of `torch.save`: containers, numbers, strings and tensors, and nothing else.
 
-`torch.load` opens these files, too. It is not used on what others may have written: see `unpickling`, and it
-decompresses what is compressed, however much it becomes.
+`torch.load` opens these files, too, but is not safe for files that others may have written: `unpickling` gives reasons,
+and it decompresses records however large they become.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mcore_ckpt.checkpoint.unpickling import (
 )
 
 Storage = Callable[[StoredBytes], torch.Tensor]
-"""The bytes of a storage: uint8, 1-D."""
+"""Returns the memory of a storage: a 1-D tensor of dtype uint8."""
 
 
 def decode_pt(data: bytes) -> Any:
-    """The value in the bytes of a small file; its tensors have memory of their own.
+    """Decodes the value in the bytes of a small file. Its tensors have memory of their own.
 
     Raises:
-        ValueError: it is damaged, or has anything else in it (ArchiveError, PickleError).
+        ValueError: the file is damaged, or has anything else in it (ArchiveError, PickleError).
 
     Example:
         >>> decode_pt(pickle_plain({"step": 12}))  # doctest: +SKIP
@@ -42,15 +42,19 @@ def decode_pt(data: bytes) -> Any:
 
 
 def reader_of(data: bytes) -> ReadAt:
+    """Returns a function that reads from bytes in memory as from a file."""
+
     def read_at(offset: int, nbytes: int) -> bytes:
         if offset + nbytes > len(data):
-            raise PickleError(f"cut: {nbytes} bytes from byte {offset} on of {len(data)}")
+            raise PickleError(f"the file was cut: it has {len(data)} bytes, not {nbytes} at byte {offset}")
         return data[offset : offset + nbytes]
 
     return read_at
 
 
 def copied_from(data: bytes) -> Storage:
+    """Returns a function that copies the bytes of a storage out of bytes in memory."""
+
     def storage(stored: StoredBytes) -> torch.Tensor:
         memory = bytearray(memoryview(data)[stored.offset : stored.offset + stored.nbytes])
         return torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
@@ -65,15 +69,15 @@ def load_pt(
     find: Find = find_plain,
     build: Build = refuse_state,
 ) -> Any:
-    """The value in an archive.
+    """Reads the value in an archive.
 
     Args:
         read_at, size: the archive.
-        storage: makes the memory of its tensors.
-        find, build: as `Unpickler` takes them, for what is no tensor.
+        storage: makes the memory of a storage.
+        find, build: passed to `Unpickler`, for everything but tensors.
 
     Raises:
-        ValueError: it is damaged, or has anything in it that these do not know.
+        ValueError: the archive is damaged, or has anything in it that `find` and `build` refuse.
     """
     archive = PtArchive(read_at, size)
     memory: dict[str, torch.Tensor] = {}
@@ -98,13 +102,13 @@ def load_pt(
 
 
 def _view(memory: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    # Strides of 0 make any number of elements out of one: who copies the tensor has to hold them.
+    # With strides of 0, one stored element stands for any number, and a copy of the tensor would need memory for all.
     if prod(place.shape) * place.dtype.itemsize > place.stored.nbytes:
-        raise PickleError(f"a tensor of shape {place.shape} with strides {place.stride}")
+        raise PickleError(f"a tensor of shape {place.shape} and strides {place.stride} is larger than its storage")
     if not memory.numel():
         return torch.empty(place.shape, dtype=place.dtype)
     whole = memory[: memory.numel() // place.dtype.itemsize * place.dtype.itemsize].view(place.dtype)
-    # Counted from the beginning of all that is mapped.
+    # torch counts storage offsets from the beginning of the mapped file, not of the view.
     tensor = whole.as_strided(place.shape, place.stride, whole.storage_offset() + place.start)
     for flag in place.flags:
         tensor = torch._conj(tensor) if flag == "conj" else torch._neg_view(tensor)

@@ -1,4 +1,4 @@
-"""Read requests -> bytes, each block checked before it is handed on."""
+"""Opens the files of one checkpoint folder, and checks each against the manifest before its contents are used."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mcore_ckpt.io.store import Store
 
 
 def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE) -> Manifest:
-    """A role's manifest.
+    """Reads the manifest in a role's folder.
 
     Raises:
         CheckpointNotFoundError: it is missing, so the folder is not a checkpoint.
-        CheckpointCorruptError: it is damaged, or of a newer format.
+        CheckpointCorruptError: it is damaged, or has a newer format version.
     """
     path = inside(role_dir, manifest_file)
     try:
         data = read_small(path, limits.MANIFEST_BYTES)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
-            f"{path}: missing, so this folder is not a checkpoint (a save that did not finish?)"
+            f"{path}: missing, so this folder is not a checkpoint. Perhaps its save did not finish: use another step"
         ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
@@ -40,7 +40,10 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
-    """The manifest that a file holds. Raises CheckpointCorruptError: it is damaged, or of a newer format."""
+    """Decodes the bytes of a manifest.
+
+    Raises CheckpointCorruptError, which names `path`, if it is damaged or has a newer format version.
+    """
     try:
         return decode_manifest(data)
     except (FieldError, NewerFormatError) as error:
@@ -48,16 +51,20 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 
 
 def read_remote_manifest(store: Store, key: str) -> Manifest:
-    """The manifest in a folder of a remote store. Raises FileNotFoundError, CheckpointCorruptError, RemoteError."""
+    """Reads the manifest in a folder of a remote store.
+
+    Raises FileNotFoundError, CheckpointCorruptError, RemoteError.
+    """
     path = f"{key}/{file_names.MANIFEST_FILE}"
     return parse_manifest(store.read_all(path, limits.MANIFEST_BYTES), store.url_of(path))
 
 
 @contextmanager
 def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
-    """A descriptor of a file whose size is the manifest's.
+    """Opens a file whose size is that in the manifest. Yields its descriptor.
 
-    Raises CheckpointCorruptError if it is missing, of another size, no file, or a link out of the folder.
+    Raises CheckpointCorruptError if the file is missing, has another size, is no regular file, or is a link that leads
+    out of the folder.
     """
     path = inside(role_dir, record.path)
     try:
@@ -72,7 +79,7 @@ def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
         size = os.fstat(descriptor).st_size
         if size != record.size:
             raise CheckpointCorruptError(
-                f"{path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced"
+                f"{path}: has {size} bytes, not the {record.size} of the manifest: it was cut or replaced"
             )
         yield descriptor
     finally:
@@ -80,7 +87,7 @@ def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
 
 
 def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
-    """A file's index, its checksum and numbers checked. Raises CheckpointCorruptError."""
+    """Reads a file's index and checks its checksum and numbers. Raises CheckpointCorruptError."""
     path = role_dir / record.path
     assert record.index is not None
     check_size(path, "an index", record.index.size, limits.INDEX_BYTES)
@@ -90,11 +97,11 @@ def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
 
 
 def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
-    """An index out of its bytes, checked as `read_index` does."""
+    """Decodes the bytes of an index, and checks them as `read_index` does. Errors name `path`."""
     assert record.index is not None
     if crc32(data) != record.index.crc32:
         raise CheckpointCorruptError(
-            f"{path}: its index (byte {record.index.offset}) has a wrong CRC: damaged, or another file of that name"
+            f"{path}: its index (byte {record.index.offset}) has a wrong CRC: it is damaged, or belongs to another file"
         )
     try:
         return decode_index(data, record.path, record.index.offset)
@@ -103,15 +110,16 @@ def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
 
 
 def check_size(path: Path | str, what: str, size: int, most: int) -> None:
-    """Raises CheckpointCorruptError for what is too large to be read into memory."""
+    """Raises CheckpointCorruptError if `size` bytes are more than the `most` that are read into memory."""
     if size > most:
         raise CheckpointCorruptError(
-            f"{path}: the manifest speaks of {what} of {size} bytes: more than {most} are not read into memory"
+            f"{path}: the manifest lists {what} of {size} bytes, more than the {most} that are read into memory: the "
+            "manifest is damaged or forged"
         )
 
 
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """A small `.pt` file, whole, its checksum checked, without running anything in it.
+    """Reads the values in a small `.pt` file, and checks its checksum. Nothing in the file is executed.
 
     Raises CheckpointCorruptError.
     """
@@ -123,12 +131,12 @@ def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
 
 
 def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, Any]:
-    """What a small `.pt` file holds, checked as `read_plain` does."""
+    """Decodes the bytes of a small `.pt` file, and checks them as `read_plain` does. Errors name `path`."""
     if crc32(data) != record.crc32:
-        raise CheckpointCorruptError(f"{path}: has a wrong CRC: damaged, or another file of that name")
+        raise CheckpointCorruptError(f"{path}: has a wrong CRC: it is damaged, or another file with this name")
     try:
         value = decode_pt(data)
-    except Exception as error:  # torch may raise any type for bytes that are no tensor
+    except Exception as error:  # torch may raise any type for bytes that are not a valid tensor.
         raise CheckpointCorruptError(f"{path}: does not hold plain values alone: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointCorruptError(f"{path}: holds a {type(value).__name__}, not a dict")

@@ -1,8 +1,8 @@
-"""Pickles from strangers: a machine that runs their opcodes, and of all they name only what it is handed.
+"""Reads pickles that may be hostile. A pickle may call only functions that the caller lists.
 
-Neither Python's nor torch's will do (torch 2.13 under `weights_only`): torch hands out `bytearray` and every storage
-class, which take any amount of memory, and Python's allocates what an index into its memo says. In both, a tuple of
-tuples as the key of a dict can take for ever to hash, or overflow the stack of the process.
+The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. torch offers `bytearray` and all
+storage classes, which allocate any amount of memory. Python allocates a memo as large as an index in the pickle. With
+both, a tuple of tuples as the key of a dict may take forever to hash, or overflow the stack of the process.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from mcore_ckpt.io import limits
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
-# Parts of all tuples of a key together: names and numbers are keys, not data.
+# How many parts the nested tuples of a key may have together. Keys are names and numbers; data are not keys.
 _MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
-# A reference to something that was there already takes two bytes or more, and may stand for a tuple of a few numbers.
+# How many values a byte of a pickle may stand for. A reference to an earlier value takes at least two bytes, and that
+# value may be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
-# An empty one takes 216 bytes of memory. Who pickles one remembers it, too, which is a second byte.
+# An empty set takes 216 bytes of memory and two bytes of a pickle: the second byte puts it into the memo.
 _VALUES_PER_SET = 2 * _MOST_VALUES_PER_BYTE
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or wants what it may not have."""
+    """A pickle is damaged, or asks for something that is not allowed."""
 
 
 class Call:
-    """A function or class that a pickle may call. It gets what the pickle hands it: any values, checked by nobody."""
+    """A function or class that a pickle may call.
+
+    It gets any arguments that the pickle has, and must check them itself.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -42,22 +46,26 @@ class Call:
 
 
 Find = Callable[[str, str], Any]
-"""What a module's name stands for: a `Call`, or a value. Raises PickleError for all that is not expected."""
+"""Resolves a global name (module, name) to a `Call` or a value. Raises PickleError for an unexpected name."""
 
 Build = Callable[[Any, Any], None]
-"""Gives an object that was made its state. Raises PickleError for all that is not expected."""
+"""Gives a new object its state: (object, state). Raises PickleError for anything unexpected."""
 
 
 def refuse_global(module: str, name: str) -> PickleError:
-    # A terminal obeys what is no letter.
+    """Returns the error for a global name that a pickle may not use."""
+    # A terminal would obey control characters in the name.
     shown = ascii(f"{module}.{name}"[:200])[1:-1]
-    return PickleError(f"{shown} does not belong into it: written by whom? Nothing was run")
+    return PickleError(
+        f"{shown} does not belong in such a file. Nothing in the file was executed; find out who wrote it"
+    )
 
 
 def check_key(key: Any) -> None:
-    """Raises PickleError unless it is quickly hashed: an atom, a tuple of few of them, or what a `Call` has made.
+    """Raises PickleError unless a key can be hashed quickly.
 
-    Of dataclasses, which are hashed as the tuple of their fields, the fields count.
+    Such keys are atoms, tuples of a few atoms, and objects that a `Call` has made. The fields of a dataclass count as
+    parts, because it is hashed as the tuple of its fields.
     """
     if type(key) in _ATOMS:
         return
@@ -66,24 +74,25 @@ def check_key(key: Any) -> None:
         part = parts.pop()
         seen += 1
         if seen > _MOST_KEY_PARTS:
-            raise PickleError(f"a key of more than {_MOST_KEY_PARTS} parts")
+            raise PickleError(f"a key in the pickle has more than {_MOST_KEY_PARTS} parts")
         if isinstance(part, tuple):
             parts += part
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             parts += vars(part).values()
         elif isinstance(part, frozenset):
-            raise PickleError("a set as a key")
+            raise PickleError("a key in the pickle is a set")
 
 
 def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any]] = lambda value: ()) -> None:
-    """Raises PickleError for a value that is much larger when it is walked through than the pickle it came from.
+    """Raises PickleError for a value with many more parts than its pickle has bytes.
 
-    A list may hold itself, or hold one that holds one twice ..., each of them twice.
+    A list may hold itself. It may also hold a list twice, which holds a list twice, and so on: a program that walks
+    through it would not end.
 
     Args:
-        value: what was read.
-        nbytes: of its pickle.
-        parts_of: the parts of objects that are no containers.
+        value: the value of the pickle.
+        nbytes: the size of the pickle in bytes.
+        parts_of: returns the parts of an object that is not a container.
     """
     most = _MOST_VALUES_PER_BYTE * nbytes + _MOST_KEY_PARTS
     seen, level, depth = 0, [value], 0
@@ -98,50 +107,52 @@ def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any
             elif type(item) not in _ATOMS:
                 below += parts_of(item)
             if seen + len(below) > most:
-                raise PickleError(f"{nbytes} bytes that stand for more than {most} values")
+                raise PickleError(f"the {nbytes} bytes of the pickle stand for more than {most} values")
         seen += len(below)
         depth += 1
         if depth > _MOST_DEPTH:
-            raise PickleError(f"values nested more than {_MOST_DEPTH} deep")
+            raise PickleError(f"the values in the pickle are nested more than {_MOST_DEPTH} deep")
         level = below
 
 
 def as_bytes(text: Any, encoding: Any) -> bytes:
-    """`_codecs.encode`, which is how protocol 2 writes bytes: of no other encoding than it uses."""
+    """Stands for `_codecs.encode`, with which protocol 2 writes bytes in latin1. Refuses other encodings."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise PickleError("bytes that are no latin1")
+        raise PickleError("the pickle has bytes in another encoding than latin1")
     return text.encode("latin1")
 
 
 def ordered_dict(*nothing: Any) -> OrderedDict[Any, Any]:
-    """Empty: what is in it comes after, key by key."""
+    """Stands for `OrderedDict`. It is made empty; the pickle adds its items afterwards, key by key."""
     if nothing and nothing != ([],):
-        raise PickleError("an OrderedDict that is made of something")
+        raise PickleError("an OrderedDict in the pickle is not made empty")
     return OrderedDict()
 
 
 def as_set(items: Any = ()) -> set[Any]:
+    """Stands for `set`. Raises PickleError unless it is made of a list or tuple of quickly hashed items."""
     if not isinstance(items, (list, tuple)):
-        raise PickleError("a set that is not made of a list")
+        raise PickleError("a set in the pickle is not made of a list")
     for item in items:
         check_key(item)
     return set(items)
 
 
 def as_complex(real: Any, imaginary: Any) -> complex:
+    """Stands for `complex`. Raises PickleError unless it is made of two floats."""
     if type(real) is not float or type(imaginary) is not float:
-        raise PickleError("a complex number of no numbers")
+        raise PickleError("a complex number in the pickle is not made of two floats")
     return complex(real, imaginary)
 
 
 def as_shape(lengths: Any = ()) -> tuple[int, ...]:
-    """`torch.Size` of a tuple."""
+    """Stands for `torch.Size`. Raises PickleError unless it is made of integers."""
     if not isinstance(lengths, (list, tuple)) or any(type(length) is not int for length in lengths):
-        raise PickleError("a shape of no numbers")
+        raise PickleError("a shape in the pickle is not made of integers")
     return tuple(lengths)
 
 
-# Protocol 2 says `__builtin__`, as Python 2 did.
+# Protocol 2 calls the module `__builtin__`, as Python 2 did.
 PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Call(as_bytes),
     ("collections", "OrderedDict"): Call(ordered_dict),
@@ -149,10 +160,11 @@ PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
     **{(module, "set"): Call(as_set) for module in ("builtins", "__builtin__")},
     **{(module, "complex"): Call(as_complex) for module in ("builtins", "__builtin__")},
 }
-"""What containers and numbers are made of."""
+"""The global names that pickles of containers and numbers use."""
 
 
 def find_plain(module: str, name: str) -> Any:
+    """Resolves the global names that containers and numbers use. Raises PickleError for any other."""
     try:
         return PLAIN_GLOBALS[module, name]
     except KeyError:
@@ -160,21 +172,22 @@ def find_plain(module: str, name: str) -> Any:
 
 
 def _no_reference(reference: Any) -> Any:
-    raise PickleError("a reference to something outside")
+    raise PickleError("the pickle refers to data outside of it, which are not allowed here")
 
 
 def refuse_state(made: Any, state: Any) -> None:
-    raise PickleError(f"a state for a {type(made).__name__}")
+    """Refuses to give any object a state, as a `Build` for pickles of plain values."""
+    raise PickleError(f"the pickle gives a {type(made).__name__} a state, which is not allowed here")
 
 
 class Unpickler:
-    """One pickle, of protocol 2 to 5.
+    """Reads one pickle of protocol 2 to 5.
 
     Args:
         data: the pickle.
-        find: what its names stand for.
-        persistent: what its references to tensors' bytes stand for.
-        build: gives an object that was made its state; must refuse what it does not know.
+        find: resolves a global name.
+        persistent: resolves a reference to data outside of the pickle, which are the bytes of tensors.
+        build: gives a new object its state, and must refuse objects that it does not know.
     """
 
     def __init__(
@@ -189,18 +202,21 @@ class Unpickler:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        # What sets take, and what calls may copy: a reference of two bytes may stand for a long text, handed over
-        # again and again.
+        # How many more values the sets may take, and the arguments of calls may have. Without this limit, a pickle
+        # could pass a long text to calls that copy it, again and again, with a reference of two bytes.
         self._left = _MOST_VALUES_PER_BYTE * len(data) + _MOST_KEY_PARTS
 
     def load(self) -> Any:
-        """The value. Raises PickleError; what the functions it was handed raise comes out as it is."""
+        """Returns the value of the pickle.
+
+        Raises PickleError, and any exception of the functions that `find`, `persistent` and `build` return or are.
+        """
         if len(self._data) > limits.PICKLE_BYTES:
-            raise PickleError(f"has {len(self._data)} bytes, more than {limits.PICKLE_BYTES}")
+            raise PickleError(f"the pickle has {len(self._data)} bytes, more than {limits.PICKLE_BYTES}")
         try:
             return self._run()
         except (IndexError, KeyError) as error:
-            raise PickleError(f"damaged: at byte {self._at} it wants what is not there ({error!r})") from None
+            raise PickleError(f"the pickle is damaged: at byte {self._at} a value is missing ({error!r})") from None
 
     def _run(self) -> Any:
         data, actions = self._data, _ACTIONS
@@ -211,7 +227,7 @@ class Unpickler:
                 return self._stack.pop()
             action = actions.get(opcode)
             if action is None:
-                raise PickleError(f"opcode {bytes([opcode])!r} at byte {self._at - 1} does not belong into it")
+                raise PickleError(f"opcode {bytes([opcode])!r} at byte {self._at - 1} of the pickle is not allowed")
             action(self)
 
     # -- reading ---------------------------------------------------------------------------------------------
@@ -219,7 +235,7 @@ class Unpickler:
     def _take(self, nbytes: int) -> bytes:
         end = self._at + nbytes
         if end > len(self._data):
-            raise PickleError(f"cut: {nbytes} bytes at byte {self._at} of {len(self._data)}")
+            raise PickleError(f"the pickle was cut: it has {len(self._data)} bytes, not {nbytes} at byte {self._at}")
         taken = self._data[self._at : end]
         self._at = end
         return taken
@@ -230,13 +246,13 @@ class Unpickler:
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 1000)
         if end < 0:
-            raise PickleError("a name without an end")
+            raise PickleError(f"the pickle has a name without an end at byte {self._at}")
         line = self._data[self._at : end].decode()
         self._at = end + 1
         return line
 
     def _popped(self) -> list[Any]:
-        """What was put on the stack since the last mark."""
+        """Removes and returns the values that were put on the stack since the last mark."""
         items, self._stack = self._stack, self._below.pop()
         return items
 
@@ -266,7 +282,7 @@ class Unpickler:
         self._stack.append(int.from_bytes(self._take(self._number(form)), "little", signed=True))
 
     def _text(self, form: struct.Struct) -> None:
-        # surrogatepass, as it is written: what Python has as a string may be none.
+        # Python writes pickles with surrogatepass, because its strings may have code points that UTF-8 does not allow.
         self._stack.append(str(self._take(self._number(form)), "utf-8", "surrogatepass"))
 
     def _put(self, number: int) -> None:
@@ -275,13 +291,13 @@ class Unpickler:
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
-            raise PickleError(f"items for a {type(target).__name__}")
+            raise PickleError(f"the pickle appends items to a {type(target).__name__}")
         target += items
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) not in (dict, OrderedDict) or len(items) % 2:
-            raise PickleError(f"{len(items)} keys and values for a {type(target).__name__}")
+            raise PickleError(f"the pickle adds {len(items)} keys and values to a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
             target[key] = value
@@ -293,7 +309,7 @@ class Unpickler:
     def _add_items(self) -> None:
         items, target = self._popped(), self._stack[-1]
         if type(target) is not set:
-            raise PickleError(f"items for a {type(target).__name__}")
+            raise PickleError(f"the pickle adds items to a {type(target).__name__} as to a set")
         target |= as_set(items)
 
     def _frozen_set(self) -> None:
@@ -306,7 +322,7 @@ class Unpickler:
 
     def _global(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise PickleError("a name that is none")
+            raise PickleError("the pickle has a global name that is not text")
         self._stack.append(self._find(module, name))
 
     def _stack_global(self) -> None:
@@ -315,25 +331,25 @@ class Unpickler:
     def _call(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Call) or not isinstance(args, tuple):
-            raise PickleError(f"a call of a {type(function).__name__}")
-        self._spend(args)
+            raise PickleError(f"the pickle calls a {type(function).__name__}, or calls a function without a tuple")
+        self._charge_for(args)
         self._stack.append(function(*args))
 
-    def _spend(self, handed: tuple[Any, ...]) -> None:
-        self._charge(sum(len(value) for value in handed if isinstance(value, _SIZED)))
+    def _charge_for(self, arguments: tuple[Any, ...]) -> None:
+        self._charge(sum(len(value) for value in arguments if isinstance(value, _SIZED)))
 
     def _charge(self, values: int) -> None:
-        """Raises PickleError if calls were handed, or sets take, much more than the pickle has."""
+        """Counts values for calls and sets. Raises PickleError if there are many more than the pickle has bytes."""
         self._left -= values
         if self._left < 0:
-            raise PickleError(f"{len(self._data)} bytes that stand for much more")
+            raise PickleError(f"the {len(self._data)} bytes of the pickle stand for many more values")
 
     def _state(self) -> None:
         state = self._stack.pop()
         made = self._stack[-1]
         if type(made) is OrderedDict and isinstance(state, dict):
-            return  # what a state dict says of the versions of its modules
-        self._spend((state, *(state if isinstance(state, tuple) else ())))
+            return  # The versions of modules, which torch adds to a state dict, are not needed.
+        self._charge_for((state, *(state if isinstance(state, tuple) else ())))
         self._build(made, state)
 
 
@@ -343,8 +359,8 @@ _STOP = ord(".")
 
 _Action = Callable[[Unpickler], None]
 
-# By their names in `pickle`, in this order: PROTO, FRAME, MARK, POP_MARK, POP; constants; numbers; text; bytes; tuples;
-# containers; the memo; what is named.
+# The opcodes in this order: PROTO, FRAME, MARK, POP_MARK, POP (their names in `pickle`); constants; numbers; text;
+# bytes; tuples; containers; the memo; global names, calls, states and references.
 _ACTIONS: dict[int, _Action] = {
     opcode[0]: action
     for opcode, action in {

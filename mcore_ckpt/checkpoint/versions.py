@@ -1,4 +1,4 @@
-"""The versions of the packages that a checkpoint is written with."""
+"""Reads the versions of the packages that write a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def package_versions() -> dict[str, str]:
-    """What a checkpoint is written with, for its manifest."""
+    """Returns the versions of Python, torch, this package and megatron-core, for the manifest."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name, package in (("mcore_ckpt", "mcore_ckpt"), ("megatron_core", "megatron-core")):
         try:

@@ -27,7 +27,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
             _write_all(descriptor, memoryview(part))
         os.fsync(descriptor)
     except OSError as error:
-        # The system's errors about a descriptor name no path. Without it, nobody knows which disk is full.
+        # The system's error does not name the path, and without the path the full disk cannot be found.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
@@ -43,7 +43,7 @@ def make_folders(base: Path, path: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the bytes of a file are on the disk, whoever has written them."""
+    """Waits until the bytes of a file are on the disk, even those that other processes have written."""
     _sync(path, os.O_RDONLY | os.O_CLOEXEC)
 
 

@@ -101,7 +101,7 @@ def get_ints(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
 def as_ints(value: Any, key: str) -> tuple[int, ...]:
     """Returns `value` as a tuple if it is a list of non-negative integers. Raises FieldError."""
     items = as_list(value, key)
-    # Check all at once, because a checkpoint of many ranks has a million. Only an error looks at each.
+    # Check all integers at once, because a checkpoint of many ranks has a million. Only an error needs each by itself.
     if items and not (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= _MAX_INT):
         return tuple(as_int(item, key) for item in items)
     return tuple(items)

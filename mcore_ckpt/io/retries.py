@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# How often an operation is tried in all. The first pause between two tries, in seconds; each next pause is twice as
-# long, up to the longest.
+# How often an operation is tried in all, and the first and the longest pause between two tries, in seconds. Each pause
+# is twice as long as the one before.
 REMOTE_TRIES = 6
 REMOTE_PAUSE_S = 1.0
 REMOTE_PAUSE_MOST_S = 30.0

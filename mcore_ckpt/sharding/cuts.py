@@ -40,8 +40,8 @@ _MIXER = r"(?:.*\.)?(?:self_attention|mixer)\."
 _MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
 _MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")
 _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
-# The transformer-engine spec duplicates these (`TELinear`), the local spec cuts them (`ColumnParallelLinear`); both are
-# in MLASelfAttention.
+# The transformer-engine spec duplicates these layers of MLASelfAttention (`TELinear`), the local spec cuts them
+# (`ColumnParallelLinear`).
 _BY_SPEC = re.compile(r"(?:.*\.)?linear_(?:q|kv)_down_proj\.weight")
 
 _ONE = (1,)

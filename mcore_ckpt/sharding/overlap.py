@@ -164,7 +164,7 @@ def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
 
 
 def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
-    """Joins single rows that are contiguous on both sides. A flat range is cut into up to five boxes, hence rows."""
+    """Joins single rows that are contiguous on both sides, because one flat range may be cut into five boxes."""
     last: tuple[int, Rows] | None = None
     for number, rows in sorted(found, key=lambda item: item[1].destination):
         if last is not None and last[0] == number and last[1].rows == rows.rows == 1:
@@ -180,12 +180,12 @@ def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
 
 
 def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
-    """The parts of rows that lie in elements `[first, last)` of the stored region.
+    """Yields the parts of rows that lie in elements `[first, last)` of the stored region.
 
-    Whole rows stay together; a row that is cut comes alone.
+    Whole rows stay together. A row that is cut comes alone.
     """
     stride = rows.source_stride or rows.row
-    # Rows that begin in the piece and end in it.
+    # `low` and `high` limit the rows that lie in the elements as a whole.
     low = min(max(0, -(-(first - rows.start) // stride)), rows.rows)
     high = min(max(low, (last - rows.start - rows.row) // stride + 1), rows.rows)
     if high > low:
@@ -204,7 +204,9 @@ def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
 
 
 def rows_into(rows: Rows, first: int, last: int) -> Iterator[Rows]:
-    """The parts of rows that go to elements `[first, last)` of the wanted region; destinations count from `first`.
+    """Yields the parts of rows that go to elements `[first, last)` of the wanted region.
+
+    Their destinations count from `first`.
 
     Example:
         >>> list(rows_into(Rows(10, 0, 8), 2, 5))
@@ -215,5 +217,5 @@ def rows_into(rows: Rows, first: int, last: int) -> Iterator[Rows]:
 
 
 def _mirrored(rows: Rows) -> Rows:
-    """The same copies in the other direction."""
+    """Returns the same copies in the other direction."""
     return Rows(rows.destination, rows.start, rows.row, rows.rows, rows.destination_stride, rows.source_stride)

@@ -39,8 +39,8 @@ class PipelinePlacement:
         if name.startswith(_FIRST):
             return 0
         if name.startswith("decoder.final_layernorm.") and self._mtp:
-            # With MTP it follows the last decoder layer (`has_final_layernorm_in_this_stage`). Without MTP it is on the
-            # stage with the loss.
+            # With MTP the norm follows the last decoder layer (`has_final_layernorm_in_this_stage`). Without MTP it is
+            # on the stage with the loss.
             return self._decoder[max(self._decoder)]
         return self._last if name.startswith(_LAST) else None
 

@@ -1,0 +1,23 @@
+"""Checks shapes from files that may be forged, before torch computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+# torch's own limit.
+_MOST_AXES = 64
+# Numbers of elements, positions and strides stay below this, so that they fit 64 bits.
+MOST_ELEMENTS = 2**62
+
+
+def is_possible_shape(shape: Sequence[int]) -> bool:
+    """Returns True if a tensor can have this shape, whose lengths must not be negative.
+
+    Axes of length 0 do not make a shape small: torch multiplies the lengths of all others.
+
+    Example:
+        >>> is_possible_shape((0, 3)), is_possible_shape((0, 2**40, 2**40)), is_possible_shape((1,) * 65)
+        (True, False, False)
+    """
+    return len(shape) <= _MOST_AXES and prod(length or 1 for length in shape) <= MOST_ELEMENTS
