@@ -1,9 +1,10 @@
-"""What a save of GPU state costs: how long the trainer waits, and how fast the bytes leave the GPU.
+"""Measures a save of GPU state: how long the trainer waits, and how fast the bytes leave the GPU.
 
     python benchmarks/gpu.py [--gigabytes 1 10 40] [--pairs 9] [--json]
 
-The reference is torch's `copy_` of the same bytes into the same pinned memory, one cudaMemcpyAsync. Figures are medians
-over interleaved pairs. Sizes that do not fit into the GPU or into half of the host's memory are left out by name.
+The reference is torch's `copy_` of the same bytes into the same pinned memory, a single cudaMemcpyAsync. Figures are
+medians over interleaved pairs. A size that does not fit into the GPU or into half of the host memory is skipped with a
+message.
 """
 
 import argparse
@@ -22,7 +23,7 @@ GROUP_BYTES = 16 << 20
 
 
 def sizes_of(nbytes: int) -> list[int]:
-    """Like those of a model's state, cut as a save cuts them: no copy is larger than a group."""
+    """Returns sizes like those of a model's tensors, cut as a save cuts them: no copy is larger than a group."""
     pattern = [GROUP_BYTES] * 12 + [4 << 20] * 6 + [300_000] * 4 + [8192] * 8
     sizes: list[int] = []
     left = nbytes
@@ -96,7 +97,7 @@ def main() -> None:
             results[name] = measure(copier, sizes, arguments.pairs)
             torch.cuda.empty_cache()
         else:
-            print(f"{name}: left out, there is not enough memory", file=sys.stderr)
+            print(f"{name}: skipped, because there is not enough memory", file=sys.stderr)
     copier.close()
 
     if arguments.json:

@@ -1,20 +1,20 @@
-"""A load under another parallel layout against one of the layout it was saved with.
+"""Compares a load into another parallel layout with a load into the layout of the save.
 
     python benchmarks/layouts.py [--ranks 2] [--gigabytes 1.7] [--pairs 9] [--folder DIR] [--json]
 
-Starts its own ranks: data-parallel, tensor-parallel, and two pipeline stages. Each layout's training loads what each
-of the others has saved; the page cache forgets the files before. Extra memory is that of a first load.
+The script starts its own ranks. The layouts are data-parallel, tensor-parallel and two pipeline stages. The training of
+each layout loads the checkpoints of the others; before each load the files are dropped from the page cache. The extra
+memory is that of the first load.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
-from measuring import Contender, Findings, common_arguments, compare, each_rank, peak_memory, reset_peak_memory, run
+from measuring import Contender, Findings, common_arguments, compare, extra_memory_by_rank, run
 from ours import Ours
 from references import bytes_of_all_ranks, drop_by_rank_0
 from training_state import Shape, TrainingState, build, shape_of_size
@@ -28,7 +28,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     ranks, shape = arguments.ranks, shape_of_size(arguments.gigabytes)
-    shape = replace(shape, num_layers=2 * max(1, shape.num_layers // 2))  # for two stages
+    shape = replace(shape, num_layers=2 * max(1, shape.num_layers // 2))  # the number of layers is even, for two stages
     layouts = {f"dp{ranks}": {}, f"tp{ranks}": {"tp": ranks}, "pp2": {"pp": 2}}
     folders = {name: save(shape, arguments.folder / name, sizes) for name, sizes in layouts.items()}
     for target, sizes in layouts.items():
@@ -62,11 +62,7 @@ def nbytes(folder: Path) -> int:
 
 def measure_memory(findings: Findings, contender: Contender) -> None:
     contender.before()
-    # What saves have freed but the allocator kept would hide what the load takes.
-    ctypes.CDLL(None).malloc_trim(0)
-    before = reset_peak_memory()
-    contender.run()
-    worst = max(each_rank(peak_memory() - before))
+    worst = max(extra_memory_by_rank(contender.run))
     findings.at_most(f"{contender.name}: extra host memory, per rank", worst / 1e6, 512, "MB")
 
 

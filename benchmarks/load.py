@@ -1,21 +1,21 @@
-"""A load into the same layout against the raw disk, torch.load, torch.distributed.checkpoint and megatron's own.
+"""Compares a load into the same layout with the raw disk and with the loads of torch and Megatron.
 
     python benchmarks/load.py [--ranks 2] [--gigabytes 1.7] [--pairs 9] [--slow-pairs 3] [--folder DIR] [--json]
     python benchmarks/load.py --ranks 1 --gigabytes 4
-    python benchmarks/load.py --only raw      # a part of it: raw, others, megatron
+    python benchmarks/load.py --only raw      # one part of: raw, others, megatron
 
-Starts its own ranks. Before each load, the page cache forgets the files that are read. Every side ends with the bytes
-in the training state; the raw one reads the same files into a buffer, all ranks at once. `megatron` needs psutil.
-megatron's fully_reshardable is read but not applied: 0.16.1 cannot, with torch's Adam.
+The references are raw O_DIRECT reads, torch.load, torch.distributed.checkpoint and Megatron's dist_checkpointing, which
+needs psutil. The script starts its own ranks. Before each load the files are dropped from the page cache. Every load
+ends with the bytes in the training state. Only the raw reference reads the same files into a buffer, on all ranks at
+once. Megatron's fully_reshardable is read but not applied, because 0.16.1 cannot apply it with torch's Adam.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 from pathlib import Path
 
-from measuring import Findings, common_arguments, compare, each_rank, peak_memory, reset_peak_memory, run
+from measuring import Findings, common_arguments, compare, extra_memory_by_rank, run
 from ours import Ours
 from references import (
     DistributedCheckpoint,
@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
 
 
 def save_once(root: Path, state: TrainingState) -> Ours:
-    """A manager that has saved a checkpoint and holds none of a save's memory."""
+    """Saves a checkpoint; returns its side of the pair, with a new manager that holds no memory of the save."""
     ours = Ours(root, state)
     ours.save()
     ours.renew(state)
@@ -69,11 +69,7 @@ def save_once(root: Path, state: TrainingState) -> Ours:
 
 def measure_memory(findings: Findings, ours: Ours) -> None:
     drop_by_rank_0(ours.folder())
-    # What the save has freed but the allocator kept would hide what the load takes.
-    ctypes.CDLL(None).malloc_trim(0)
-    before = reset_peak_memory()
-    ours.load()
-    extra = each_rank(peak_memory() - before)
+    extra = extra_memory_by_rank(ours.load)
     findings.facts["extra_host_bytes_of_a_load_by_rank"] = extra
     findings.at_most("extra host memory of a load, per rank", max(extra) / 1e6, 512, "MB")
 

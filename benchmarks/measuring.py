@@ -1,12 +1,13 @@
-"""What the benchmarks share: ranks launched from one command, interleaved pairs, bars, the table.
+"""Launches the ranks of a benchmark, measures interleaved pairs, checks bars and prints the results.
 
-A benchmark hands `run` its arguments' parser and a function that every rank executes; `run` starts the ranks under
-torchrun, waits for what rank 0 found, and prints it.
+A benchmark calls `run` with its argument parser and a function that every rank executes. `run` starts the ranks under
+torchrun, waits for the findings of rank 0, and prints them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import gc
 import importlib.util
@@ -40,7 +41,7 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class Contender:
-    """One side of a pair. Only `run` is timed."""
+    """One side of a pair: `run` is timed, `before` and `after` are not."""
 
     name: str
     run: Callable[[], object]
@@ -50,7 +51,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row of the table. `speed` is how many times as fast ours is, `cost` how many times as long it takes."""
+    """The times of one comparison, one row of the table.
+
+    The ratio of kind `speed` says how many times as fast ours is, that of kind `cost` how many times as long it takes.
+    """
 
     what: str
     reference: str
@@ -85,7 +89,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a figure has to be at least, or at most."""
+    """A figure and the limit that it must reach (`at_least`) or stay within."""
 
     what: str
     value: float
@@ -100,12 +104,12 @@ class Bar:
 
 @dataclass
 class Findings:
-    """What a benchmark found; rank 0's goes to whoever launched it."""
+    """The results of a benchmark. The launching process prints those of rank 0."""
 
     comparisons: list[Comparison] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Figures that are neither: sizes, thread counts, peaks."""
+    """Other figures by name: sizes, numbers of threads, peaks of memory."""
 
     def at_least(self, what: str, value: float, limit: float, unit: str = "") -> None:
         self.bars.append(Bar(what, value, limit, True, unit))
@@ -125,12 +129,12 @@ class Findings:
 
 
 def slowest(contender: Contender) -> float:
-    """Wall-clock seconds from a barrier to the slowest rank's return."""
+    """Returns the wall-clock seconds from a barrier until the slowest rank returns."""
     return max(each_rank(measured(contender, time.perf_counter)))
 
 
 def processor_seconds(contender: Contender) -> float:
-    """CPU seconds of all threads of all ranks, the kernel's work for them included."""
+    """Returns the CPU seconds of all threads of all ranks, in user space and in the kernel."""
     return sum(each_rank(measured(contender, _process_seconds)))
 
 
@@ -140,9 +144,9 @@ def _process_seconds() -> float:
 
 
 def measured(contender: Contender, clock: Clock) -> float:
-    """What the clock says of this rank's `run`. All ranks begin, and end, together."""
+    """Returns how much the clock advances during this rank's `run`. All ranks begin and end together."""
     contender.before()
-    # A collection of garbage that one side has left must not fall into the other side's time.
+    # Otherwise the garbage of one side could be collected during the other side's time.
     gc.collect()
     dist.barrier()
     start = clock()
@@ -163,7 +167,7 @@ def compare(
     measure: Callable[[Contender], float] = slowest,
     warm_up: bool = True,
 ) -> Comparison:
-    """Ours and the reference in turn, pair by pair, so that a machine that slows down slows both sides of a ratio."""
+    """Measures ours and the reference in turn, pair by pair, so that a slower machine slows both sides of a ratio."""
     if warm_up:
         measure(ours), measure(reference)
     times = [_pair(ours, reference, measure, reverse=number % 2 == 1) for number in range(pairs)]
@@ -176,7 +180,7 @@ def compare(
 def _pair(
     ours: Contender, reference: Contender, measure: Callable[[Contender], float], reverse: bool
 ) -> tuple[float, float]:
-    # Whoever comes second may find the disk busy with what the first has left behind.
+    # The side that runs second may find the disk still busy with the first one's work, so the order alternates.
     if reverse:
         second = measure(reference)
         return measure(ours), second
@@ -184,26 +188,36 @@ def _pair(
 
 
 def each_rank(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks."""
+    """Returns the values of all ranks, in the order of ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def show(line: str) -> None:
-    """Tells a waiting person how far it is."""
+    """Prints a line about progress to stderr, on rank 0."""
     if dist.get_rank() == 0:
         print(line, file=sys.stderr, flush=True)
 
 
 def reset_peak_memory() -> int:
-    """Forgets the peak of this process's resident memory; returns what is resident now."""
+    """Resets the peak of this process's resident memory and returns the bytes that are resident now."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
 
+def extra_memory_by_rank(work: Callable[[], object]) -> list[int]:
+    """Returns for each rank how many bytes of memory `work` takes at its peak beyond what is resident before."""
+    # Memory that earlier saves have freed and the allocator kept would hide what the work takes.
+    ctypes.CDLL(None).malloc_trim(0)
+    before = reset_peak_memory()
+    work()
+    return each_rank(peak_memory() - before)
+
+
 def peak_memory() -> int:
+    """Returns the peak of this process's resident memory in bytes, since `reset_peak_memory`."""
     return _memory("VmHWM")
 
 
@@ -220,14 +234,18 @@ def _memory(field_name: str) -> int:
 def common_arguments(doc: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks on this machine")
-    parser.add_argument("--gigabytes", type=float, help="of all ranks' files; default 1.7 on several ranks, 4 on one")
+    parser.add_argument(
+        "--gigabytes", type=float, help="size of all files together; default 1.7 on several ranks, 4 on one"
+    )
     parser.add_argument("--pairs", type=int, default=9, help="interleaved pairs of ours and the reference")
-    parser.add_argument("--slow-pairs", type=int, default=3, help="the same, for references that take very long")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="where the temporary folder of files goes")
+    parser.add_argument("--slow-pairs", type=int, default=3, help="number of pairs with references that take very long")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("."), help="the folder in which a temporary folder is created"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     if parts:
-        parser.add_argument("--only", type=_words, default=list(parts), help=f"some of {','.join(parts)}")
+        parser.add_argument("--only", type=_words, default=list(parts), help=f"the parts to run, of {','.join(parts)}")
     return parser
 
 
@@ -238,7 +256,7 @@ def _words(text: str) -> list[str]:
 def run(
     parser: argparse.ArgumentParser, script: str, measure: Callable[[argparse.Namespace, Findings], object]
 ) -> None:
-    """Started by hand: launches the ranks and prints. Started as a rank: measures."""
+    """Runs a benchmark: a process started by hand launches the ranks and prints, a rank measures."""
     arguments = parser.parse_args()
     if arguments.gigabytes is None:
         arguments.gigabytes = 1.7 if arguments.ranks > 1 else 4.0
@@ -248,7 +266,7 @@ def run(
     if arguments.ranks < 1 or min(arguments.pairs, arguments.slow_pairs) < 1:
         parser.error("--ranks, --pairs and --slow-pairs are at least 1")
     if "megatron" in getattr(arguments, "only", ()) and importlib.util.find_spec("psutil") is None:
-        # Its writer processes import it, die, and leave their parent waiting for ever.
+        # Without psutil megatron's writer processes die on import, and their parent waits for ever.
         parser.error("megatron's dist_checkpointing needs psutil: install it, or leave 'megatron' out of --only")
     found = _launch(arguments, script)
     if arguments.json:
@@ -258,7 +276,7 @@ def run(
 
 
 def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespace, Findings], object]) -> None:
-    # A rank that is lost must not keep the others, and whoever waits for them, for half an hour.
+    # With torch's default timeout the other ranks would wait half an hour for a lost rank.
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
     findings = Findings()
     measure(arguments, findings)
@@ -270,7 +288,7 @@ def _run_rank(arguments: argparse.Namespace, measure: Callable[[argparse.Namespa
 
 def _launch(arguments: argparse.Namespace, script: str) -> dict[str, Any]:
     folders = [arguments.folder, *([arguments.tmpfs] if getattr(arguments, "tmpfs", None) else [])]
-    # Ended from outside, it still deletes gigabytes, of which some are in memory.
+    # SIGTERM must not skip `finally`, which deletes gigabytes of files, some of them in memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     own = [Path(tempfile.mkdtemp(prefix="mcore_ckpt-benchmark-", dir=folder.absolute())) for folder in folders]
     result = own[0] / "result.json"
@@ -278,10 +296,10 @@ def _launch(arguments: argparse.Namespace, script: str) -> dict[str, Any]:
     command += ["--nproc-per-node", str(arguments.ranks), script, *sys.argv[1:]]
     command += ["--folder", str(own[0]), "--result", str(result)]
     command += ["--tmpfs", str(own[1])] if len(own) > 1 else []
-    # One thread per rank, as trainings on CPU run; libraries that are not there say so on every import.
+    # Each rank has one thread, like a training on CPU. Warnings about missing libraries would appear on every import.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     try:
-        # Our own output is for a reader of JSON.
+        # stdout is reserved for the JSON of this process.
         subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
         found = json.loads(result.read_text())
         return {"machine": machine_facts(own[0]), "arguments": _plain(arguments), **found}
@@ -313,7 +331,7 @@ def machine_facts(folder: Path) -> dict[str, Any]:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system a folder is on."""
+    """Returns the type of the file system that a folder is on."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     fitting = [(len(at), kind) for at, kind in mounts if folder.absolute().is_relative_to(at)]
     return max(fitting)[1]
@@ -324,7 +342,7 @@ def file_system(folder: Path) -> str:
 
 def print_found(found: dict[str, Any]) -> None:
     console = Console()
-    # Nobody reads a table whose cells are folded; a terminal folds lines itself.
+    # A narrow table would fold the text in its cells. A narrow terminal folds whole lines, which stay readable.
     console.width = max(console.width, 150)
     console.print(", ".join(f"{name} {value}" for name, value in found["machine"].items()), highlight=False)
     for name, value in found["facts"].items():

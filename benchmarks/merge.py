@@ -1,10 +1,10 @@
-"""A checkpoint merged into a HuggingFace model against a copy of its files by the raw disk; and the memory that takes.
+"""Compares merging a checkpoint into a HuggingFace model with a raw copy of its files, and measures its memory.
 
     python benchmarks/merge.py [--gigabytes 8] [--pairs 9] [--folder DIR] [--json]
 
-The checkpoint has a Qwen3's tensors under tp = 2, pp = 2, and random bytes. Before each side, the page cache forgets
-the files that are read; the raw side reads and writes the same bytes past it, piece by piece on several threads, and
-makes them durable.
+The checkpoint has the tensors of a Qwen3 under tp = 2 and pp = 2, filled with random bytes. Before each measurement the
+files to read are dropped from the page cache. The raw copy bypasses the page cache: several threads read and write the
+same bytes piece by piece, and make them durable.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 from measuring import Contender, Findings, common_arguments, compare, peak_memory, reset_peak_memory, run
-from references import best_threads, deleting, drop_caches, extra_memory, raw_copy
+from references import deleting, drop_caches, extra_memory, quickest_raw_copy
 from synthetic_checkpoint import qwen3_of_size, write_checkpoint
 
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
 DTYPES = {"as saved": None, "float16": torch.float16}
 
-# In a process of its own: what else this one has loaded would hide what merging takes.
+# Runs in a process of its own, because the memory of this one would hide what merging needs.
 CHILD = "merge.print_peak_memory"
 
 
@@ -39,10 +39,8 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     for name in DTYPES:
         extra = extra_memory(CHILD, source, arguments.folder / "child", name)
         findings.at_most(f"extra memory, {name}", extra / 1e6, 1000, "MB")
-    copying = lambda threads: raw_copy(files, arguments.folder / "raw", threads, source)  # noqa: E731
-    threads = best_threads(copying, rounds=1)
-    findings.facts["raw_copy_threads"] = threads
-    found = compare(merging(source, arguments.folder / "merged"), copying(threads), arguments.pairs, nbytes)
+    copying = quickest_raw_copy(files, arguments.folder / "raw", source, findings)
+    found = compare(merging(source, arguments.folder / "merged"), copying, arguments.pairs, nbytes)
     findings.comparisons.append(found)
     findings.at_least(f"{found.what} / {found.reference}, speed", found.ratio, 0.7)
 

@@ -1,4 +1,4 @@
-"""This package's side of a pair."""
+"""Saves and loads with this package: our side of every pair."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_ckpt.checkpoint import file_names
 
 
 class Ours:
-    """A manager, and what its last save said. Every save is a new step, deleted after it was measured."""
+    """A manager, with the report of its last save or load. Every save is a new step, deleted after the measurement."""
 
     def __init__(self, root: Path, state: TrainingState, *, async_save: bool = False) -> None:
         self.root = root
@@ -28,17 +28,17 @@ class Ours:
         self._step = 0
 
     def renew(self, state: TrainingState) -> None:
-        """Another manager of the same folder, with none of the memory that saves have taken."""
+        """Replaces the manager by a new one for the same folder, which has no memory of earlier saves."""
         self.manager.close()
         self.manager = _manager(self.root, state, False)
 
     def save(self) -> None:
-        """Returns when the checkpoint is committed, whatever the manager's mode."""
+        """Saves and waits for the commit, with a synchronous or an asynchronous manager."""
         self.start()
         self.finish()
 
     def start(self) -> None:
-        """Returns when training may go on."""
+        """Starts a save and returns when training may go on."""
         self._step = next(self._steps)
         self.handle = self.manager.save(self._step)
 
@@ -57,11 +57,11 @@ class Ours:
         self.report = self.manager.load().report
 
     def folder(self) -> Path:
-        """The last save's files of the one role."""
+        """Returns the role's folder of the last save."""
         return file_names.step_dir(self.root, self._step) / "actor"
 
     def files_of_rank(self) -> list[Path]:
-        """What a rank of a data-parallel training loads from: the model, which all share, and its own optimizer."""
+        """Returns the files that a data-parallel rank loads: the shared model files and its own optimizer file."""
         model = sorted(self.folder().glob("model/*/*.pt"))
         return [*model, self.folder() / file_names.optimizer_file(0, 0, 0, dist.get_rank())]
 
@@ -69,7 +69,7 @@ class Ours:
         return Contender(name, self.save, after=self.forget)
 
     def stalling(self) -> Contender:
-        """Only until training may go on; the rest of the save is waited for outside the measurement."""
+        """Times a save until training may go on. The rest of the save falls outside of the measurement."""
         return Contender("async save, stall", self.start, after=self.finish_and_forget)
 
     def loading(self) -> Contender:

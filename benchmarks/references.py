@@ -1,7 +1,7 @@
-"""What ours is compared with: the raw disk, memcpy, torch.save, torch.distributed.checkpoint, megatron's own.
+"""The references that ours is compared with: raw disk, memcpy, torch.save, torch.distributed.checkpoint, Megatron.
 
-A reference knows how to save (durably: whatever its author leaves to the page cache is synced after) and how to load
-what it has saved into the state it came from.
+A reference saves the training state durably (files that its author leaves in the page cache are synced afterwards), and
+loads them back into the same state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from measuring import Contender, each_rank, show, slowest
+from measuring import Contender, Findings, each_rank, show, slowest
 from megatron.core import dist_checkpointing
 from training_state import TrainingState, rank_tensors, threads_of_rank
 
@@ -42,7 +42,7 @@ def padded(nbytes: int, block: int = PAGE_BYTES) -> int:
 
 
 def sync_tree(folder: Path) -> None:
-    """Makes all that is below a folder durable."""
+    """Makes a folder and everything below it durable."""
     for path in [folder, *folder.rglob("*")]:
         sync(path)
 
@@ -56,13 +56,13 @@ def sync(path: Path) -> None:
 
 
 def drop_caches(folder: Path) -> None:
-    """Takes a folder's files out of the page cache, so that the next read is the disk's."""
+    """Drops the files of a folder from the page cache, so that the next read comes from the disk."""
     for path in folder.rglob("*"):
         if not path.is_file():
             continue
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # A page that is not on the disk yet cannot be dropped.
+            # The kernel does not drop pages that are not on the disk yet.
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -70,14 +70,17 @@ def drop_caches(folder: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """On rank 0, and durably: the disk's work of freeing the blocks must not fall into the next measurement."""
+    """Deletes a folder durably, on rank 0.
+
+    Without the sync the disk might free the blocks during the next measurement.
+    """
     if dist.get_rank() == 0 and folder.exists():
         shutil.rmtree(folder)
         sync(folder.parent)
 
 
 def new_folder(folder: Path) -> None:
-    """Made by rank 0; there for all when this returns."""
+    """Creates a folder on rank 0. It exists for all ranks when this returns."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -87,12 +90,12 @@ def new_folder(folder: Path) -> None:
 
 
 class HostBuffer:
-    """Warm, page-aligned memory: the source of raw writes, the target of raw reads and of memcpy."""
+    """Warm, page-aligned host memory for raw writes, raw reads and memcpy."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = mmap.mmap(-1, padded(nbytes))
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        # Not zeros: a disk below might not store those.
+        # The bytes are random, because a disk might not store zeros.
         tile = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
         for part in self.tensor.split(tile.numel()):
             part.copy_(tile[: part.numel()])
@@ -110,7 +113,7 @@ def write_raw(path: Path, data: memoryview, threads: int, flags: int = os.O_DIRE
 
 
 def read_raw(path: Path, target: memoryview, threads: int) -> int:
-    """Reads a whole file into the beginning of a buffer; returns its size."""
+    """Reads a whole file into the beginning of a buffer and returns its size."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         nbytes = os.fstat(descriptor).st_size
@@ -142,7 +145,7 @@ def _read_piece(descriptor: int, target: memoryview, at: int, file_bytes: int) -
 
 
 def best_threads(contender: Callable[[int], Contender], rounds: int = 2) -> int:
-    """The number of threads a reference is quickest with: the bar is the disk, not the way it is asked."""
+    """Returns the number of threads on which a reference is quickest, because the bar is the disk's own speed."""
     times = {threads: [] for threads in THREAD_COUNTS}
     for _ in range(rounds):
         for threads, seen in times.items():
@@ -153,7 +156,7 @@ def best_threads(contender: Callable[[int], Contender], rounds: int = 2) -> int:
 
 
 def raw_copy(files: list[Path], folder: Path, threads: int, source: Path) -> Contender:
-    """Each thread reads a piece and writes it, so that reads and writes of several threads overlap."""
+    """Copies files past the page cache. Each thread reads a piece and writes it, so that reads and writes overlap."""
     buffers = local()
     numbers = itertools.count()
 
@@ -164,6 +167,14 @@ def raw_copy(files: list[Path], folder: Path, threads: int, source: Path) -> Con
                 _copy_file(path, folder / str(next(numbers)), pool, buffers)
 
     return Contender("raw O_DIRECT copy", copy, before=lambda: drop_caches(source), after=deleting(folder))
+
+
+def quickest_raw_copy(files: list[Path], folder: Path, source: Path, findings: Findings) -> Contender:
+    """Returns the raw copy with its best number of threads, which it adds to the findings."""
+    copying = lambda threads: raw_copy(files, folder, threads, source)  # noqa: E731
+    threads = best_threads(copying, rounds=1)
+    findings.facts["raw_copy_threads"] = threads
+    return copying(threads)
 
 
 def _copy_file(path: Path, target: Path, pool: ThreadPoolExecutor, buffers: local) -> None:
@@ -203,7 +214,7 @@ def deleting(folder: Path) -> Callable[[], None]:
 
 
 def raw_write(folder: Path, buffer: HostBuffer, nbytes: int, threads: int) -> Contender:
-    """Every rank writes a file of as many bytes as its part of a checkpoint has."""
+    """Writes a file on every rank, as large as the rank's part of a checkpoint."""
     path = folder / f"raw-{dist.get_rank()}"
     data = buffer.view[: padded(nbytes)]
 
@@ -215,7 +226,7 @@ def raw_write(folder: Path, buffer: HostBuffer, nbytes: int, threads: int) -> Co
 
 
 def buffered_write(folder: Path, buffer: HostBuffer, nbytes: int) -> Contender:
-    """What the kernel itself spends on putting the bytes into a file system of memory."""
+    """Writes a plain file to tmpfs: the CPU time that the kernel itself needs for the bytes."""
     path = folder / f"buffered-{dist.get_rank()}"
     data = buffer.view[:nbytes]
 
@@ -231,7 +242,7 @@ def buffered_write(folder: Path, buffer: HostBuffer, nbytes: int) -> Contender:
 
 
 def raw_read(files: Iterable[Path], buffer: HostBuffer, threads: int, before: Callable[[], object]) -> Contender:
-    """Every rank reads the files it loads from, whole, past the page cache."""
+    """Reads on every rank the files that it loads from, whole and past the page cache."""
     paths = list(files)
 
     def read() -> None:
@@ -243,7 +254,7 @@ def raw_read(files: Iterable[Path], buffer: HostBuffer, threads: int, before: Ca
 
 @dataclass(frozen=True)
 class Copy:
-    """This rank's tensors, and where in a warm buffer they go."""
+    """A plan to copy this rank's tensors to their places in a warm buffer."""
 
     sources: list[torch.Tensor]
     destinations: list[torch.Tensor]
@@ -281,7 +292,7 @@ class Copy:
 
 
 class Reference(Protocol):
-    """Saves to a folder that rank 0 has made, and loads from it what it has saved."""
+    """Another way to save and load: it saves to a folder that rank 0 has created, and loads from there."""
 
     name: str
 
@@ -291,7 +302,7 @@ class Reference(Protocol):
 
 
 class TorchSave:
-    """torch.save of the rank's own tensors: one file per rank, nobody knows of the others."""
+    """torch.save of the rank's own tensors: one file per rank, without any coordination."""
 
     name = "torch.save per rank"
 
@@ -310,7 +321,10 @@ class TorchSave:
 
 
 def _own_storages(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """torch.save stores what a tensor is a view of, whole. Ranges of one storage are given as storages, not copied."""
+    """Yields tensors that each fill their storage, without copies.
+
+    torch.save stores the whole storage that a tensor is a view of.
+    """
     for name, tensor in tensors.items():
         is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         yield name, tensor if is_whole else _range_of(tensor)
@@ -322,13 +336,13 @@ def _range_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DistributedCheckpoint:
-    """torch.distributed.checkpoint of the rank's own tensors, under names of the rank's own."""
+    """torch.distributed.checkpoint of the rank's own tensors, under names that no other rank uses."""
 
     name = "torch.distributed.checkpoint"
 
     def __init__(self, state: TrainingState) -> None:
         self._tensors = rank_tensors(state)
-        # async_save talks to the other ranks from a thread: the training's group must not hear it.
+        # async_save communicates from a thread, which must not interfere with the group of the training.
         self._group = dist.new_group(backend="gloo")
 
     def save(self, folder: Path) -> None:
@@ -344,12 +358,15 @@ class DistributedCheckpoint:
 
 
 class MegatronCheckpoint:
-    """megatron.core.dist_checkpointing, format torch_dist. It starts processes: scripts need a __main__ guard."""
+    """megatron.core.dist_checkpointing in format torch_dist.
+
+    It starts processes, so scripts need a __main__ guard.
+    """
 
     def __init__(self, state: TrainingState, sharding: str) -> None:
         self.name = f"megatron {sharding}"
         self._optimizer = state.optimizer
-        # As megatron's trainer does: names of a checkpoint have no wrappers in them (DDP, Float16Module).
+        # Like megatron's trainer: the names in a checkpoint contain no wrappers (DDP, Float16Module).
         self._decoder = state.model[0].module.module
         self._metadata = {"distrib_optim_sharding_type": sharding}
 
@@ -360,14 +377,14 @@ class MegatronCheckpoint:
     def load(self, folder: Path) -> None:
         loaded = dist_checkpointing.load(self._sharded_state(True), str(folder))
         self._decoder.load_state_dict(loaded["model"])
-        # Under torch's Adam 0.16.1 cannot apply what it has saved as fully_reshardable: it looks for a tensor "step"
-        # of each parameter that only the optimizer's own state has. So that one is read and not applied, which is less.
+        # With torch's Adam 0.16.1 cannot apply a fully_reshardable checkpoint: it looks for a tensor "step" of each
+        # parameter, which only the optimizer itself has. It is therefore only read, which costs the reference less.
         if self._metadata["distrib_optim_sharding_type"] != "fully_reshardable":
             self._optimizer.load_state_dict(loaded["optimizer"])
 
     def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
         model = self._decoder.sharded_state_dict()
-        # Takes the model's keys out of what it is given.
+        # This call removes the model's keys from its argument, so it gets a copy.
         optimizer = self._optimizer.sharded_state_dict(dict(model), is_loading, metadata=self._metadata)
         return {"model": model, "optimizer": optimizer}
 
@@ -384,7 +401,7 @@ def megatron_references(state: TrainingState) -> tuple[MegatronCheckpoint, Megat
 
 
 def saving(reference: Reference, folder: Path) -> Contender:
-    """Each save goes to a new folder, which is gone before anybody else writes."""
+    """Saves with a reference to a new folder, which is deleted before the next measurement."""
     return Contender(
         reference.name,
         lambda: reference.save(folder),
@@ -408,11 +425,14 @@ def bytes_of_all_ranks(nbytes: int) -> int:
 
 
 def extra_memory(function: str, source: Path, target: Path, name: str) -> int:
-    """What a benchmark's function says of itself in a process of its own: what this one has loaded would hide it.
+    """Runs a function in a process of its own and returns the bytes of memory that it prints.
+
+    The memory of this process would hide what the function takes.
 
     Args:
-        function: of a module of this folder, such as "merge.print_peak_memory"; it prints a number of bytes.
-        source, target, name: its arguments; the page cache forgets the source before, the target is deleted after.
+        function: a function in a module of this folder, such as "merge.print_peak_memory". It prints a number of bytes.
+        source, target, name: its arguments. The source is dropped from the page cache before, the target is deleted
+            afterwards.
     """
     drop_caches(source)
     call = f"import sys, {function.partition('.')[0]}; {function}(*sys.argv[1:])"

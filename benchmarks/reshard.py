@@ -1,9 +1,9 @@
-"""A checkpoint resharded offline against a copy of its files by the raw disk; and the memory that takes.
+"""Compares resharding a checkpoint offline with a raw copy of its files, and measures its memory.
 
     python benchmarks/reshard.py [--gigabytes 4] [--pairs 9] [--folder DIR] [--json]
 
-Saves once, from one rank. Before each side, the page cache forgets the files that are read; the raw side reads and
-writes the same bytes past it, piece by piece on several threads, and makes them durable.
+One rank saves the checkpoint once. Before each measurement the files to read are dropped from the page cache. The raw
+copy bypasses the page cache: several threads read and write the same bytes piece by piece, and make them durable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from measuring import Contender, Findings, common_arguments, compare, peak_memory, reset_peak_memory, run
 from ours import Ours
-from references import best_threads, deleting, drop_caches, extra_memory, raw_copy
+from references import deleting, drop_caches, extra_memory, quickest_raw_copy
 from training_state import build, shape_of_size
 
 from mcore_ckpt.tools.find import select
@@ -27,7 +27,7 @@ LAYOUTS = {
     "tp2, pp2, dp2": WantedLayout(tp=2, pp=2, dp=2),
 }
 
-# In a process of its own: what the training has left behind would hide what resharding takes.
+# Runs in a process of its own, because memory left from the training would hide what resharding needs.
 CHILD = "reshard.print_peak_memory"
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     shape = shape_of_size(arguments.gigabytes)
-    # So that two pipeline ranks can share them.
+    # The number of layers is even, so that two pipeline ranks can share them.
     shape = replace(shape, num_layers=max(2, shape.num_layers // 2 * 2))
     ours = Ours(arguments.folder / "source", build(shape))
     ours.save()
@@ -51,12 +51,10 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     for name in LAYOUTS:
         extra = extra_memory(CHILD, source, arguments.folder / "child", name)
         findings.at_most(f"extra memory, to {name}", extra / 1e6, 1000, "MB")
-    copying = lambda threads: raw_copy(files, arguments.folder / "raw", threads, source)  # noqa: E731
-    threads = best_threads(copying, rounds=1)
-    findings.facts["raw_copy_threads"] = threads
+    copying = quickest_raw_copy(files, arguments.folder / "raw", source, findings)
     for name, wanted in LAYOUTS.items():
         contender = resharding(source, arguments.folder / "resharded", name, wanted)
-        found = compare(contender, copying(threads), arguments.pairs, nbytes)
+        found = compare(contender, copying, arguments.pairs, nbytes)
         findings.comparisons.append(found)
         findings.at_least(f"{contender.name} / {found.reference}, speed", found.ratio, 0.5)
 

@@ -1,12 +1,14 @@
-"""A durable save against the raw disk, memcpy, torch.save, torch.distributed.checkpoint and megatron's own.
+"""Compares a durable save with the raw disk, with memcpy and with the saves of torch and Megatron.
 
     python benchmarks/save.py [--ranks 2] [--gigabytes 1.7] [--pairs 9] [--slow-pairs 3] [--folder DIR] [--json]
     python benchmarks/save.py --ranks 1 --gigabytes 4
-    python benchmarks/save.py --ranks 1 --small-tensors 10000     # what a save costs besides its bytes
-    python benchmarks/save.py --only raw,tmpfs                    # a part of it: raw, others, megatron, tmpfs
+    python benchmarks/save.py --ranks 1 --small-tensors 10000     # the cost of a save besides its bytes
+    python benchmarks/save.py --only raw,tmpfs                    # some parts of: raw, others, megatron, tmpfs
 
-Starts its own ranks. The first save of each side is left out. Ours and the reference alternate; a ratio is the median
-over pairs. `megatron` needs psutil. CPU seconds are of a save to --tmpfs (default /dev/shm): no disk disturbs there.
+The references are raw O_DIRECT writes, a parallel memcpy, torch.save, torch.distributed.checkpoint and Megatron's
+dist_checkpointing, which needs psutil. The script starts its own ranks. Ours and the reference alternate. The first
+save of each side does not count. A ratio is the median over pairs. CPU seconds are measured for a save to --tmpfs
+(default /dev/shm), where no disk adds to them.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ PARTS = ("raw", "others", "megatron", "tmpfs")
 
 def main() -> None:
     parser = common_arguments(__doc__, PARTS)
-    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory, for CPU seconds")
-    parser.add_argument("--small-tensors", type=int, help="instead: a model of about this many tensors, all small")
+    parser.add_argument(
+        "--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in memory, to measure CPU seconds"
+    )
+    parser.add_argument("--small-tensors", type=int, help="measure a model of about this many small tensors instead")
     run(parser, __file__, measure)
 
 
@@ -83,7 +87,7 @@ def measure_disk(arguments: argparse.Namespace, findings: Findings, state: Train
 
 
 def measure_memory(findings: Findings, ours: Ours) -> None:
-    """The first save is the one that takes the memory."""
+    """Measures the memory of the first save, which allocates the host memory for all later ones."""
     before = reset_peak_memory()
     ours.save()
     peak = peak_memory() - before
@@ -148,7 +152,7 @@ def measure_tmpfs(arguments: argparse.Namespace, findings: Findings, state: Trai
     ours.manager.close()
 
 
-# -- many small tensors: what a save costs besides its bytes ----------------------------------------------
+# -- many small tensors: the cost of a save besides its bytes ---------------------------------------------
 
 
 def measure_small_tensors(arguments: argparse.Namespace, findings: Findings) -> None:
@@ -171,7 +175,7 @@ def measure_small_tensors(arguments: argparse.Namespace, findings: Findings) -> 
 
 
 def overhead_seconds(report: Any) -> float:
-    """A synchronous save copies while it writes: write_s covers both."""
+    """Returns the seconds of a synchronous save outside of copying, writing (`write_s` covers both) and the commit."""
     return report.seconds - report.write_s - report.commit_s
 
 

@@ -1,4 +1,4 @@
-"""Manifest and indexes of a checkpoint of very many ranks, in files without the bytes between."""
+"""Writes the manifest and indexes of a checkpoint of very many ranks, in sparse files without tensor bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 ROW = 0
 COLUMN = 1
 
-# Megatron's is this for few data-parallel ranks; each bucket is cut over all of them.
+# Megatron's bucket size for few data-parallel ranks. Each bucket is cut over all of them.
 BUCKET_ELEMENTS = 40_000_000
 
 
 class Parameter(NamedTuple):
-    """`axis` is the one tensor parallelism cuts, None if it is replicated; `fused` are gate and up."""
+    """A parameter. Tensor parallelism cuts `axis` (None: replicated); `fused` means that gate and up are one tensor."""
 
     name: str
     shape: Shape
@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank has of a parameter."""
+    """The region of a parameter that one rank has."""
 
     name: str
     region: Region
@@ -44,14 +44,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """GPT with GQA and a gated MLP, in bfloat16 with Adam's state in float32."""
+    """The sizes of a GPT with GQA and a gated MLP, in bfloat16 with Adam's state in float32."""
 
     layers: int
     hidden: int
     vocabulary: int
 
     def stage(self, number: int, count: int) -> list[Parameter]:
-        """The parameters of one of `count` pipeline stages."""
+        """Returns the parameters of one of `count` pipeline stages."""
         first, last = number * self.layers // count, (number + 1) * self.layers // count
         found = [parameter for layer in range(first, last) for parameter in self._layer(layer)]
         if number == 0:
@@ -73,6 +73,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
+    """A parallel layout without expert and context parallelism."""
+
     tp: int
     pp: int
     dp: int
@@ -83,7 +85,7 @@ class Layout:
         return Topology(world_size=self.tp * self.pp * self.dp, **sizes)
 
     def ranks(self) -> list[RankCoordinates]:
-        """In megatron's order: tp, then dp, then pp."""
+        """Returns all ranks in megatron's order: tp changes fastest, then dp, then pp."""
         return [
             RankCoordinates(tp=tp, pp=pp, dp=dp, etp=tp, edp=dp)
             for pp in range(self.pp)
@@ -96,7 +98,7 @@ class Layout:
         return [Part(parameter.name, _region(parameter, self.tp, at.tp)) for parameter in stage]
 
     def optimizer_parts(self, parts: Sequence[Part], dp: int) -> list[Part]:
-        """This data-parallel rank's flat ranges: the same part of every bucket."""
+        """Returns the flat ranges of one data-parallel rank: the same share of every bucket."""
         found = []
         for bucket in _buckets(parts):
             ends = [0]
@@ -146,12 +148,13 @@ def _buckets(parts: Sequence[Part]) -> Iterator[list[Part]]:
 def write_checkpoint(
     role_dir: Path, model: Model, saved: Layout, indexed: Callable[[RankCoordinates], bool] = lambda _: True
 ) -> Manifest:
-    """A checkpoint of which manifest, indexes and sizes are real.
+    """Writes a checkpoint whose manifest, indexes and sizes are real, and returns the manifest.
 
     Args:
-        role_dir: its folder.
-        model, saved: what was saved, and by which ranks.
-        indexed: which ranks' files are there; the rest is in the manifest alone.
+        role_dir: the folder of the checkpoint.
+        model: the model that was saved.
+        saved: the layout of the ranks that saved it.
+        indexed: selects the ranks whose files are written. The manifest lists the files of all ranks.
     """
     ranks = saved.ranks()
     names = [parameter.name for pp in range(saved.pp) for parameter in model.stage(pp, saved.pp)]
@@ -193,7 +196,7 @@ def _shards(parts: Sequence[Part], file_kind: str, path: str) -> list[StoredShar
     for part in parts:
         for kind in kinds:
             nbytes = part.region.numel * item
-            # As long as those of a save are.
+            # As many checksums as a real save has.
             crcs = (0xDEADBEEF,) * block_count(nbytes)
             shards.append(StoredShard(ShardKey(part.name, kind), part.region, dtype, path, offset, nbytes, crcs))
             offset += nbytes

@@ -1,4 +1,4 @@
-"""A committed checkpoint of a size, with a Qwen3's tensors and random bytes, made without megatron."""
+"""Writes a committed checkpoint of a given size with the tensors of a Qwen3 and random bytes, without megatron."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TP = PP = 2
 
 
 def qwen3_of_size(gigabytes: float) -> dict[str, Any]:
-    """A `config.json` of as many layers as the size asks for, in bfloat16."""
+    """Returns a `config.json` with as many layers as give the size, in bfloat16."""
     hidden = 4096 if gigabytes >= 4 else 1024
     config = {
         "model_type": "qwen3",
@@ -42,14 +42,14 @@ def qwen3_of_size(gigabytes: float) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    # Queries and what projects them back, keys and values at a quarter, gate, up and down.
+    # The query and output projections; keys and values, a quarter of that size; gate, up and down.
     per_layer = (2 + 2 / 4 + 3 * 3) * hidden**2
     layers = (gigabytes * 1e9 / 2 - 2 * 151936 * hidden) / per_layer
     return config | {"num_hidden_layers": max(PP, round(layers / PP) * PP)}
 
 
 def write_checkpoint(root: Path, config: Mapping[str, Any]) -> Path:
-    """A committed checkpoint of the model's weights alone, by this package's own writers; its role's folder."""
+    """Writes the model's weights with this package's writers, commits them, and returns the role's folder."""
     role_dir = file_names.step_dir(root, 1) / "actor"
     attempt = commit.new_attempt()
     staging = commit.open_staging(role_dir, attempt)
@@ -90,7 +90,7 @@ def _write_file(staging: Path, pp: int, tp: int, shapes: Mapping[str, Shape], bi
     writes = []
     for number, (name, shape) in enumerate(shapes.items()):
         region = Cut(axes_of(name)[0], (1, 1) if "linear_fc1" in name else (1,)).region(shape, tp, TP)
-        # Somewhere else for each tensor: all of them are as random, and none is in memory beside the rest.
+        # Each tensor is a view of another range of the same random elements, so none needs memory of its own.
         start = (number * 1_234_567) % (len(bits) - region.numel + 1)
         tensor = bits[start : start + region.numel].view(region.local_shape)
         writes.append(TensorWrite((name,), ShardKey(name, MODEL), region, tensor, region.local_shape))
@@ -103,12 +103,12 @@ def _write_file(staging: Path, pp: int, tp: int, shapes: Mapping[str, Shape], bi
 
 
 class _Alone:
-    """The exchange of a rank that shares no file."""
+    """Stands in for the exchange between ranks that share files: this rank shares none."""
 
     rank = 0
 
     def give(self, key: str, record: dict[str, Any]) -> None:
-        raise AssertionError(f"nobody takes {key}")
+        raise AssertionError(f"no rank waits for {key}")
 
     def take(self, key: str, rank: int) -> dict[str, Any]:
         raise AssertionError(f"there is no rank {rank}")

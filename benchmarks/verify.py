@@ -1,8 +1,9 @@
-"""Verifying a checkpoint against reading its files past the page cache.
+"""Compares verifying a checkpoint with raw reads of its files.
 
     python benchmarks/verify.py [--gigabytes 8] [--pairs 9] [--folder DIR] [--json]
 
-Before each side, the page cache forgets the files. The raw side reads them whole into one warm buffer.
+Before each measurement the files are dropped from the page cache. The raw reference reads them whole into one warm
+buffer and bypasses the page cache.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.architecture import ModelFacts
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, MCORE_EMBEDDING, MCORE_HEAD, Row, qkv
 
@@ -179,6 +180,17 @@ def uniform_layers(config: HfConfig) -> tuple[frozenset[str], ...]:
 def moe_layers(is_moe: Sequence[bool]) -> tuple[frozenset[str], ...]:
     """Returns the facts of decoder layers: "moe" for each layer that is a mixture of experts."""
     return tuple(frozenset({"moe"}) if moe else frozenset[str]() for moe in is_moe)
+
+
+def read_mixture(config: HfConfig, *facts: str) -> ModelFacts:
+    """Reads the facts of a model whose layers all are mixtures of experts of the size `intermediate_size`.
+
+    `facts` are further facts that are true of the model.
+    """
+    sizes = sizes_of(config)
+    sizes |= {"experts": first_integer(config, "num_local_experts", "num_experts"), "moe_ffn": sizes["ffn"]}
+    layers = moe_layers([True] * integer(config, "num_hidden_layers"))
+    return ModelFacts(sizes, frozenset(facts_of(config).union(facts)), layers)
 
 
 def integer(config: Mapping[str, Any], name: str) -> int:

@@ -12,11 +12,7 @@ from mcore_ckpt.models.architectures.common import (
     ATTENTION,
     MODEL,
     NORMS,
-    facts_of,
-    first_integer,
-    integer,
-    moe_layers,
-    sizes_of,
+    read_mixture,
 )
 from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
 from mcore_ckpt.models.config_rules import DECODER, EXPERT_COUNT, ClampedGlu, SlidingWindow
@@ -25,10 +21,7 @@ from mcore_ckpt.models.table import Row, Table
 
 
 def _read(config: HfConfig) -> ModelFacts:
-    sizes = sizes_of(config)
-    sizes |= {"experts": first_integer(config, "num_local_experts", "num_experts"), "moe_ffn": sizes["ffn"]}
-    layers = moe_layers([True] * integer(config, "num_hidden_layers"))
-    return ModelFacts(sizes, frozenset(facts_of(config) | {"qkv_bias"}), layers)
+    return read_mixture(config, "qkv_bias")
 
 
 class Interleaved:

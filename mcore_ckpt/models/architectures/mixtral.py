@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architecture import Architecture
 from mcore_ckpt.models.architectures.common import (
     ATTENTION,
     MODEL,
     NORMS,
     STACKED_EXPERTS,
-    facts_of,
-    first_integer,
-    integer,
-    moe_layers,
-    sizes_of,
+    read_mixture,
 )
-from mcore_ckpt.models.config_fields import Constant, HfConfig, Same
+from mcore_ckpt.models.config_fields import Constant, Same
 from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
-
-
-def _read(config: HfConfig) -> ModelFacts:
-    sizes = sizes_of(config)
-    sizes |= {"experts": first_integer(config, "num_local_experts", "num_experts"), "moe_ffn": sizes["ffn"]}
-    layers = moe_layers([True] * integer(config, "num_hidden_layers"))
-    return ModelFacts(sizes, frozenset(facts_of(config)), layers)
-
 
 _EXPERT = "mlp.experts.local_experts.{expert}."
 _EXPERTS = (
@@ -46,7 +34,7 @@ ARCHITECTURES = (
         "mixtral",
         ("MixtralForCausalLM", "MixtralForTokenClassification"),
         Table(MODEL, (*NORMS, *ATTENTION, *_EXPERTS), stacked=_STACKED),
-        _read,
+        read_mixture,
         (
             *DENSE,
             Rope(default_theta=1e6),
