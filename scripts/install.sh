@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv hold what requirements.txt says and builds mcore_ckpt in place. Quick when nothing has changed since.
+# Installs requirements.txt into .venv and builds mcore_ckpt in place. Returns at once if nothing has changed since then.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ if [ ! -x .venv/bin/pip ]; then
     python3 -m venv .venv
 fi
 
-# The stamp of what was installed: a build takes half a minute, and scripts/test.sh is run often.
+# The stamp says what was installed last. scripts/test.sh is run often, and a build takes half a minute.
 stamp=.venv/mcore_ckpt.installed
 wanted=$({ pwd; echo "cuda=${MCORE_CKPT_CUDA-} $(command -v nvcc)"; cat requirements.txt pyproject.toml setup.py csrc/*; } | sha256sum)
 if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && compgen -G "mcore_ckpt/io/_native.*.so" >/dev/null; then
