@@ -115,7 +115,7 @@ def _seat() -> Iterator[Agreement]:
     """Among the processes that torchrun started; alone where it did not."""
     import torch.distributed as dist
 
-    from mcore_ckpt.ranks.rendezvous import rendezvous
+    from mcore_ckpt.ranks.meeting import rendezvous
 
     with torchruns_variables():
         under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import read_small, replace_file
+from mcore_ckpt.io.files import read_small, replace_file, sync_dir
 from mcore_ckpt.steps.listing import StepStatus, complete_steps
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,17 @@ def read_tracker(root: Path) -> int | None:
         return file_names.parse_tracker(read_small(root / file_names.TRACKER_FILE, limits.SMALL_BYTES).decode())
     except (OSError, CheckpointCorruptError, UnicodeDecodeError):
         return None
+
+
+def write_tracker(root: Path, step: int) -> None:
+    """Makes the tracker name a step, whether or not that step is complete. Raises OSError."""
+    replace_file(root / file_names.TRACKER_FILE, str(step).encode())
+
+
+def remove_tracker(root: Path) -> None:
+    """Deletes the tracker, durably. Raises OSError, FileNotFoundError included."""
+    (root / file_names.TRACKER_FILE).unlink()
+    sync_dir(root)
 
 
 def update_tracker(root: Path, only: int | None = None) -> int | None:
@@ -43,7 +54,7 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
         wanted = newest if only is None else only
         if read_tracker(root) == wanted or wanted not in complete:
             break
-        replace_file(root / file_names.TRACKER_FILE, str(wanted).encode())
+        write_tracker(root, wanted)
         # Once more: another role may have completed a newer step between the look and the write, and have moved the
         # tracker there before it was moved back here.
     return newest

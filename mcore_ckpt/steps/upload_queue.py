@@ -14,8 +14,8 @@ from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
 from mcore_ckpt.ranks import deadlines
-from mcore_ckpt.steps import commit
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import work_folders
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import Judged, PreservationPolicy, too_old
 from mcore_ckpt.steps.upload import Upload, tidy_up
@@ -177,7 +177,7 @@ class UploadQueue:
         try:
             role_dir = _role_dir(self._root, step, self._role)
             attempt = read_manifest(role_dir).attempt
-            with commit.kept_for_upload(role_dir, attempt):
+            with work_folders.kept_for_upload(role_dir, attempt):
                 upload = Upload(self._remote.store, role_dir, self._stop)
                 if not _is_there(upload.manifest, there):
                     upload = self._begun.setdefault(upload.key, upload)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge, obstacle_to
 from mcore_ckpt.steps.tracker import read_tracker
@@ -47,10 +47,10 @@ def prune(
             obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
             stays, reason = obstacle is not None, obstacle or reason
         folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
-    for path in commit.find_remains(root, role):
+    for path in leftovers.find_leftovers(root, role):
         nbytes = _nbytes(path)
         if not dry_run:
-            commit.remove(path)
+            commit.remove_folder(path)
         stays = not dry_run and os.path.lexists(path)
         reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
         folders.append(PrunedFolder(path, None, stays, reason, nbytes))

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import is_role, parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.integrations.areal.export import HfExport
 from mcore_ckpt.integrations.areal.hearing import be_heard
@@ -32,8 +32,8 @@ class _Place:
 
 def _place(local_path: str | Path) -> _Place:
     path = Path(os.path.abspath(local_path))
-    step = file_names.parse_step(path.parent.name)
-    if step is not None and file_names.is_role(path.name):
+    step = parse_step(path.parent.name)
+    if step is not None and is_role(path.name):
         return _Place(path, path.parent.parent, path.name, step)
     # SaveLoadMeta has no step. It is saved as atomically, and that is all: see CheckpointManager.save.
     return _Place(path, path.parent, SINGLE_ROLE, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from areal.utils import evaluator as areal
 
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.checkpoint import HUGGINGFACE_DIR
+from mcore_ckpt.io import sync_dir
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import remove_leftovers_beside
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class HfExport:
     def _move_when_saved(self) -> None:
         try:
             self._handle.wait()
-            _put(self._saved_as / file_names.HUGGINGFACE_DIR, self._path)
+            _put(self._saved_as / HUGGINGFACE_DIR, self._path)
             shutil.rmtree(self._saved_as, ignore_errors=True)
         except Exception as error:  # told by `end`
             self._not_moved = error
@@ -98,14 +98,14 @@ def _finish_earlier(root: Path) -> None:
 
 def _finish(entry: Path, what: str, path: Path) -> None:
     if what.startswith("export.staging"):
-        commit.sweep_beside(path.with_name(f".{path.name}.export"))
+        remove_leftovers_beside(path.with_name(f".{path.name}.export"))
         return
     if what == "replaced" and not path.exists():
         os.rename(entry, path)
         return
-    if what == "export" and (entry / file_names.HUGGINGFACE_DIR).is_dir():
+    if what == "export" and (entry / HUGGINGFACE_DIR).is_dir():
         logger.warning("%s: the export was interrupted when it was complete, and is put in place now", path)
-        _put(entry / file_names.HUGGINGFACE_DIR, path)
+        _put(entry / HUGGINGFACE_DIR, path)
     shutil.rmtree(entry, ignore_errors=True)
 
 

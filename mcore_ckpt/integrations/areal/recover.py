@@ -20,11 +20,10 @@ from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, Progress
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.integrations.areal.units import RecoverUnits, Unit, lost
-from mcore_ckpt.ranks.rounds import agree, decide
+from mcore_ckpt.ranks import agree
 from mcore_ckpt.recover import retried
 from mcore_ckpt.schedule import Schedule
-from mcore_ckpt.steps.listing import complete_steps
-from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps import complete_steps, reading
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec
@@ -226,7 +225,7 @@ class RecoverHandler(areal.RecoverHandler):
             found.append(read(seat.rank))
             return {}
 
-        retried(lambda: decide(seat, "reading recover_info", work, lambda _: {}), self.config.retries)
+        retried(lambda: agree(seat, "reading recover_info", work, dict), self.config.retries)
         return found[-1]
 
     def _has_stock_files(self) -> bool:

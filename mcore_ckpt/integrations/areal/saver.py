@@ -13,7 +13,7 @@ from areal.utils import saver as areal
 from mcore_ckpt.integrations.areal.engine import HF_ASYNC, CheckpointedEngine, is_checkpointed
 from mcore_ckpt.integrations.areal.hearing import be_heard
 from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.schedule import RoleSchedules
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint.unpickling import PickleError, Unpickler
+from mcore_ckpt.checkpoint import PickleError, Unpickler
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.integrations.areal.recover_info import JSON_FILES, Progress, check_step, parse_json
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import make_folder, read_small, sync_dir
+from mcore_ckpt.integrations.areal.recover_info import JSON_BYTES, JSON_FILES, Progress, check_step
+from mcore_ckpt.io import make_folder, parse_json, read_small, sync_dir
 
 DATALOADER_FILE = "dataloader_info.pkl"
 # Below the recover_info folder: where its own files go, once a unit of ours is complete.
@@ -68,7 +67,7 @@ def _counted(control: Any) -> int:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_small(path, limits.HF_JSON_BYTES)
+        return read_small(path, JSON_BYTES)
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.ranks.rounds import Agreement, agree
+from mcore_ckpt.ranks import Agreement, agree
 from mcore_ckpt.schedule import Agree, Frequency
 
 if TYPE_CHECKING:

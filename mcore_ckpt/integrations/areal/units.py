@@ -16,27 +16,30 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.checkpoint import PINNED_FILE, TRACKER_FILE, read_manifest, step_dir, step_dirs
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from mcore_ckpt.integrations.areal import stock_files
-from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, STEP_FILE, Progress, write
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import read_small, replace_file, sync_dir
-from mcore_ckpt.ranks.rendezvous import rendezvous
-from mcore_ckpt.ranks.rounds import Agreement, Record, agree
+from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, JSON_BYTES, STEP_FILE, Progress, write
+from mcore_ckpt.io import read_small, replace_file
+from mcore_ckpt.ranks import Agreement, agree, rendezvous
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
-from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step
-from mcore_ckpt.steps.trainer_lock import TrainerLock
-from mcore_ckpt.steps.transaction import open_together
+from mcore_ckpt.steps import (
+    PreservationPolicy,
+    StepStatus,
+    TrainerLock,
+    complete_steps,
+    delete_old_steps,
+    delete_step,
+    discard_step,
+    list_steps,
+    remove_leftovers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +104,7 @@ class RecoverUnits:
         """
         wanted = [*roles, INFO_ROLE]
 
-        def answer() -> Record:
+        def answer() -> dict[str, Any]:
             return {"steps": [(found.step, str(found.path)) for found in _resumable(self._root, wanted)]}
 
         found = agree(self._seat, "finding a unit to recover from", {"root": str(self._root), "roles": wanted}, answer)
@@ -120,9 +123,8 @@ class RecoverUnits:
                 mix with them. Nothing has been changed.
             CommitError, UnsupportedError: as any save; what was there counts as before.
         """
-        topic, folder = f"saving recover_info of step {step}", file_names.step_dir(self._root, step)
-        attempt = open_together(self._seat, topic, folder / INFO_ROLE, prepare=partial(self._make_room, step))
-        write(self._seat, topic, attempt, read_progress, step, roles)
+        folder = step_dir(self._root, step)
+        write(self._seat, folder / INFO_ROLE, step, roles, read_progress, before=partial(self._make_room, step))
         return Unit(step, folder)
 
     def tidy(self) -> None:
@@ -148,19 +150,15 @@ class RecoverUnits:
                 f"{step}: it goes over again what it has done, and would leave the newer unit to be taken for newer"
             )
         if not self._has_saved:
-            commit.sweep(self._root, INFO_ROLE, alone=True)
+            remove_leftovers(self._root, INFO_ROLE, alone=True)
         self._has_saved = True
-        for path in file_names.step_dirs(self._root).get(step, []):
-            if (path / file_names.PINNED_FILE).exists():
+        for path in step_dirs(self._root).get(step, []):
+            if (path / PINNED_FILE).exists():
                 raise CheckpointError(
                     f"{path}: is pinned, and training is about to save this step again: unpin it, or move it away"
                 )
             logger.warning("%s: removing what an earlier run has left of step %d", path, step)
-            # Out of sight in one step: half deleted it must not look like one.
-            doomed = file_names.deleted_dir(path, commit.new_attempt())
-            os.rename(path, doomed)
-            sync_dir(self._root)
-            shutil.rmtree(doomed, ignore_errors=True)
+            discard_step(path)
 
     def _tidy(self, step: int) -> None:
         complete = complete_steps(self._root)
@@ -177,9 +175,9 @@ class RecoverUnits:
         """For people, beside the tracker."""
         if set(stock_files.found(self._root)) - {STEP_FILE}:
             stock_files.move_aside(self._root)
-        source = file_names.step_dir(self._root, step) / INFO_ROLE / STEP_FILE
-        shown, data = self._root / STEP_FILE, read_small(source, limits.SMALL_BYTES)
-        if not shown.exists() or read_small(shown, limits.SMALL_BYTES) != data:
+        source = step_dir(self._root, step) / INFO_ROLE / STEP_FILE
+        shown, data = self._root / STEP_FILE, read_small(source, JSON_BYTES)
+        if not shown.exists() or read_small(shown, JSON_BYTES) != data:
             replace_file(shown, data)
 
 
@@ -189,7 +187,7 @@ def _resumable(root: Path, roles: Sequence[str]) -> list[StepStatus]:
     except CheckpointNotFoundError:
         statuses = list_steps(root)
         # The tracker comes with the first step that is complete.
-        if os.path.lexists(root / file_names.TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
+        if os.path.lexists(root / TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
             raise
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
         logger.warning("%s: no save was ever completed, so training starts from the beginning%s", root, reasons)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # what ROLL calls the driver's part of a checkpoint, and its folder
 
@@ -78,7 +78,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
 
 def step_of(ckpt_id: str) -> int:
     """The step of ROLL's `checkpoint-{N}`. Raises ValueError."""
-    step = file_names.parse_step(ckpt_id)
+    step = parse_step(ckpt_id)
     if step is None:
         raise ValueError(f"ckpt_id is {ckpt_id!r}: ROLL names its checkpoints checkpoint-{{step}}")
     return step

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, UnsupportedError
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
 from mcore_ckpt.integrations.roll.unit import commit_pipeline, newest_valid
-from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.retention import delete_old_steps
+from mcore_ckpt.steps import delete_old_steps, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class _Uploads:
 
 def _refuse_incomplete(path: Path) -> None:
     """Raises CheckpointNotFoundError, before any worker is started, for a checkpoint of ours that is not whole."""
-    if file_names.parse_step(path.name) is None or not path.is_dir():
+    if parse_step(path.name) is None or not path.is_dir():
         return
     status = step_status(path)
     if (status.committed or status.declared) and not status.is_complete:
@@ -156,7 +155,7 @@ def _write_rng(path: Path) -> None:
     """What `WorkerState.save_rng_state` has written; a file of another origin runs nothing."""
     if not path.exists():
         return
-    from mcore_ckpt.formats.foreign_pickles import load_safely
+    from mcore_ckpt.formats import load_safely
 
     state = load_safely(path, str(path))
     python = state["python"]

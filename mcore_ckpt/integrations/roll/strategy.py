@@ -14,8 +14,7 @@ from mcore_ckpt.errors import CommitError, UnsupportedError
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
 from mcore_ckpt.integrations.roll.unit import give_up, newest_valid, part_of
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps import TrainerLock, step_status
 
 logger = logging.getLogger(__name__)
 

@@ -7,34 +7,30 @@ another would train on some prompts twice, or on others never.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.formats.native.folder import LocalFolder
-from mcore_ckpt.integrations.extra_roles import manifest_of
+from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
+from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
-from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import make_folders, sync_dir, write_file
-from mcore_ckpt.ranks.rounds import Agreement, Record
+from mcore_ckpt.ranks import seat_alone
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.steps import commit, tracker
-from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps.listing import StepStatus, step_status
-from mcore_ckpt.steps.transaction import commit_together, open_together
+from mcore_ckpt.steps import (
+    RoleWriter,
+    StepStatus,
+    commit_role,
+    list_steps,
+    move_tracker,
+    remove_leftovers,
+    roles_begun,
+    step_status,
+    uncommit_role,
+)
 
 logger = logging.getLogger(__name__)
-
-_commits = itertools.count()
 
 
 def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str] | None, timeout_s: float) -> None:
@@ -52,40 +48,24 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         CommitError: an OSError on the way; nothing has been put in place.
     """
     step_path, step = root / ckpt_id, step_of(ckpt_id)
-    # The driver is one process without a process group. Whoever saves the clusters' parts holds their locks.
-    agreement = Agreement(dist.HashStore(), 0, 1, f"{PIPELINE_ROLE}/{next(_commits)}", timeout_s)  # type: ignore[attr-defined]
-    topic = f"saving {ckpt_id} of {PIPELINE_ROLE}"
-    attempt = open_together(
-        agreement, topic, step_path / PIPELINE_ROLE, prepare=lambda: commit.sweep(root, PIPELINE_ROLE, alone=True)
+
+    def copy_files(files: RoleWriter) -> None:
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            files.write(path.relative_to(source).as_posix(), path.read_bytes())
+
+    def roles_of_step() -> Sequence[str]:
+        return sorted(roles_begun(step_path) - {PIPELINE_ROLE}) if roles is None else roles
+
+    commit_role(
+        # The driver is one process without a process group. The clusters' own trainers hold their locks.
+        seat_alone(PIPELINE_ROLE, timeout_s),
+        step_path / PIPELINE_ROLE,
+        step,
+        roles_of_step,
+        copy_files,
+        before=lambda: remove_leftovers(root, PIPELINE_ROLE, alone=True),
+        after=lambda: move_tracker(root, step),
     )
-
-    def write(staging: Path) -> Record:
-        return {"files": [asdict(record) for record in _copy(source, staging)]}
-
-    def describe(records: Sequence[Record]) -> Manifest:
-        files = [(0, WrittenFile(**record)) for record in records[0]["files"]]
-        return manifest_of(PIPELINE_ROLE, step, _seen(step_path) if roles is None else roles, attempt.number, files, 1)
-
-    commit_together(agreement, topic, attempt, write, describe, lambda: tracker.move_tracker(root, step))
-
-
-def _copy(source: Path, staging: Path) -> list[WrittenFile]:
-    records = []
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
-        name, data = path.relative_to(source).as_posix(), path.read_bytes()
-        make_folders(staging, name)
-        write_file(staging / name, [data])
-        records.append(WrittenFile(name, "extra", len(data), crc32(data)))
-    for folder in {(staging / record.path).parent for record in records}:
-        sync_dir(folder)
-    return records
-
-
-def _seen(step_path: Path) -> list[str]:
-    """The roles that have committed to a step, or have begun to."""
-    under_way = [file_names.parse_work_dir(entry.name) for entry in step_path.iterdir()]
-    staged = {work.role for work in under_way if work is not None and work.purpose == "staging"}
-    return sorted((step_status(step_path).committed | staged) - {PIPELINE_ROLE})
 
 
 def give_up(step_path: Path, role: str) -> None:
@@ -97,9 +77,7 @@ def give_up(step_path: Path, role: str) -> None:
     Raises OSError.
     """
     for folder in (step_path / PIPELINE_ROLE, step_path / role):
-        with suppress(FileNotFoundError):
-            (folder / file_names.MANIFEST_FILE).unlink()
-            sync_dir(folder)
+        uncommit_role(folder)
     with suppress(FileNotFoundError):
         shutil.rmtree(step_path / PIPELINE_ROLE)
 
@@ -132,22 +110,16 @@ def newest_valid(root: Path, verify: bool) -> Path | None:
 
 def _first_was_interrupted(root: Path) -> bool:
     """Whether there are parts of steps, and no step has ever been complete: that would have made a tracker."""
-    statuses = steps.list_steps(root)
+    statuses = list_steps(root)
     began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
     driver = any(PIPELINE_ROLE in status.committed for status in statuses)
-    return began and not driver and not (root / file_names.TRACKER_FILE).exists()
+    return began and not driver and not (root / TRACKER_FILE).exists()
 
 
 def _problem(status: StepStatus, verify: bool) -> str | None:
     for role in sorted(status.committed):
-        folder = LocalFolder(status.role_dir(role))
-        try:
-            manifest = folder.manifest()
-            for file in manifest.files:
-                folder.check(file)
-        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            return str(error)
-        if verify and (damages := folder.verify(manifest.files)):
+        damages = find_damage(status.role_dir(role), read_bytes=verify)
+        if damages:
             return damages[0].problem
     return None
 
@@ -160,7 +132,7 @@ def part_of(load_dir: Path, role: str) -> Path | None:
     Raises CheckpointNotFoundError if it is ours, and not complete.
     """
     step_path = load_dir.parent if load_dir.name == role else load_dir
-    if file_names.parse_step(step_path.name) is None or not step_path.is_dir():
+    if parse_step(step_path.name) is None or not step_path.is_dir():
         return None
     status = step_status(step_path)
     if not status.committed | status.declared and not status.problems:

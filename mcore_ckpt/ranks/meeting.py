@@ -112,3 +112,10 @@ def _answer_key(namespace: str, name: str, rank: int) -> str:
 
 def _heard_key(namespace: str, name: str, rank: int, word: str) -> str:
     return f"{namespace}/{name}/heard/{rank}/{word}"
+
+
+def seat_alone(name: str, timeout_s: float) -> Agreement:
+    """Returns the seat of a process that works alone, even if it belongs to a process group."""
+    import torch.distributed as dist
+
+    return Agreement(dist.HashStore(), 0, 1, f"mcore_ckpt/{name}", timeout_s)  # type: ignore[attr-defined]
