@@ -2,8 +2,8 @@
 
 Public names, for integrations and commands:
 
-- names on disk: `MANIFEST_FILE`, `TRACKER_FILE`, `PINNED_FILE`, `HUGGINGFACE_DIR`, `step_dir`, `step_dirs`, `step_root`,
-  `megatron_dir`, `is_role`, `parse_step`, `parse_tracker`;
+- names on disk: `MANIFEST_FILE`, `TRACKER_FILE`, `PINNED_FILE`, `HUGGINGFACE_DIR`, `step_dir`, `step_dirs`,
+  `step_root`, `megatron_dir`, `is_role`, `parse_step`, `parse_tracker`;
 - what a role holds: `Manifest`, `read_manifest`;
 - whether a role is intact: `Damage`, `find_damage`;
 - a foreign pickle as plain values, without running anything in it: `Unpickler`, `PickleError`.
