@@ -13,8 +13,8 @@ from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.formats.contract import TensorInfo
-    from mcore_ckpt.formats.kinds import kind_of, torch_dist_folders
     from mcore_ckpt.formats.foreign_pickles import load_safely
+    from mcore_ckpt.formats.kinds import kind_of, torch_dist_folders
     from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 
 __all__ = [

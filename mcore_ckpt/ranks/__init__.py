@@ -2,7 +2,8 @@
 
 Public names, for integrations and commands:
 
-- `rendezvous` waits for all ranks and returns this rank's membership, an `Agreement`; `seat_alone` is for a single process;
+- `rendezvous` waits for all ranks and returns this rank's membership, an `Agreement`;
+- `single_process_agreement` returns the membership of a process that works alone;
 - `agree` gives every rank the answer of rank 0, or the same error;
 - `read_topology` returns this rank's coordinates and the sizes of the layout.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
-    from mcore_ckpt.ranks.meeting import rendezvous, seat_alone
+    from mcore_ckpt.ranks.meeting import rendezvous, single_process_agreement
     from mcore_ckpt.ranks.rounds import Agreement, agree
     from mcore_ckpt.ranks.topology import read_topology
 
@@ -23,13 +24,13 @@ __all__ = [
     "agree",
     "read_topology",
     "rendezvous",
-    "seat_alone",
+    "single_process_agreement",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "meeting": ("rendezvous", "seat_alone"),
+        "meeting": ("rendezvous", "single_process_agreement"),
         "rounds": ("Agreement", "agree"),
         "topology": ("read_topology",),
     },

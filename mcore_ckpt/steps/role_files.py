@@ -128,7 +128,7 @@ def commit_role(
     """Commits a role that consists of plain files. Every rank calls it; all files are there afterwards, or none.
 
     Args:
-        agreement: this rank's seat (`ranks.rendezvous`, or `ranks.seat_alone` for a single process).
+        agreement: this rank's membership (`ranks.rendezvous`, or `ranks.single_process_agreement`).
         role_dir: the role's folder in the step's folder. It must lie on a file system that all ranks share.
         step: the step's number.
         roles: the roles that the step consists of; this role may be left out. The step counts when all of them are

@@ -23,11 +23,11 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.huggingface import elements as filling
 from mcore_ckpt.formats.huggingface import writer as writing
-from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.io import streams as streaming
 from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.tools import merge as merging
 from mcore_ckpt.tools.merge import MergeRequest, merge
 

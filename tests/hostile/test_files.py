@@ -30,8 +30,8 @@ from mcore_ckpt.io import limits
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.steps import pins, retention, tracker, work_folders
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import pins, retention, tracker, work_folders
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue

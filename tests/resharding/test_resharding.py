@@ -21,12 +21,12 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
 )
-from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders, write_file
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.reshard import streaming
 from mcore_ckpt.tools.reshard.reshard import reshard

@@ -23,7 +23,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteErr
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import retries, tuning
 from mcore_ckpt.io.store import Store, public_url
-from mcore_ckpt.steps import commit, leftovers, retention
+from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.upload import SentBytes, Upload, part_size

@@ -16,7 +16,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
 from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
-from mcore_ckpt.ranks import seat_alone
+from mcore_ckpt.ranks import single_process_agreement
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import (
     RoleWriter,
@@ -58,7 +58,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
 
     commit_role(
         # The driver is one process without a process group. The clusters' own trainers hold their locks.
-        seat_alone(PIPELINE_ROLE, timeout_s),
+        single_process_agreement(PIPELINE_ROLE, timeout_s),
         step_path / PIPELINE_ROLE,
         step,
         roles_of_step,
