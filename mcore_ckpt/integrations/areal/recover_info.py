@@ -1,6 +1,7 @@
-"""`recover_info`: what of a trainer is not in its engines, as a part of each step like a role's, with a manifest.
+"""Saves and reads `recover_info`, the state of AReaL's trainer that is not in its engines, as one role of each step.
 
-The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them; only the data position is no pickle.
+The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them, except for the data position: a `.pt` file
+of plain values takes the place of AReaL's pickle.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ STEP_FIELDS = ("epoch", "epoch_step", "global_step", "steps_per_epoch")
 
 @dataclass(frozen=True)
 class Progress:
-    """One rank's view of where a training is.
+    """One rank's progress of a training.
 
     Attributes:
         step: the fields of AReaL's StepInfo.
-        saver, evaluator, stats_logger, checkpoint: states of these, as JSON values. `checkpoint` is when to save next.
-        dataloader: this rank's state of the data loader: plain values and tensors.
+        saver, evaluator, stats_logger: the states of these objects, as JSON values.
+        checkpoint: the state of the schedule that says when to save next, as JSON values.
+        dataloader: the state of this rank's data loader: plain values and tensors.
     """
 
     step: Mapping[str, int]
@@ -51,12 +53,12 @@ class Progress:
 
 
 def dataloader_file(rank: int, world: int) -> str:
-    """Data loaders of several ranks are at several places."""
+    """Returns the file of one rank's data loader. Each rank has one, because their positions may differ."""
     return "dataloader_info.pt" if world == 1 else f"dataloader_info_{rank:05d}.pt"
 
 
 def encode(progress: Progress, rank: int) -> dict[str, bytes]:
-    """The JSON files by name. Raises UnsupportedError for what JSON has no word for."""
+    """Returns the JSON files by name. Raises UnsupportedError for values that JSON does not have."""
     encoded = {}
     for field, name in JSON_FILES.items():
         try:
@@ -79,7 +81,7 @@ def write(
     """Commits `recover_info` of a step. Every rank calls it. The step counts once the engines have saved, too.
 
     Args:
-        agreement: this rank's seat.
+        agreement: this rank's membership.
         role_dir: `recover_info` in the step's folder.
         step: the step's number.
         roles: the engines that the step consists of.
@@ -129,7 +131,7 @@ def read(folder: Path, rank: int) -> Progress:
 
 
 def check_step(value: Mapping[str, Any], path: Path) -> None:
-    """Raises CheckpointCorruptError unless it is what StepInfo is made of, of a step that was done."""
+    """Raises CheckpointCorruptError unless the value has the fields of StepInfo, each of them 0 or more."""
     counts = [value.get(name) for name in STEP_FIELDS]
     if set(value) != set(STEP_FIELDS) or not all(type(count) is int and count >= 0 for count in counts):
         raise CheckpointCorruptError(

@@ -1,8 +1,9 @@
-"""A checkpoint of ROLL is one unit: the clusters' parts, and the driver's, which is committed last.
+"""Commits the driver's role of a ROLL checkpoint, and finds complete checkpoints.
 
-`checkpoint-{N}` counts when all have committed. What the driver writes beside the weights is the data position
-(`worker_state_pipeline.json`: step, metrics, the state of the prompts' schedulers): weights of one step with that of
-another would train on some prompts twice, or on others never.
+`checkpoint-{N}` is a step with one role for each cluster and one for the driver, which is committed last. The step
+counts when all roles are committed. The driver's files are the data position (`worker_state_pipeline.json`: step,
+metrics, the state of the prompts' schedulers). Weights of one step with the data position of another would train on
+some prompts twice and on others never.
 """
 
 from __future__ import annotations
@@ -34,24 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str] | None, timeout_s: float) -> None:
-    """Puts the driver's files into `<root>/<ckpt_id>/pipeline`, all or none, and moves the tracker if that completes
-    the step.
+    """Commits the driver's files as `<root>/<ckpt_id>/pipeline`, and moves the tracker if that completes the step.
 
     Args:
         root: the folder of all steps.
         ckpt_id: `checkpoint-{N}`.
         source: the folder that has the files.
-        roles: of which the step is made, beside the driver's; None: those that have committed to it, or are about to.
+        roles: the clusters whose roles the step consists of; None for those that are committed or being saved.
         timeout_s: see CheckpointConfig.
 
     Raises:
-        CommitError: an OSError on the way; nothing has been put in place.
+        CommitError: the files could not be written. Nothing has been committed.
     """
     step_path, step = root / ckpt_id, step_of(ckpt_id)
-
-    def copy_files(files: RoleWriter) -> None:
-        for path in sorted(path for path in source.rglob("*") if path.is_file()):
-            files.write(path.relative_to(source).as_posix(), path.read_bytes())
 
     def roles_of_step() -> Sequence[str]:
         return sorted(roles_begun(step_path) - {PIPELINE_ROLE}) if roles is None else roles
@@ -62,17 +58,23 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         step_path / PIPELINE_ROLE,
         step,
         roles_of_step,
-        copy_files,
+        lambda files: copy_files(source, files),
         before=lambda: remove_leftovers(root, PIPELINE_ROLE, alone=True),
         after=lambda: move_tracker(root, step),
     )
 
 
-def give_up(step_path: Path, role: str) -> None:
-    """Before a role is saved to a step again (after a rollback, or a crash before the step was complete).
+def copy_files(source: Path, files: RoleWriter) -> None:
+    """Writes all files below a folder, under their paths in it. Raises OSError."""
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        files.write(path.relative_to(source).as_posix(), path.read_bytes())
 
-    A step of parts that were saved at different times would be complete, and none that ever was. So what is there goes
-    first, the driver's part before all, which is the last to come again.
+
+def uncommit_earlier_save(step_path: Path, role: str) -> None:
+    """Takes back what an earlier run committed to a step, before a role is saved to that step again.
+
+    That happens after a rollback, and after a crash before the step was complete. Otherwise the step would count with
+    roles that were saved at different times. The driver's role goes first, because it is the last to be saved again.
 
     Raises OSError.
     """
@@ -83,15 +85,15 @@ def give_up(step_path: Path, role: str) -> None:
 
 
 def newest_valid(root: Path, verify: bool) -> Path | None:
-    """The newest `checkpoint-{N}` that is complete and whose files are all there; None if there never was any.
+    """Returns the newest `checkpoint-{N}` that is complete and intact; None if there never was one.
 
     Args:
         root: the folder of all steps.
-        verify: read all files, and compare them with their CRCs. Without it their sizes are looked at; a load compares
+        verify: read all files and check their CRCs. Without it only the sizes are checked. A load checks the CRCs of
             all that it reads in any case.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none of them is complete and valid.
+        CheckpointNotFoundError: there are checkpoints, but none of them is complete and intact.
     """
     if _first_was_interrupted(root):
         logger.warning("%s: the first checkpoint was never complete: training starts from the beginning", root)
@@ -101,7 +103,7 @@ def newest_valid(root: Path, verify: bool) -> Path | None:
         problem = _problem(status, verify)
         if problem is None:
             return status.path
-        logger.warning("%s is not taken, but the next older one: %s", status.path, problem)
+        logger.warning("%s is skipped for an older checkpoint: %s", status.path, problem)
         reasons.append(problem)
     if reasons:
         raise CheckpointNotFoundError("\n  ".join([f"{root}: no checkpoint is valid", *reasons]))
@@ -109,7 +111,7 @@ def newest_valid(root: Path, verify: bool) -> Path | None:
 
 
 def _first_was_interrupted(root: Path) -> bool:
-    """Whether there are parts of steps, and no step has ever been complete: that would have made a tracker."""
+    """True if there are roles of steps, but no step was ever complete, which would have written a tracker."""
     statuses = list_steps(root)
     began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
     driver = any(PIPELINE_ROLE in status.committed for status in statuses)
@@ -124,12 +126,12 @@ def _problem(status: StepStatus, verify: bool) -> str | None:
     return None
 
 
-def part_of(load_dir: Path, role: str) -> Path | None:
-    """A role's folder in the checkpoint that ROLL names; None if it is not one of ours.
+def role_folder(load_dir: Path, role: str) -> Path | None:
+    """Returns a role's folder in the checkpoint that ROLL names; None if the checkpoint is not ours.
 
-    ROLL hands `<checkpoint>` to actors and `<checkpoint>/<cluster>` to critics and students.
+    ROLL gives `<checkpoint>` to actors and `<checkpoint>/<cluster>` to critics and students.
 
-    Raises CheckpointNotFoundError if it is ours, and not complete.
+    Raises CheckpointNotFoundError: the checkpoint is ours, but not complete.
     """
     step_path = load_dir.parent if load_dir.name == role else load_dir
     if parse_step(step_path.name) is None or not step_path.is_dir():
@@ -139,5 +141,5 @@ def part_of(load_dir: Path, role: str) -> Path | None:
         return None
     if not status.is_complete or role not in status.committed:
         missing = f"{step_path}: complete, but without {role}" if status.is_complete else status.reason
-        raise CheckpointNotFoundError(f"{missing}: resume_from_checkpoint: true takes the newest that is whole")
+        raise CheckpointNotFoundError(f"{missing}: resume_from_checkpoint: true takes the newest complete one")
     return status.role_dir(role)

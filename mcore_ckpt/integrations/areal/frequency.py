@@ -1,4 +1,4 @@
-"""AReaL's frequencies (1.0.4, `_Timer` and EpochStepTimeFreqCtl) as schedules."""
+"""Translates AReaL's frequencies (1.0.4, `_Timer` and EpochStepTimeFreqCtl) for this package's schedules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 
 def frequency_of(config: SaverConfig | RecoverConfig | EvaluatorConfig) -> Frequency:
-    """Of any of AReaL's configs that has one. Raises ValueError."""
+    """Returns the frequency in one of AReaL's configs. Raises ValueError if a number is not above 0."""
     return Frequency(config.freq_epochs, config.freq_steps, config.freq_secs)
 
 
 def ends_epoch(ft_spec: FinetuneSpec, epoch_step: int) -> int:
-    """How many epochs end with this step."""
+    """Returns how many epochs end with this step: 0 or 1."""
     return int(epoch_step == ft_spec.steps_per_epoch - 1)
 
 
-def agree_with(seat: Agreement) -> Agree:
-    """The ranks that run the trainer: all of them, or, in AReaL's single controller, one."""
-    return partial(agree, seat)
+def agree_with(agreement: Agreement) -> Agree:
+    """Returns the function with which the ranks that run the trainer agree that something is due.
+
+    In AReaL's single controller that is one process, otherwise all ranks.
+    """
+    return partial(agree, agreement)
