@@ -20,7 +20,7 @@ from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
@@ -36,7 +36,7 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
 )
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
@@ -328,9 +328,9 @@ class CheckpointManager:
         # The other ranks wait for this one by their deadlines.
         self._context.lock.take(self._trainer.config.timeout_s / 2)
         if not self._has_saved:
-            commit.sweep(self._trainer.root, self._trainer.role, alone=True)
+            leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
         self._has_saved = True
-        commit.sweep_beside(role_dir)
+        leftovers.remove_leftovers_beside(role_dir)
         if counts:
             steps.check_one_spelling(self._trainer.root, role_dir, step)
 
@@ -473,7 +473,7 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the arguments of CheckpointManager")
-        commit.sweep(trainer.root, trainer.role, alone=False)
+        leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)
         lock.look()
         return {}
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
-from mcore_ckpt.checkpoint.reading import open_file, read_index
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io.checksums import block_crcs, file_crcs
 from mcore_ckpt.sharding.plan import StoredShard
 
@@ -44,19 +45,43 @@ def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress
         files: the files to read.
         progress: called with the number of bytes just read, from several threads.
     """
-    damages, complete = list[Damage](), list[FileRecord]()
-    for file in files:
-        try:
-            with open_file(role_dir, file):
-                complete.append(file)
-        except CheckpointCorruptError as error:
-            damages.append(Damage(str(error), file.path, file.rank))
-    crcs = file_crcs([(role_dir / file.path, file.size) for file in complete], progress)
-    for file, crc in zip(complete, crcs, strict=True):
+    damages = _wrong_sizes(role_dir, files)
+    damaged = {damage.file for damage in damages}
+    sound = [file for file in files if file.path not in damaged]
+    crcs = file_crcs([(role_dir / file.path, file.size) for file in sound], progress)
+    for file, crc in zip(sound, crcs, strict=True):
         if isinstance(crc, OSError):
             damages.append(_damage(file, f"{role_dir / file.path}: cannot be read: {crc.strerror}"))
         elif crc != file.crc32:
             damages += _locate(role_dir, file)
+    return damages
+
+
+def find_damage(role_dir: Path, read_bytes: bool = True) -> list[Damage]:
+    """Checks a committed role: its manifest, the existence and size of each file, and each file's CRC.
+
+    Args:
+        role_dir: the role's folder.
+        read_bytes: read whole files and check their CRCs. If false, only the manifest is read.
+
+    Returns:
+        The damages; empty if the role is intact. A missing or damaged manifest is a damage, too.
+    """
+    try:
+        manifest = read_manifest(role_dir)
+    except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+        return [Damage(str(error), file_names.MANIFEST_FILE)]
+    return verify_files(role_dir, manifest.files) if read_bytes else _wrong_sizes(role_dir, manifest.files)
+
+
+def _wrong_sizes(role_dir: Path, files: Sequence[FileRecord]) -> list[Damage]:
+    damages = []
+    for file in files:
+        try:
+            with open_file(role_dir, file):
+                pass
+        except CheckpointCorruptError as error:
+            damages.append(Damage(str(error), file.path, file.rank))
     return damages
 
 

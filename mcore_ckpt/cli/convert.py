@@ -1,4 +1,4 @@
-"""`mcore-ckpt convert`: a HuggingFace model as a checkpoint to train from, without a model in memory."""
+"""`mcore-ckpt convert`: writes a HuggingFace model as a checkpoint to train from, without the model in memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError, check_patterns
-from mcore_ckpt.cli.model_commands import add_accepted, torchruns_variables
+from mcore_ckpt.cli.arguments import (
+    add_ignored_flags,
+    add_json,
+    check_is_folder,
+    check_patterns,
+    expanded_path,
+    torchrun_variables,
+)
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.ranks.rounds import Agreement
+    from mcore_ckpt.ranks import Agreement
     from mcore_ckpt.tools.convert import ConversionReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -39,20 +45,25 @@ _TIMEOUT_S = 6 * 3600.0
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `convert`."""
+    """Adds the parser of `convert`."""
     parser = subparsers.add_parser("convert", help="make a checkpoint of a HuggingFace model", description=DESCRIPTION)
     add_arguments(parser)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; those with underscores are what users of verl's converter type."""
+    """Adds the options. Those with underscores are the ones that users of verl's converter type."""
     parser.add_argument(
-        "--hf_model_path", "--hf-model-path", type=Path, required=True, metavar="DIR", help="the HuggingFace folder"
+        "--hf_model_path",
+        "--hf-model-path",
+        type=expanded_path,
+        required=True,
+        metavar="DIR",
+        help="the HuggingFace folder",
     )
     parser.add_argument(
         "--output_path",
         "--output-path",
-        type=Path,
+        type=expanded_path,
         required=True,
         metavar="DIR",
         help="native: the folder of steps, which gets global_steps_0; torch_dist: the folder itself",
@@ -65,59 +76,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore", action="append", default=[], metavar="REGEX", help="leave out tensors of this name; may be repeated"
     )
     parser.add_argument("--test", action="store_true", help="read everything back and compare, before it is in place")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
-    add_accepted(parser)
+    add_json(parser)
+    add_ignored_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; 0 when the checkpoint is in place."""
-    # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.errors import InvalidArgumentError
-
-    if not args.hf_model_path.is_dir():
-        raise UsageError(f"--hf_model_path {args.hf_model_path}: there is no such folder")
+    """Converts. Returns 0 when the checkpoint is in place."""
+    check_is_folder(args.hf_model_path, "--hf_model_path")
     if args.output_path.exists() and not args.output_path.is_dir():
-        raise UsageError(f"--output_path {args.output_path}: is a file, not a folder")
+        raise InvalidArgumentError(f"--output_path {args.output_path}: is a file, not a folder")
     if args.format == "torch_dist" and args.output_path.exists() and any(args.output_path.iterdir()):
-        raise UsageError(f"--output_path {args.output_path}: is there already, and not empty: name another folder")
+        raise InvalidArgumentError(
+            f"--output_path {args.output_path}: is there already, and not empty: name another folder"
+        )
     check_patterns("--ignore", args.ignore)
-    try:
-        with _seat() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
-            task = bar.add_task(args.hf_model_path.name, total=None)
-            report = _convert(args, agreement, lambda done, total: bar.update(task, completed=done, total=total))
-            if agreement.is_coordinator:
-                _show(report, args.json)
-    except InvalidArgumentError as error:
-        raise UsageError(str(error)) from None
+    with _agreement() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
+        task = bar.add_task(args.hf_model_path.name, total=None)
+        report = _convert(args, agreement, lambda done, total: bar.update(task, completed=done, total=total))
+        if agreement.is_coordinator:
+            _show(report, args.json)
     return 0
 
 
-def _convert(args: argparse.Namespace, agreement: Agreement, told: Any) -> ConversionReport:
+def _convert(args: argparse.Namespace, agreement: Agreement, progress: Any) -> ConversionReport:
     if args.format == "torch_dist":
         from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 
-        return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, told, args.ignore)
+        return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, progress, args.ignore)
     from mcore_ckpt.tools.convert_native import convert_to_native
     from mcore_ckpt.tools.reshard.target import WantedLayout
 
     try:
         wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
         return convert_to_native(
-            args.hf_model_path, args.output_path, wanted, agreement, args.role, args.test, told, args.ignore
+            args.hf_model_path, args.output_path, wanted, agreement, args.role, args.test, progress, args.ignore
         )
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise InvalidArgumentError(str(error)) from None
 
 
 @contextmanager
-def _seat() -> Iterator[Agreement]:
-    """Among the processes that torchrun started; alone where it did not."""
+def _agreement() -> Iterator[Agreement]:
+    """Yields this process's place among those that torchrun started, or that of a single process."""
     import torch.distributed as dist
 
-    from mcore_ckpt.ranks.rendezvous import rendezvous
+    from mcore_ckpt.ranks import rendezvous
 
-    with torchruns_variables():
+    with torchrun_variables():
         under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if under_torchrun:
             dist.init_process_group("gloo")

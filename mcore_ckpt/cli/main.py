@@ -1,7 +1,9 @@
-"""`mcore-ckpt`: one command, one module per subcommand.
+"""Runs `mcore-ckpt`: parses the arguments, runs one subcommand and turns its errors into an exit status.
 
-A subcommand is a module with `add_to(subparsers)`, which adds its parser and sets `run`, a function that takes the
-parsed arguments and returns the exit status. It is listed in `COMMANDS`, and that is all.
+Each subcommand is one module, named after it; `list`, `inspect` and `test` have the ending `_command`, because other
+modules have these names. The module has `add_to(subparsers)`, which adds its parser and sets `run`, a function that
+takes the parsed arguments and returns the exit status. To add a subcommand, write such a module and list it in
+`COMMANDS`.
 """
 
 from __future__ import annotations
@@ -13,25 +15,25 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError, compare, convert, inspecting, listing, merge, prune, reshard, verify
+from mcore_ckpt.cli import convert, inspect_command, list_command, merge, prune, reshard, test_command, verify
 from mcore_ckpt.cli.demo import command as demo
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
-COMMANDS = (demo, listing, inspecting, verify, prune, merge, compare, convert, reshard)
+COMMANDS = (demo, list_command, inspect_command, verify, prune, merge, test_command, convert, reshard)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; 0 is success, 1 a checkpoint that is bad, 2 unusable arguments."""
+    """Runs one subcommand. Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are not text
     args = build_parser().parse_args(argv)
     # Errors go to stderr, so that what `--json` writes to stdout stays readable for a program.
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return int(args.run(args))
-    except UsageError as error:
+    except InvalidArgumentError as error:
         complaints.print(f"mcore-ckpt: {error}", style="red", markup=False)
         return UNUSABLE_ARGUMENTS
     except CheckpointError as error:
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands."""
+    """Returns the parser of all subcommands."""
     parser = argparse.ArgumentParser(prog="mcore-ckpt", description="Checkpoints for training with Megatron-core.")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:

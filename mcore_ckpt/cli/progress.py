@@ -1,4 +1,4 @@
-"""A bar for whoever waits while bytes are moved."""
+"""Shows a progress bar while bytes are moved."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 
 def progress_of_bytes(quiet: bool) -> Progress:
-    """How much is done, how fast, and how long it will take; on stderr, so that a result stays readable."""
+    """Returns a bar of bytes done, speed and time left. It goes to stderr: stdout is for the result."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)

@@ -1,4 +1,4 @@
-"""`mcore-ckpt prune`: old steps and what crashes have left, deleted by hand as a trainer would."""
+"""`mcore-ckpt prune`: deletes old steps and what crashes left, as a trainer does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.prune import PrunedFolder
@@ -25,11 +25,11 @@ reading, and folders that are not understood always stay. May run beside trainer
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `prune`."""
+    """Adds the parser of `prune`."""
     parser = subparsers.add_parser(
         "prune", help="delete old steps, and what crashes have left", description=DESCRIPTION
     )
-    parser.add_argument("root", type=Path, metavar="ROOT", help="folder of steps")
+    parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
     parser.add_argument("--max-to-keep", type=_count, metavar="N", help="newest complete steps of each role to keep")
     parser.add_argument("--keep-every", type=_count, metavar="N", help="also keep steps that are multiples of this")
     parser.add_argument("--role", help="touch only steps that have this role; they go with all their roles")
@@ -38,7 +38,7 @@ def add_to(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--unpin", type=int, metavar="STEP", action="append", default=[], help="undo --pin")
     parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -50,18 +50,17 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Delete, or say what would be deleted; 0 when that is done."""
+    """Deletes, or says what would be deleted. Returns 0 when that is done."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.steps.pins import pin, unpin
-    from mcore_ckpt.steps.retention import PreservationPolicy
+    from mcore_ckpt import pin, unpin
+    from mcore_ckpt.steps import PreservationPolicy
     from mcore_ckpt.tools.prune import prune
 
     if args.keep_every is not None and args.max_to_keep is None:
-        raise UsageError("--keep-every without --max-to-keep, which keeps every step: give both")
+        raise InvalidArgumentError("--keep-every without --max-to-keep, which keeps every step: give both")
     if args.dry_run and (args.pin or args.unpin):
-        raise UsageError("--dry-run changes nothing, so it goes with neither --pin nor --unpin")
-    if not args.root.is_dir():
-        raise UsageError(f"{args.root}: there is no such folder")
+        raise InvalidArgumentError("--dry-run changes nothing, so it goes with neither --pin nor --unpin")
+    check_is_folder(args.root)
     try:
         for step in args.pin:
             pin(args.root, step)
@@ -98,7 +97,7 @@ def _nbytes(folders: Sequence[PrunedFolder]) -> int:
 
 
 def _as_json(folders: Sequence[PrunedFolder], dry_run: bool) -> dict[str, Any]:
-    """What a program may want to know."""
+    """Returns the result as JSON values."""
     return {
         "dry_run": dry_run,
         "deleted_bytes": _nbytes([folder for folder in folders if not folder.stays]),

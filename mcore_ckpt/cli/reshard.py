@@ -1,16 +1,15 @@
-"""`mcore-ckpt reshard`: a checkpoint for another layout, without GPUs and without the model."""
+"""`mcore-ckpt reshard`: rewrites a checkpoint for another parallel layout, without GPUs and without the model."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.arguments import add_json, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ Rewrites a committed checkpoint for another parallel layout, on one machine, wit
 Sizes that are not given stay as saved. The number of ranks stays too if the other sizes divide it, and is else the
 smallest that they divide; --etp follows --tp if it was the same. The result is there when all of it is."""
 
-# Option, what it is; the names are WantedLayout's.
+# Each option and its help text. The options are named after the fields of WantedLayout.
 _SIZES = (
     ("tp", "tensor-parallel size"),
     ("pp", "pipeline-parallel size"),
@@ -40,12 +39,16 @@ _SIZES = (
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `reshard`."""
+    """Adds the parser of `reshard`."""
     parser = subparsers.add_parser(
         "reshard", help="rewrite a checkpoint for another parallel layout", description=DESCRIPTION
     )
-    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a role, of a step, or of the steps")
-    parser.add_argument("root", type=Path, metavar="DST", help="folder of steps to write to; not the one that is read")
+    parser.add_argument(
+        "source", type=expanded_path, metavar="SRC", help="folder of a role, of a step, or of the steps"
+    )
+    parser.add_argument(
+        "root", type=expanded_path, metavar="DST", help="folder of steps to write to; not the one that is read"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
@@ -61,14 +64,13 @@ def add_to(subparsers: Subparsers) -> None:
         "--account-for-embedding", action="store_true", help="the embedding counts as a layer of the first stage"
     )
     parser.add_argument("--account-for-loss", action="store_true", help="the loss counts as a layer of the last stage")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rewrite; 0 when the new checkpoint is in place."""
+    """Rewrites a checkpoint. Returns 0 when the new one is in place."""
     # torch takes a second to import, which `--help` need not wait for.
-    from mcore_ckpt.errors import InvalidArgumentError
     from mcore_ckpt.tools.find import select
     from mcore_ckpt.tools.reshard.reshard import reshard
     from mcore_ckpt.tools.reshard.target import WantedLayout
@@ -79,15 +81,12 @@ def run(args: argparse.Namespace) -> int:
         account_for_embedding=args.account_for_embedding,
         account_for_loss=args.account_for_loss,
     )
-    try:
-        selection = select(args.source, args.step)
-        with progress_of_bytes(args.json) as bar:
-            task = bar.add_task(f"step {selection.step}", total=None)
-            report = reshard(
-                selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total)
-            )
-    except InvalidArgumentError as error:
-        raise UsageError(str(error)) from None
+    selection = select(args.source, args.step)
+    with progress_of_bytes(args.json) as bar:
+        task = bar.add_task(f"step {selection.step}", total=None)
+        report = reshard(
+            selection, args.root, wanted, lambda done, total: bar.update(task, completed=done, total=total)
+        )
     if args.json:
         print(json.dumps(as_json(report)))
     else:
@@ -106,7 +105,7 @@ def _show(report: ReshardReport) -> None:
 
 
 def as_json(report: ReshardReport) -> dict[str, Any]:
-    """What a program may want to know."""
+    """Returns the report as JSON values."""
     return {
         "step": report.step,
         "seconds": report.seconds,

@@ -1,16 +1,15 @@
-"""`mcore-ckpt verify`: whether checkpoints on disk are what was written, to the last bit."""
+"""`mcore-ckpt verify`: checks that checkpoints on disk are what was written, to the last bit."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
 
 if TYPE_CHECKING:
@@ -22,27 +21,26 @@ DESCRIPTION = """\
 Reads checkpoints whole and says what is damaged: by file, rank, tensor and bytes. A folder of steps is verified with
 all its steps and the tracker. Exit status 0: all is as it was written; 1: it is not; 2: there is no such folder."""
 
-# A disk that is gone has thousands of bad blocks.
+# A broken disk has thousands of bad blocks; more lines than this help nobody.
 _MOST_LINES = 50
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `verify`."""
+    """Adds the parser of `verify`."""
     parser = subparsers.add_parser("verify", help="find what is damaged in checkpoints", description=DESCRIPTION)
-    parser.add_argument("path", type=Path, metavar="PATH", help="folder of a role, of a step, or of the steps")
+    parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
     parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps, this one alone")
     parser.add_argument("--deep", action="store_true", help="open every file as torch does, too, and compare")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify; 0 if all is sound."""
+    """Verifies. Returns 0 if everything is intact, else 1."""
     # torch takes a second to import, which `--help` need not wait for.
     from mcore_ckpt.tools.verify import verify
 
-    if not args.path.is_dir():
-        raise UsageError(f"{args.path}: there is no such folder")
+    check_is_folder(args.path)
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task("verify", total=None)
         report = verify(
@@ -79,7 +77,7 @@ def _show_verdict(console: Console, verdict: VerifiedRole) -> None:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """What a program may want to know."""
+    """Returns the report as JSON values."""
     return {
         "sound": report.is_sound,
         "seconds": report.seconds,

@@ -1,1 +1,36 @@
-"""Reads every kind of checkpoint through one contract (`contract.py`), and writes the kinds that we also write."""
+"""Reads every kind of checkpoint through one contract (`contract.py`), and writes the kinds that we also write.
+
+Public names, for integrations and commands: `kind_of` tells which program wrote a folder; `TorchDistFiles` with
+`torch_dist_folders` reads the names and the common state of a `torch_dist` checkpoint; `load_safely` opens a `.pt` file
+of another program without running anything in it; `TensorInfo` is a tensor's shape and dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from mcore_ckpt.formats.contract import TensorInfo
+    from mcore_ckpt.formats.foreign_pickles import load_safely
+    from mcore_ckpt.formats.kinds import kind_of, torch_dist_folders
+    from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+
+__all__ = [
+    "TensorInfo",
+    "TorchDistFiles",
+    "kind_of",
+    "load_safely",
+    "torch_dist_folders",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "contract": ("TensorInfo",),
+        "kinds": ("kind_of", "torch_dist_folders"),
+        "foreign_pickles": ("load_safely",),
+        "torch_dist.files": ("TorchDistFiles",),
+    },
+)

@@ -1,1 +1,4 @@
-"""What each framework needs to use this package, in its own words. None of them is imported before it is asked for."""
+"""Adapters for training frameworks: each offers the classes or functions that its framework expects.
+
+No framework is imported until its adapter is imported. An adapter uses only doors and the public names of rooms.
+"""

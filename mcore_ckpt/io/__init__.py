@@ -1,15 +1,32 @@
-"""Moves bytes between memory, disks and remote stores: files, checksums, host memory, streams larger than memory."""
+"""Moves bytes between memory, disks and remote stores: files, checksums, host memory, streams larger than memory.
+
+Public names, for integrations: `read_small` and `parse_json` read a file of another program and refuse one that is too
+large or malformed; `replace_file`, `make_folder` and `sync_dir` change files so that a crash leaves the old or the new.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mcore_ckpt.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from mcore_ckpt.io.files import make_folder, read_small, replace_file, sync_dir
+    from mcore_ckpt.io.json_fields import parse_json
+
+__all__ = ["make_folder", "parse_json", "read_small", "replace_file", "sync_dir"]
+
+_find = lazy_names(
+    __name__,
+    {"files": ("make_folder", "read_small", "replace_file", "sync_dir"), "json_fields": ("parse_json",)},
+)
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Imports the C++ extension when it is first used, and says how to build it if it is missing."""
+def __getattr__(name: str) -> Any:
+    """Imports a public name, or the C++ extension. Says how to build the extension where it is missing."""
     if name != "_native":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _find(name)
     try:
         return import_module(f"{__name__}._native")
     except ModuleNotFoundError as error:

@@ -6,7 +6,10 @@ import json
 import reprlib
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from mcore_ckpt.errors import CheckpointCorruptError
 
 _MAX_INT = 2**62
 # Longer than the name of any tensor and than any path a system accepts.
@@ -129,3 +132,11 @@ def as_dict(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FieldError(f"{key!r} is {shown(value)}, not an object")
     return value
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the bytes of another program's file. Raises CheckpointCorruptError, naming `path`."""
+    try:
+        return parse(data)
+    except FieldError as error:
+        raise CheckpointCorruptError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
@@ -90,7 +90,7 @@ def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | No
     if path is not None:
         if not path.is_dir():
             # On file systems that cannot exchange folders, a crash may have left the checkpoint under its other name.
-            commit.sweep_beside(path.absolute())
+            leftovers.remove_leftovers_beside(path.absolute())
         if not path.is_dir():
             raise CheckpointNotFoundError(f"{path}: this folder does not exist")
         return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}

@@ -21,7 +21,7 @@ from mcore_ckpt.load.scatter import Request, scatter
 from mcore_ckpt.load.together import Runs, fill_together, names_left_over, plan_together, positions_taken
 from mcore_ckpt.models.mcore_config import check_model
 from mcore_ckpt.models.table import MCORE_HEAD
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
 from mcore_ckpt.sharding.plan import MODEL, ShardKey

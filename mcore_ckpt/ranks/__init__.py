@@ -1,1 +1,37 @@
-"""Knows each rank's place in the parallel layout, and lets ranks agree over a key-value store without collectives."""
+"""Knows each rank's place in the parallel layout, and lets ranks agree over a key-value store without collectives.
+
+Public names, for integrations and commands:
+
+- `rendezvous` waits for all ranks and returns this rank's membership, an `Agreement`;
+- `single_process_agreement` returns the membership of a process that works alone;
+- `agree` gives every rank the answer of rank 0, or the same error;
+- `read_topology` returns this rank's coordinates and the sizes of the layout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from mcore_ckpt.ranks.meeting import rendezvous, single_process_agreement
+    from mcore_ckpt.ranks.rounds import Agreement, agree
+    from mcore_ckpt.ranks.topology import read_topology
+
+__all__ = [
+    "Agreement",
+    "agree",
+    "read_topology",
+    "rendezvous",
+    "single_process_agreement",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "meeting": ("rendezvous", "single_process_agreement"),
+        "rounds": ("Agreement", "agree"),
+        "topology": ("read_topology",),
+    },
+)

@@ -92,7 +92,7 @@ def build_manifest(
     """Rank 0's part before the commit. Raises CommitError, OSError."""
     files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
     commit.check_files(staging, files)
-    commit.check_parts([record["parts"] for record in records])
+    commit.check_structures([record["parts"] for record in records])
     if "optimizer" in trainer.config.save_contents:
         for number, part in enumerate(common["optimizers"]):
             part["step"] = _common_step(number, [record["steps"][number] for record in records])

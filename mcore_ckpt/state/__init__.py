@@ -1,1 +1,29 @@
-"""Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back."""
+"""Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back.
+
+Public names, for integrations: `to_plain` copies a small state into values that open under `weights_only`; `read_rng`
+and `write_rng` read and set this rank's random number generators.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from mcore_ckpt.state.plain import to_plain
+    from mcore_ckpt.state.rng import read_rng, write_rng
+
+__all__ = [
+    "read_rng",
+    "to_plain",
+    "write_rng",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "plain": ("to_plain",),
+        "rng": ("read_rng", "write_rng"),
+    },
+)

@@ -1,1 +1,69 @@
-"""Many checkpoints under one root: commit, listing, tracker, retention, pins, locks, and copies in a remote store."""
+"""Many checkpoints under one root: commit, listing, tracker, retention, pins, locks, and copies in a remote store.
+
+Public names, for integrations and commands:
+
+- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`;
+- the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
+- which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
+- a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
+  `roles_begun`;
+- one trainer at a time for a role: `TrainerLock`; steps that are read are not deleted: `reading`;
+- what crashed processes left: `remove_leftovers`, `remove_leftovers_beside`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from mcore_ckpt.steps.leftovers import remove_leftovers, remove_leftovers_beside
+    from mcore_ckpt.steps.listing import StepStatus, complete_steps, holds_something, list_steps, step_status
+    from mcore_ckpt.steps.pins import pin, unpin
+    from mcore_ckpt.steps.read_lock import reading
+    from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
+    from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role, roles_begun, uncommit_role
+    from mcore_ckpt.steps.tracker import move_tracker, read_tracker, remove_tracker, write_tracker
+    from mcore_ckpt.steps.trainer_lock import TrainerLock
+
+__all__ = [
+    "PreservationPolicy",
+    "RoleReader",
+    "RoleWriter",
+    "StepStatus",
+    "TrainerLock",
+    "commit_role",
+    "complete_steps",
+    "delete_old_steps",
+    "delete_step",
+    "discard_step",
+    "holds_something",
+    "list_steps",
+    "move_tracker",
+    "pin",
+    "read_tracker",
+    "reading",
+    "remove_leftovers",
+    "remove_leftovers_beside",
+    "remove_tracker",
+    "roles_begun",
+    "step_status",
+    "uncommit_role",
+    "unpin",
+    "write_tracker",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "leftovers": ("remove_leftovers", "remove_leftovers_beside"),
+        "listing": ("StepStatus", "complete_steps", "holds_something", "list_steps", "step_status"),
+        "pins": ("pin", "unpin"),
+        "read_lock": ("reading",),
+        "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),
+        "role_files": ("RoleReader", "RoleWriter", "commit_role", "roles_begun", "uncommit_role"),
+        "tracker": ("move_tracker", "read_tracker", "remove_tracker", "write_tracker"),
+        "trainer_lock": ("TrainerLock",),
+    },
+)

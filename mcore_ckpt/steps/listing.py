@@ -1,6 +1,6 @@
-"""Which steps are on disk, and which of them are complete.
+"""Lists the steps on disk and tells which of them are complete.
 
-The manifests are the truth, the tracker a hint.
+The manifests decide which steps are complete. The tracker is only a hint.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 
 logger = logging.getLogger(__name__)
 
-# Of somebody else's folder, or of a link that leads nowhere: this will be so tomorrow.
+# A folder that belongs to somebody else, or a link that leads nowhere, stays unreadable. Other errors may pass.
 _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENOENT)
 
 
 @dataclass(frozen=True)
 class StepStatus:
-    """One step folder: the roles that have committed, those any of them declares, and what is wrong with the others.
+    """The state of one step folder.
 
-    `pinned`: retention leaves it alone (storage/retention.py). `flat`: a role whose folder is the step's own.
+    Attributes:
+        step: the step's number.
+        path: the step's folder.
+        committed: the roles that are committed.
+        declared: the roles that the committed ones say the step consists of.
+        problems: what is wrong with the other roles' manifests.
+        pinned: retention leaves the step alone.
+        flat: the role whose folder is the step's own folder, if there is one.
     """
 
     step: int
@@ -38,15 +45,17 @@ class StepStatus:
     flat: str | None = None
 
     def role_dir(self, role: str) -> Path:
+        """Returns the folder of a role in this step."""
         return self.path if role == self.flat else self.path / role
 
     @property
     def is_complete(self) -> bool:
+        """True if all roles that the step consists of are committed: the step counts."""
         return bool(self.committed) and self.declared <= self.committed
 
     @property
     def reason(self) -> str:
-        """Why it does not count."""
+        """Why the step does not count."""
         if self.problems:
             return "; ".join(self.problems)
         missing = ", ".join(sorted(self.declared - self.committed))
@@ -56,7 +65,16 @@ class StepStatus:
 
 
 def list_steps(root: Path) -> list[StepStatus]:
-    """All step folders, the oldest first. Of two spellings of one step, the complete one."""
+    """Returns all steps below a root, the oldest first.
+
+    If a step is there under two names (`global_step_5`, `global_steps_5`), the complete one is returned.
+
+    Raises OSError: the root, or a step in it, cannot be read now, but perhaps later.
+
+    Example:
+        >>> [status.step for status in list_steps(Path("checkpoints")) if status.is_complete]
+        []
+    """
     result = []
     for _, paths in sorted(file_names.step_dirs(root).items()):
         statuses = [step_status(path) for path in paths]
@@ -65,18 +83,19 @@ def list_steps(root: Path) -> list[StepStatus]:
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
+    """Returns the steps that are complete, the oldest first. Raises OSError, as `list_steps`."""
     return [status for status in list_steps(root) if status.is_complete]
 
 
 def step_status(path: Path) -> StepStatus:
-    """What is in one step folder."""
+    """Returns the state of one step folder, whose name must be that of a step. Raises OSError, as `list_steps`."""
     step = file_names.parse_step(path.name)
-    assert step is not None
-    committed, declared, problems, flat = set(), set(), [], None
+    assert step is not None, f"{path} is not named after a step"
     try:
         entries = _entries(path)
     except OSError as error:
         return StepStatus(step, path, frozenset(), frozenset(), (_why_unreadable(path, error),))
+    committed, declared, problems, flat = set(), set(), [], None
     for role_dir in [path, *(entry for entry in entries if file_names.is_role(entry.name))]:
         try:
             stat = (role_dir / file_names.MANIFEST_FILE).stat()
@@ -91,7 +110,7 @@ def step_status(path: Path) -> StepStatus:
             continue
         except CheckpointCorruptError as error:
             if role_dir == path and _has_roles(path):
-                continue  # a file of that name that somebody else has put beside the roles
+                continue  # another program has put a file of that name beside the roles
             problems.append(str(error))
             declared.add(role_dir.name)
             flat = path.name if role_dir == path else flat
@@ -108,7 +127,7 @@ def step_status(path: Path) -> StepStatus:
 
 
 def holds_something(status: StepStatus) -> bool:
-    """Whether a step folder is more than what a save that never ended has left, and its trainer had put beside it."""
+    """True if a step folder holds more than leftovers of an unfinished save and single files of other programs."""
     return bool(status.problems) or any(
         not entry.name.startswith(".") and (file_names.is_own(entry.name) or not entry.is_file())
         for entry in _entries(status.path)
@@ -116,7 +135,10 @@ def holds_something(status: StepStatus) -> bool:
 
 
 def _why_unreadable(path: Path, error: OSError) -> str:
-    """The step's problem, which all others go on without. Raises what may pass: it must not lead to an older step."""
+    """Returns the problem of a step that stays unreadable, so that the other steps can be used without it.
+
+    Raises an error that may pass, because resuming from an older step for its sake would lose training.
+    """
     if error.errno not in _STAYS_UNREADABLE:
         raise error
     link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
@@ -135,18 +157,18 @@ def _entries(path: Path) -> list[Path]:
     except FileNotFoundError:
         if path.is_symlink():
             raise
-        return []  # another role's retention has just deleted it
+        return []  # retention of another process has just deleted it
 
 
 @lru_cache(maxsize=4096)
 def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...]]:
-    """Of one manifest file, whose identity is in the arguments: a manifest of a large run takes long to parse."""
+    """Returns step, role and roles of a manifest. Cached by the file's identity: a large run's takes long to parse."""
     manifest = read_manifest(role_dir)
     return manifest.step, manifest.role, manifest.roles
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
-    """Raises CommitError if a step is there under another name: of two, `load` could not know which is meant."""
+    """Raises CommitError if a step is there under another name. With two, `load` could not know which one is meant."""
     for path in file_names.step_dirs(root).get(step, []):
         if path.name not in (role_dir.name, role_dir.parent.name) and step_status(path).committed:
             raise CommitError(

@@ -1,4 +1,4 @@
-"""Which process something on disk belongs to, so that another can tell whether it still lives."""
+"""Records which process a folder on disk belongs to, so that others can tell whether that process is alive."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from mcore_ckpt.io.files import inside, read_small, write_file
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: its machine, pid, and its start in clock ticks since boot, because pids are used again.
+    """A process.
 
-    Containers may share a host's name and count pids apart: `host` is the name, the boot and the pid namespace.
+    Attributes:
+        host: the host's name, its boot id and the pid namespace. Containers may share a name and count pids apart.
+        pid: the process id in that namespace.
+        start: when the process started, in clock ticks since boot. Pids are used again.
     """
 
     host: str
@@ -29,19 +32,22 @@ class Owner:
 
     @staticmethod
     def this_process() -> Owner:
+        """Returns the process that calls."""
         return Owner(_this_host(), os.getpid(), _start_of(os.getpid()) or 0)
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Owner:
-        """The inverse of `asdict`. Raises FieldError."""
+        """Returns the owner of which `asdict` returned this record. Raises FieldError."""
         return Owner(fields.get_name(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
 
     @property
     def is_on_this_host(self) -> bool:
+        """True if this process can see whether the owner is alive."""
         return self.host == _this_host()
 
     @property
     def is_alive_here(self) -> bool:
+        """True if the owner is on this host and alive."""
         return self.is_on_this_host and _start_of(self.pid) == self.start
 
     def __str__(self) -> str:
@@ -55,23 +61,23 @@ def _this_host() -> str:
 
 def _start_of(pid: int) -> int | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # names are cut within a letter
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # Linux may cut a name within a letter
     except OSError:
         return None
-    # proc(5): field 3 is the state, field 22 starttime; field 2, the command in parentheses, may hold spaces and
-    # parentheses. A zombie is dead: where nobody waits for orphans, as in many containers, it stays.
+    # proc(5): field 3 is the state, field 22 starttime. Field 2, the command in parentheses, may hold spaces and
+    # parentheses. A zombie is dead, but stays in /proc where nobody waits for orphans, as in many containers.
     fields_from_3 = stat.rpartition(")")[2].split()
     return None if fields_from_3[0] in "ZX" else int(fields_from_3[19])
 
 
 def write_owner(folder: Path) -> None:
-    """Says that this process works in a folder, whoever did before. Raises OSError."""
+    """Records that this process works in a folder, and forgets any earlier owner. Raises OSError."""
     (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
     write_file(folder / file_names.OWNER_FILE, [fields.encode(asdict(Owner.this_process()))])
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """The owner of a staging folder, or None if it does not say."""
+    """Returns the owner of a folder; None if it has no owner file, or a damaged one."""
     try:
         record = fields.decode(read_small(inside(folder, file_names.OWNER_FILE), limits.SMALL_BYTES))
         return Owner.of(record)

@@ -11,11 +11,15 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps
 
 
 def pin(root: str | Path, step: int) -> None:
-    """Keeps a step whatever `max_to_keep` says, until `unpin`. Any process may; pinned twice is pinned.
+    """Keeps a step until `unpin`, whatever `max_to_keep` says. Any process may call it, more than once.
+
+    Args:
+        root: the folder of the steps.
+        step: the step's number.
 
     Raises:
-        CheckpointNotFoundError: it is not a complete step.
-        OSError.
+        CheckpointNotFoundError: there is no such step, or it is not complete.
+        OSError: the pin cannot be written.
 
     Example:
         >>> pin("checkpoints", 12000)  # doctest: +SKIP
@@ -31,11 +35,18 @@ def pin(root: str | Path, step: int) -> None:
 
 
 def unpin(root: str | Path, step: int) -> None:
-    """Lets retention count a step again.
+    """Takes a pin back: from now on the preservation policy decides whether the step stays.
+
+    Args:
+        root: the folder of the steps.
+        step: the step's number. A step that is not pinned stays as it is.
 
     Raises:
         CheckpointNotFoundError: there is no such step.
-        OSError.
+        OSError: the pin cannot be removed.
+
+    Example:
+        >>> unpin("checkpoints", 12000)  # doctest: +SKIP
     """
     status = _status(Path(root), step)
     (status.path / file_names.PINNED_FILE).unlink(missing_ok=True)

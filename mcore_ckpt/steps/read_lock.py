@@ -1,9 +1,10 @@
-"""A step that somebody reads is not deleted: advisory locks on its manifests.
+"""Keeps steps that are being read from being deleted, with advisory locks on their manifests.
 
-A reader shares the lock, who deletes needs it alone, and nobody waits for it. It is `flock`, on a file that is there
-already: NFS takes it over the network, folders could not be locked there. Where there are no locks both go on, and
-what a reader can meet is a file that is missing or stale, which is an error and never other bytes: each block is
-checked, and a step is moved away whole before the first of its files goes.
+Readers share the lock. Retention needs it alone, and skips the step if it cannot have it; nobody waits. The lock is
+`flock` on the manifest, because NFS passes locks on files over the network, but none on folders.
+
+On a file system without locks both go on. A reader may then find a file missing or stale, which is an error. It never
+gets wrong bytes: each block is checked, and a step is renamed as a whole before its first file is deleted.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from mcore_ckpt.io.files import inside, open_regular
 
 @contextmanager
 def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
-    """Keeps retention of any process away from these checkpoints, as far as the file system has locks."""
+    """Keeps retention of every process from deleting these roles meanwhile, if the file system has locks.
+
+    A role that cannot be opened is skipped: reading it will raise the error.
+
+    Example:
+        >>> with reading([Path("checkpoints/global_steps_5/actor")]):
+        ...     pass
+    """
     with ExitStack() as stack:
         for role_dir in role_dirs:
             try:
                 descriptor = open_regular(inside(role_dir, file_names.MANIFEST_FILE))
             except (OSError, CheckpointCorruptError):
-                continue  # who reads it will say so
+                continue  # reading the role will raise the error
             stack.callback(os.close, descriptor)
-            # Not by closing alone: a child forked meanwhile (a data loader) has the descriptor too.
+            # Closing is not enough: a child that was forked meanwhile (a data loader) has the descriptor, too.
             stack.callback(_unlock, descriptor)
             _lock(descriptor, fcntl.LOCK_SH)
         yield
@@ -37,9 +45,12 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
 
 @contextmanager
 def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
-    """Whether nobody is known to read these checkpoints; until the end nobody can begin to with a lock.
+    """Yields True if no lock says that somebody reads these roles, and keeps new readers out meanwhile.
 
-    Raises OSError: FileNotFoundError if one of them is no longer there; CheckpointCorruptError for a link out of it.
+    Raises:
+        FileNotFoundError: a role is gone.
+        OSError: a manifest cannot be opened.
+        CheckpointCorruptError: a manifest is a link out of its folder.
     """
     with ExitStack() as stack:
         alone = True
@@ -53,13 +64,13 @@ def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
 
 def _open_for_lock(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks alone only what is open for writing
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS gives an exclusive lock only on a file open for writing
     except PermissionError:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """False if somebody else has it. True where the file system has no locks."""
+    """Locks a file without waiting. False if another process holds the lock; True if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,5 +81,5 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _unlock(descriptor: int) -> None:
-    with suppress(OSError):  # where there are no locks
+    with suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -18,7 +18,13 @@ from mcore_ckpt.io.threads import for_each
 
 @dataclass(frozen=True)
 class RemoteRole:
-    """The newest attempt of a role at a step that is there whole."""
+    """The newest attempt of a role at a step whose upload is complete.
+
+    Attributes:
+        attempt: its id.
+        roles: the roles that the step consists of.
+        created: when it was saved (ISO 8601, UTC).
+    """
 
     attempt: str
     roles: tuple[str, ...]
@@ -27,50 +33,54 @@ class RemoteRole:
 
 @dataclass(frozen=True)
 class RemoteStep:
-    """One step of a remote root.
+    """One step in a remote store.
 
     Attributes:
-        found: the newest whole attempt of each role.
-        remains: of each role, the attempts that count no more or not yet: replaced ones, and those without a manifest.
-        problems: manifests that are no good.
-        pinned: somebody has said that it stays, where it was committed: that is kept here, too.
+        step: the step's number.
+        found: the newest complete attempt of each role.
+        others: the other attempts of each role: replaced ones, and those without a manifest.
+        problems: what is wrong with manifests that cannot be used.
+        pinned: the step was pinned where it was committed, so it stays in the store, too.
     """
 
     step: int
     found: dict[str, RemoteRole] = field(default_factory=dict)
-    remains: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     pinned: bool = False
 
     @property
     def committed(self) -> frozenset[str]:
+        """The roles of which an attempt is complete in the store."""
         return frozenset(self.found)
 
     @property
     def declared(self) -> frozenset[str]:
+        """The roles that the step consists of, as the uploaded manifests say."""
         return frozenset(role for found in self.found.values() for role in found.roles)
 
     @property
     def is_complete(self) -> bool:
+        """True if all roles that the step consists of are in the store: the step counts."""
         return bool(self.found) and self.declared <= self.committed
 
     @property
     def reason(self) -> str:
-        """Why it does not count."""
+        """Why the step does not count."""
         missing = ", ".join(sorted(self.declared - self.committed))
         text = f"not uploaded by {missing}" if missing else "no manifest in it"
         return "; ".join(self.problems) or f"{file_names.step_name(self.step)}: {text}"
 
 
 class RemoteSteps:
-    """The steps below a folder of a remote store. Any thread may call it."""
+    """Lists the steps below a folder of a remote store. Any thread may call it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._manifests: dict[str, RemoteRole] = {}
 
     def steps(self) -> list[RemoteStep]:
-        """All steps, the oldest first. Raises RemoteError."""
+        """Returns all steps, the oldest first. Raises RemoteError."""
         numbers = {
             step
             for name in self.store.names("")
@@ -81,21 +91,21 @@ class RemoteSteps:
         return sorted(found, key=lambda step: step.step)
 
     def step(self, step: int) -> RemoteStep:
-        """One step, whether it is there or not. Raises RemoteError."""
+        """Returns one step; an empty one if the store does not have it. Raises RemoteError."""
         found: dict[str, RemoteRole] = {}
-        remains: dict[str, tuple[str, ...]] = {}
+        others: dict[str, tuple[str, ...]] = {}
         problems: list[str] = []
         names = self.store.names(file_names.step_name(step))
         for role in filter(file_names.is_role, names):
             attempts = list(filter(file_names.is_attempt, self.store.names(f"{file_names.step_name(step)}/{role}")))
-            whole = [there for attempt in attempts if (there := self._whole(step, role, attempt, problems))]
+            whole = [there for attempt in attempts if (there := self._read_role(step, role, attempt, problems))]
             newest = max(whole, key=lambda there: (there.created, there.attempt), default=None)
             if newest is not None:
                 found[role] = newest
-            remains[role] = tuple(attempt for attempt in attempts if newest is None or attempt != newest.attempt)
-        return RemoteStep(step, found, remains, tuple(problems), file_names.PINNED_FILE in names)
+            others[role] = tuple(attempt for attempt in attempts if newest is None or attempt != newest.attempt)
+        return RemoteStep(step, found, others, tuple(problems), file_names.PINNED_FILE in names)
 
-    def _whole(self, step: int, role: str, attempt: str, problems: list[str]) -> RemoteRole | None:
+    def _read_role(self, step: int, role: str, attempt: str, problems: list[str]) -> RemoteRole | None:
         key = file_names.remote_dir(step, role, attempt)
         if file_names.MANIFEST_FILE not in self.store.names(key):
             return None
@@ -110,12 +120,12 @@ class RemoteSteps:
             if (manifest.step, manifest.role, manifest.attempt) != (step, role, attempt):
                 problems.append(f"{self.store.url_of(key)}: its manifest is of {manifest.role} at step {manifest.step}")
                 return None
-            # Nothing is ever written there again, and a large run's takes long to read.
+            # An attempt never changes once it has a manifest, and a large run's manifest takes long to read.
             self._manifests[key] = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created)
         return self._manifests[key]
 
     def read_tracker(self) -> int | None:
-        """The step the tracker names; None if there is none or it is torn. Raises RemoteError."""
+        """Returns the step that the tracker names; None if there is no tracker or it is damaged. Raises RemoteError."""
         try:
             data = self.store.read_all(file_names.TRACKER_FILE, limits.SMALL_BYTES)
         except (FileNotFoundError, CheckpointCorruptError):

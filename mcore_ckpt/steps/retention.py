@@ -1,7 +1,8 @@
-"""Which steps may go, and how they go without taking anything along that somebody needs.
+"""Decides which steps stay (the preservation policy) and deletes the others without taking anything that is in use.
 
-`judge` is the rule, and pure. Everything is counted from what is on disk, so it does not matter who deletes: a trainer
-after its commit, one that was started anew, or `mcore-ckpt prune` beside it.
+`judge` decides, from step statuses alone. The statuses are read from disk each time, so it does not matter who
+deletes: a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` beside it. To add a rule, add a field to
+`PreservationPolicy` and a reason to `_why_it_stays`.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from typing import Generic, Protocol, TypeVar
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import sync_dir
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.owner import write_owner
 from mcore_ckpt.steps.read_lock import unread
+from mcore_ckpt.steps.work_folders import is_in_use
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreservationPolicy:
-    """What stays beside pinned steps.
+    """Which steps stay, besides pinned ones.
 
     Attributes:
-        max_to_keep: so many of the newest complete steps of each role; None: all steps.
-        keep_every: and steps that are multiples of this, 0 included.
+        max_to_keep: how many of the newest complete steps of each role stay; None keeps all steps.
+        keep_every: steps whose number is a multiple of this stay, too, 0 included.
+
+    Example:
+        >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
+        PreservationPolicy(max_to_keep=2, keep_every=1000)
     """
 
     max_to_keep: int | None = None
@@ -42,7 +48,7 @@ class PreservationPolicy:
 
 
 class Judged(Protocol):
-    """What the rule looks at in a step, wherever it is."""
+    """The properties of a step that `judge` needs. Local steps (StepStatus) and remote ones (RemoteStep) have them."""
 
     @property
     def step(self) -> int: ...
@@ -71,25 +77,28 @@ class RetentionDecision(Generic[Step]):
 
 
 def too_old(statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None) -> list[Step]:
-    """Those that `judge` lets go."""
+    """Returns the steps that may be deleted. The arguments are those of `judge`."""
     return [decision.status for decision in judge(statuses, policy, committed) if not decision.stays]
 
 
 def judge(
     statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None
 ) -> list[RetentionDecision[Step]]:
-    """The rule, for each of the statuses, which are ordered by step.
+    """Decides for each step whether it stays.
 
-    What is not understood stays: folders without a manifest of ours, and manifests that are damaged, of a newer
-    format, or copied from another step.
+    A step that is not understood stays: a folder without a manifest of this package, or with one that is damaged, of a
+    newer format, or copied from another step.
 
     Args:
-        statuses: of all step folders of a root, ordered by step.
-        policy: what is to stay.
-        committed: the step saved last. It stays: after a rollback it is not among the newest.
+        statuses: all steps of a root, ordered by step.
+        policy: which steps stay.
+        committed: the step that was saved last. It stays even if it is not among the newest, as after a rollback.
+
+    Returns:
+        One decision for each status, in the same order.
     """
     newest = _newest(statuses, policy.max_to_keep)
-    # While nothing is complete, another role may still be on its way to the first step.
+    # While no step is complete, another role may still be saving the first one, so nothing is too old.
     oldest_needed = min([*newest, *([] if committed is None else [committed])]) if newest else 0
     decisions = []
     for status in statuses:
@@ -104,7 +113,7 @@ def judge(
 
 
 def _newest(statuses: Sequence[Judged], count: int | None) -> dict[int, list[str]]:
-    """The newest complete steps of each role: roles may save at steps of their own."""
+    """Returns the `count` newest complete steps of each role, as step -> roles. Roles may save at different steps."""
     of_role: dict[str, list[int]] = defaultdict(list)
     for status in statuses:
         for role in status.committed if status.is_complete else ():
@@ -130,7 +139,7 @@ def _why_it_stays(
             return f"not understood, so not ours to delete: {status.reason}"
         if policy.max_to_keep is None or status.step >= oldest_needed:
             return f"may still become complete: {status.reason}"
-        return None  # nobody can come back to it
+        return None  # no trainer can resume from it
     if policy.max_to_keep is None:
         return "every complete step stays"
     if status.step in newest:
@@ -141,34 +150,34 @@ def _why_it_stays(
 
 
 def delete_old_steps(root: Path, policy: PreservationPolicy, committed: int | None = None) -> list[int]:
-    """Deletes what `judge` lets go; returns the steps deleted. What cannot go now is left for the next time.
+    """Deletes the steps that the policy does not keep, and returns their numbers.
 
-    Raises OSError if the steps cannot be listed.
+    A step that cannot be deleted now is left for the next call. The arguments are those of `judge`.
+
+    Raises OSError: the steps cannot be listed.
     """
     deleted = []
-    for decision in judge(list_steps(root), policy, committed):
-        if decision.stays:
-            continue
-        obstacle = delete_step(decision.status)
+    for status in too_old(list_steps(root), policy, committed):
+        obstacle = delete_step(status)
         if obstacle is None:
-            deleted.append(decision.status.step)
+            deleted.append(status.step)
         else:
-            logger.info("step %d is too old, but stays for now: %s", decision.status.step, obstacle)
+            logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
     return deleted
 
 
 def delete_step(status: StepStatus) -> str | None:
-    """Deletes one step that was judged. Returns why it stays after all, or None. Raises nothing.
+    """Deletes one step unless it is in use. Returns the reason why it stays, or None if it is gone. Raises nothing.
 
-    What stays must not keep others: a step that is in the way for ever would fill the disk.
+    One step that cannot be deleted must not stop the deletion of others, or the disk would fill up.
     """
     try:
         with unread(map(status.role_dir, sorted(status.committed))) as alone:
             obstacle = obstacle_to(status, status.path) if alone else "it is being read"
             if obstacle is not None:
                 return obstacle
-            doomed = file_names.deleted_dir(status.path, commit.new_attempt())
-            obstacle = _move_away(status, doomed)
+            hidden = file_names.deleted_dir(status.path, new_attempt())
+            obstacle = _hide_unless_changed(status, hidden)
             if obstacle is not None:
                 return obstacle
     except FileNotFoundError:
@@ -178,38 +187,54 @@ def delete_step(status: StepStatus) -> str | None:
     except OSError as error:
         logger.warning("%s is too old, but stays: it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
-    shutil.rmtree(doomed, ignore_errors=True)
-    if os.path.lexists(doomed):
-        logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, doomed)
+    shutil.rmtree(hidden, ignore_errors=True)
+    if os.path.lexists(hidden):
+        logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, hidden)
     return None
 
 
-def _move_away(status: StepStatus, doomed: Path) -> str | None:
-    """Renames a step out of sight, unless something has come into it since it was judged."""
-    # Half deleted it must not look like a step, and until the last look below no sweep may take it: it may come back.
-    with suppress(OSError):  # on a full disk deleting is what is needed most
+def discard_step(step_path: Path) -> None:
+    """Deletes a step's folder whatever is in it. No other process may be using it. Raises OSError.
+
+    The folder is renamed first, so that a half-deleted step never looks like a step.
+    """
+    hidden = file_names.deleted_dir(step_path, new_attempt())
+    os.rename(step_path, hidden)
+    sync_dir(step_path.parent)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _hide_unless_changed(status: StepStatus, hidden: Path) -> str | None:
+    """Renames a step out of sight. If something has come into it since it was listed, renames it back and says what."""
+    # A half-deleted step must not look like a step. The owner file tells other processes that the step may come back,
+    # until the second look below.
+    with suppress(OSError):  # a full disk is the best reason to delete, and must not prevent it
         write_owner(status.path)
     try:
-        os.rename(status.path, doomed)
+        os.rename(status.path, hidden)
     except OSError:
         (status.path / file_names.OWNER_FILE).unlink(missing_ok=True)
         raise
     try:
-        obstacle = obstacle_to(status, doomed)
+        obstacle = obstacle_to(status, hidden)
     except OSError as error:
         obstacle = f"it cannot be looked at: {error}"
     if obstacle is not None:
-        (doomed / file_names.OWNER_FILE).unlink(missing_ok=True)
-        os.rename(doomed, status.path)
-    with suppress(OSError):  # gone or back it is already
+        (hidden / file_names.OWNER_FILE).unlink(missing_ok=True)
+        os.rename(hidden, status.path)
+    with suppress(OSError):  # the renames are done, durable or not
         sync_dir(status.path.parent)
     return obstacle
 
 
 def obstacle_to(status: StepStatus, path: Path) -> str | None:
-    """What has changed since a step was judged, or is under way in it; `path` is where it is now.
+    """Returns what prevents the deletion of a step: a change since it was listed, or work that is under way in it.
 
-    Raises OSError: it is gone, or cannot be deleted.
+    Args:
+        status: the step as it was listed.
+        path: where the step is now.
+
+    Raises OSError: the step is gone, or its files cannot be deleted.
     """
     if path.is_symlink():
         return "it is a link, and what it names may be somebody else's"
@@ -218,7 +243,7 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
     for folder in (path, *map(path.joinpath, sorted(status.committed))):
         if _is_protected(folder):
             raise PermissionError(errno.EACCES, "may not be changed: it is somebody else's, or protected", str(folder))
-    if commit.is_in_use(path, status.path):
+    if is_in_use(path, status.path):
         return "a save is under way in it"
     flat = {status.flat or path.name} if (path / file_names.MANIFEST_FILE).exists() else set()
     if {entry.name for entry in path.iterdir() if _is_committed(entry)} | flat != status.committed:
@@ -227,17 +252,11 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 
 
 def _is_protected(folder: Path) -> bool:
-    """Whether its files could not be removed: moved away all the same it would take its space, and be lost."""
-    # The filter of an old container answers no to whatever is asked: then removing has to show.
+    """True if the files in the folder could not be removed. Renamed all the same, they would be lost but take space."""
+    # The system call filter of an old container makes every `access` fail. Then only removing shows what is possible.
     is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)
     return is_seen and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
 def _is_committed(entry: Path) -> bool:
     return file_names.is_role(entry.name) and (entry / file_names.MANIFEST_FILE).exists()
-
-
-# -- pins ------------------------------------------------------------------------------------------------
-
-
-# -- by hand ---------------------------------------------------------------------------------------------

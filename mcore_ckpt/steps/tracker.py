@@ -10,29 +10,44 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import read_small, replace_file
+from mcore_ckpt.io.files import read_small, replace_file, sync_dir
 from mcore_ckpt.steps.listing import StepStatus, complete_steps
 
 logger = logging.getLogger(__name__)
 
-# Roles that commit at the same moment: each look but the last is after another one's write.
+# How often `update_tracker` looks whether another role, which committed at the same moment, has moved the tracker.
 _TRACKER_LOOKS = 16
 
 
 def read_tracker(root: Path) -> int | None:
-    """The step the tracker names; None if there is no tracker, or it holds anything else. Raises nothing."""
+    """Returns the step that the tracker names; None if there is no tracker or it holds no step. Raises nothing."""
     try:
         return file_names.parse_tracker(read_small(root / file_names.TRACKER_FILE, limits.SMALL_BYTES).decode())
     except (OSError, CheckpointCorruptError, UnicodeDecodeError):
         return None
 
 
-def update_tracker(root: Path, only: int | None = None) -> int | None:
-    """Makes the tracker name the newest complete step, which is returned. Raises OSError.
+def write_tracker(root: Path, step: int) -> None:
+    """Makes the tracker name a step, whether or not that step is complete. Raises OSError."""
+    replace_file(root / file_names.TRACKER_FILE, str(step).encode())
 
-    `only`: a trainer that names its folders itself resumes from what the tracker names, and after going back to an
-    older step that must not be a newer one of the run that it left: name this step, if it is complete, or leave the
-    tracker alone.
+
+def remove_tracker(root: Path) -> None:
+    """Deletes the tracker, durably. Raises OSError, FileNotFoundError included."""
+    (root / file_names.TRACKER_FILE).unlink()
+    sync_dir(root)
+
+
+def update_tracker(root: Path, only: int | None = None) -> int | None:
+    """Makes the tracker name the newest complete step, and returns that step.
+
+    Args:
+        root: the folder of the steps.
+        only: the tracker may name this step and no other; if this step is not complete, the tracker stays as it is. A
+            trainer that names its folders itself resumes from the tracker. If it went back to an older step, the
+            tracker must not name a newer step of the run that it left.
+
+    Raises OSError.
     """
     newest = None
     for _ in range(_TRACKER_LOOKS):
@@ -43,14 +58,14 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
         wanted = newest if only is None else only
         if read_tracker(root) == wanted or wanted not in complete:
             break
-        replace_file(root / file_names.TRACKER_FILE, str(wanted).encode())
-        # Once more: another role may have completed a newer step between the look and the write, and have moved the
-        # tracker there before it was moved back here.
+        write_tracker(root, wanted)
+        # Look again: between the look and the write another role may have completed a newer step and moved the tracker
+        # there, and this write has moved it back.
     return newest
 
 
 def move_tracker(root: Path, only: int | None = None) -> int | None:
-    """`update_tracker` behind a commit: the checkpoint is in place, so a failure here is told and is not the save's."""
+    """Does what `update_tracker` does, but logs an OSError: the checkpoint is committed, so the save has not failed."""
     try:
         return update_tracker(root, only)
     except OSError as error:
@@ -59,11 +74,11 @@ def move_tracker(root: Path, only: int | None = None) -> int | None:
 
 
 def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
-    """Says so if the tracker does not name the newest of the complete steps. Raises nothing.
+    """Logs a warning if the tracker does not name the newest complete step. Raises nothing.
 
     Args:
         root: the folder of the steps.
-        complete: at least one, the oldest first.
+        complete: the complete steps, at least one, the oldest first.
     """
     path, tracked, newest = root / file_names.TRACKER_FILE, read_tracker(root), complete[-1].step
     if tracked == newest or not os.path.lexists(path):
@@ -88,7 +103,7 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
 
 
 def tracker_problems(root: Path) -> list[str]:
-    """Why other programs, which go by the tracker, would not load what `load` does; nothing if they would."""
+    """Returns why programs that follow the tracker would not load what `load` loads; nothing if they would."""
     path, complete = root / file_names.TRACKER_FILE, complete_steps(root)
     if not complete and not path.exists():
         return []

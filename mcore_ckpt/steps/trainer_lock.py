@@ -1,8 +1,9 @@
-"""One trainer at a time for a role below a root: two would sweep away each other's saves and checkpoints.
+"""Lets only one trainer at a time save a role below a root. Two would delete each other's saves and checkpoints.
 
-A file names the process that saves there (rank 0), which touches it every now and then. A file whose process is known
-to be dead, or which has not been touched for a while, is taken over. No clock is compared with another: what counts is
-whether the file changes while this process, by its own monotonic clock, looks on.
+The lock is a file that names the process that saves (rank 0). That process touches the file every now and then.
+Another trainer takes the lock over if the process is known to be dead or the file has not been touched for a while. No
+two clocks are compared: what counts is whether the file changes while the other trainer watches it, by that trainer's
+own monotonic clock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mcore_ckpt.steps.owner import Owner
 
 logger = logging.getLogger(__name__)
 
-# How often a process that waits for another's sign of life looks (seconds).
+# How often a trainer that waits for another's sign of life looks at the lock file (seconds).
 _LOOK_S = 0.5
 
 # How often a trainer touches its lock file, and how long another one watches an untouched file before it takes the lock
@@ -37,14 +38,14 @@ TRAINER_LEASE_S = 120.0
 
 @dataclass(frozen=True)
 class _Claim:
-    """A lock file as it was seen: equal to a later one if its process has given no sign of life in between."""
+    """The state of a lock file. Two states are equal if the file was not touched in between."""
 
     content: bytes
     touched_ns: int
 
     @property
     def owner(self) -> Owner | None:
-        """None where a crash, or a disk that was full, has left half a file."""
+        """The process that holds the lock; None if a crash or a full disk left half a file."""
         try:
             return Owner.of(fields.decode(self.content))
         except fields.FieldError:
@@ -52,15 +53,21 @@ class _Claim:
 
 
 class TrainerLock:
-    """A manager's share in this process's lock on a role; used on rank 0 alone.
+    """One user's share in this process's lock on a role. Only rank 0 has one.
+
+    All managers of one role in one process are the same trainer and share the lock.
 
     Args:
         root: the folder of the steps.
-        role: whose trainer this is. Managers of one role in one process are the same trainer.
+        role: the role that this trainer saves.
+
+    Example:
+        >>> lock = TrainerLock(Path("checkpoints"), "actor")  # doctest: +SKIP
+        >>> lock.take(patience_s=60.0)  # doctest: +SKIP
     """
 
     def __init__(self, root: Path, role: str) -> None:
-        # One file, however a manager spells its folder.
+        # Managers may spell one folder differently; the lock must be the same file.
         self._path = file_names.trainer_file(root.resolve(), role)
         self._role = role
         self._hold: _Hold | None = None
@@ -68,22 +75,22 @@ class TrainerLock:
         self._seen_at = 0.0
 
     def look(self) -> None:
-        """Begins to watch whoever holds the lock: what is seen long before `take` need not be waited for there.
+        """Begins to watch the lock's holder, so that `take` has to wait less.
 
-        Raises nothing: who only loads need not be able to read it.
+        Raises nothing: a trainer that only loads may lack the permission to read the lock.
         """
         with contextlib.suppress(OSError):
             self._notice(_read(self._path))
 
     def take(self, patience_s: float) -> None:
-        """Returns when this process holds the lock; at once if it does already.
+        """Takes the lock. Returns at once if this process holds it already.
 
         Args:
-            patience_s: how long to wait at most for a sign of life of a holder that cannot be asked, in seconds.
+            patience_s: how long to wait at most for a sign of life of a holder on another host, in seconds.
 
         Raises:
-            LockedError: another trainer holds it, or may do so.
-            OSError: the file cannot be written.
+            LockedError: another trainer holds the lock, or may hold it.
+            OSError: the lock file cannot be written.
         """
         with _mutex:
             hold = _holds.get(self._path)
@@ -97,7 +104,7 @@ class TrainerLock:
                 hold.users += 1
 
     def release(self) -> None:
-        """Gives up this manager's share. The last one removes the file. Raises nothing."""
+        """Gives up this share. The last release in this process removes the lock file. Raises nothing."""
         with _mutex:
             hold, self._hold = self._hold, None
             if hold is None:
@@ -119,14 +126,14 @@ class TrainerLock:
                 try:
                     claim_file(self._path, content)
                 except FileExistsError:
-                    continue  # somebody was faster
+                    continue  # another trainer was faster
                 return _Hold(self._path, content)
             self._notice(claim)
             if self._is_dead(claim):
                 if _read(self._path) == claim:
                     logger.info("%s: taking the place of %s", self._path, claim.owner or "nobody")
-                    # Never absent in between. Of two that do this at once the later one stays, and the other finds
-                    # that out before it puts a checkpoint in place.
+                    # The file is never absent in between. If two trainers do this at once, the later one keeps the
+                    # lock, and the other one notices that before it commits.
                     replace_file(self._path, content)
                     return _Hold(self._path, content)
                 continue
@@ -147,7 +154,7 @@ class TrainerLock:
     def _is_dead(self, claim: _Claim) -> bool:
         owner = claim.owner
         if owner is not None and owner.is_on_this_host:
-            # This process itself, if it holds no lock, has left the file by some other way than `release`.
+            # A file of this process that holds no lock was left behind without `release`.
             return not owner.is_alive_here or owner == Owner.this_process()
         return self._silence_s >= TRAINER_LEASE_S
 
@@ -172,7 +179,7 @@ class TrainerLock:
 
 
 class _Hold:
-    """A lock file of this process, and the thread that shows that the process lives."""
+    """A lock that this process holds, and the thread that touches its file."""
 
     def __init__(self, path: Path, content: bytes) -> None:
         self._path = path
@@ -185,7 +192,7 @@ class _Hold:
 
     def end(self) -> None:
         self._over.set()
-        # In a forked child neither the thread nor the lock is its own.
+        # A forked child has neither the thread nor the lock.
         if self._process != os.getpid():
             return
         self._thread.join()
@@ -193,7 +200,7 @@ class _Hold:
             if _read(self._path, self.content) is not None:
                 self._path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s stays behind, and is taken over by the next trainer: %s", self._path, error)
+            logger.warning("%s could not be removed; the next trainer takes it over: %s", self._path, error)
 
     def _show_life(self) -> None:
         fails = False
@@ -210,26 +217,26 @@ class _Hold:
 
 _mutex = threading.Lock()
 _holds: dict[Path, _Hold] = {}
-# A child has another pid: what its parent holds it does not.
+# A forked child does not hold the locks of its parent.
 os.register_at_fork(after_in_child=_holds.clear)
 
 
 def _read(path: Path, content: bytes | None = None) -> _Claim | None:
-    """The lock file; None if there is none, or if it is not the one with `content`. Raises OSError."""
+    """Returns the state of the lock file; None if it is missing or has other content than `content`. Raises OSError."""
     try:
-        # Opened, not looked at by name: an NFS client asks the server again when a file is opened.
+        # Not `stat` by name: an NFS client asks the server for fresh times only when a file is opened.
         descriptor = open_regular(path)
     except FileNotFoundError:
         return None
     try:
-        # A claim is short: what is longer is damaged, and is none of its length.
+        # A lock file is short. The first bytes of a longer, damaged one are enough to tell that it is damaged.
         claim = _Claim(os.pread(descriptor, limits.SMALL_BYTES, 0), os.fstat(descriptor).st_mtime_ns)
     finally:
         os.close(descriptor)
     return claim if content is None or claim.content == content else None
 
 
-# Runs after what ends saves that are under way (background.py), which is imported, and so registered, later.
+# Runs after the exit handler of save/background.py, which ends saves: that one is imported, so registered, later.
 @atexit.register
 def _release_all() -> None:
     for hold in _holds.values():

@@ -1,7 +1,7 @@
-"""One save of all ranks, from an empty staging folder to a checkpoint in its place, or to the same error everywhere.
+"""Leads all ranks through one save: to a committed checkpoint, or to the same error on every rank.
 
-Two rounds: `open_together` on the trainer's thread, when all ranks are known to be there, and `commit_together`, when
-all have written, on whatever thread.
+A save has two rounds. `open_together` runs on the trainer's thread and makes the staging folder once all ranks are
+there. `commit_together` runs on any thread; it lets each rank write and commits when all have written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from mcore_ckpt.steps import commit
 
 @dataclass(frozen=True)
 class Attempt:
-    """One save of all ranks: its id, where it is written, and where it goes."""
+    """One save of all ranks.
+
+    Attributes:
+        number: its id (`commit.new_attempt`).
+        staging: the folder that ranks write into.
+        role_dir: the folder that the checkpoint gets.
+    """
 
     number: str
     staging: Path
@@ -35,19 +41,19 @@ def open_together(
     failure: Record | None = None,
     prepare: Callable[[], object] = lambda: None,
 ) -> Attempt:
-    """Rank 0 makes the staging folder, all learn of it.
+    """Waits for all ranks, then makes the staging folder on rank 0. Every rank calls it.
 
     Args:
-        agreement: this rank's seat on the trainer's thread.
+        agreement: this rank's membership, for the trainer's thread.
         topic: what is being saved, for messages.
-        role_dir: where the checkpoint goes; what is there stays whole until then.
-        busy: on this rank an earlier save is still under way.
-        failure: how an earlier save of this rank ended, if nobody was told yet (errors.to_record).
-        prepare: on rank 0, what comes before the folder is made.
+        role_dir: the folder that the checkpoint gets. A checkpoint there stays intact until the commit.
+        busy: true if an earlier save is still under way on this rank.
+        failure: the error of this rank's earlier save that the trainer does not know yet (errors.to_record).
+        prepare: runs on rank 0 before the folder is made.
 
     Raises:
         BusyError: a rank is busy.
-        EarlierSaveError: holds the failure that a rank was not told yet; on all ranks.
+        EarlierSaveError: an earlier save failed on some rank; raised on all ranks.
         CheckpointError: a rank is missing, or the folder cannot be made.
     """
     number = commit.new_attempt()
@@ -64,11 +70,11 @@ def open_together(
         commit.open_staging(role_dir, number)
         return {"attempt": number}
 
-    told = {"folder": str(role_dir), "busy": busy, "failure": failure}
+    request = {"folder": str(role_dir), "busy": busy, "failure": failure}
     try:
-        outcome = decide(agreement, topic, lambda: told, combine, CommitError)
+        outcome = decide(agreement, topic, lambda: request, combine, CommitError)
     except Exception:
-        # Another rank may have given up after rank 0 has made the folder.
+        # Another rank may have given up after rank 0 made the folder.
         commit.discard(file_names.staging_dir(role_dir, number))
         raise
     raise_failure(outcome)
@@ -76,7 +82,11 @@ def open_together(
 
 
 class EarlierSaveError(Exception):
-    """A save that was under way has failed, and this is told now: on all ranks, instead of a new save."""
+    """An earlier save failed in the background. All ranks raise this instead of beginning a new save.
+
+    Attributes:
+        error: the error of that save.
+    """
 
     def __init__(self, failure: Record) -> None:
         super().__init__(failure["message"])
@@ -84,12 +94,12 @@ class EarlierSaveError(Exception):
 
 
 def failure_among(records: Sequence[Record]) -> Record | None:
-    """The first rank's whose earlier save has failed."""
+    """Returns the failure of the first rank whose earlier save failed, or None."""
     return next((record["failure"] for record in records if record["failure"]), None)
 
 
 def raise_failure(outcome: Record) -> None:
-    """Raises EarlierSaveError if that is what the ranks have agreed on."""
+    """Raises EarlierSaveError if the ranks agreed that an earlier save failed."""
     if "failure" in outcome:
         raise EarlierSaveError(outcome["failure"])
 
@@ -108,21 +118,21 @@ def commit_together(
     describe: Callable[[Sequence[Record]], Manifest],
     after: Callable[[], object],
 ) -> None:
-    """Every rank writes its files, rank 0 commits them.
+    """Lets every rank write its files, then commits them on rank 0. Every rank calls it.
 
     Args:
-        agreement: this rank's seat, of the thread this is called on.
+        agreement: this rank's membership, for the thread that calls.
         topic: what is being saved, for messages.
-        attempt: what was opened.
-        write: this rank's part: writes files below the staging folder it is given, durably, and reports to rank 0.
-            Where ranks may have several disks it begins with `check_seen`, in the first round that others wait in.
-        describe: on rank 0, the manifest, from what all ranks told.
-        after: on rank 0, once the checkpoint is in place, before the others are told. It must
-            not raise: the checkpoint is there whatever happens to the tracker.
+        attempt: what `open_together` returned.
+        write: writes this rank's files below the staging folder, durably, and returns a record for rank 0. It calls
+            `check_seen` first if the ranks may have different disks, so that rank 0 hears of that in this round.
+        describe: runs on rank 0; returns the manifest, from the records of all ranks.
+        after: runs on rank 0 once the checkpoint is in place, before the other ranks go on. It must not raise: the
+            checkpoint is committed even if, for instance, the tracker cannot be moved.
 
     Raises:
-        CheckpointError: on all ranks the same type, a CommitError if nothing says otherwise. No checkpoint has come,
-            and the one before is untouched.
+        CheckpointError: the same type on all ranks, CommitError unless a rank raised another one. There is no new
+            checkpoint, and the previous one is untouched.
     """
 
     def combine(records: Sequence[Record]) -> Record:
@@ -134,10 +144,11 @@ def commit_together(
         after()
 
     try:
-        # By name: a rank that gave up alone in the opening round is not in this one, and must not be one behind after.
+        # The round has a name, so that it is not counted: a rank that gave up alone in `open_together` misses this
+        # round and would count one less than the others from then on.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except Exception:
-        # Rank 0 may have died, or this rank given up, between the rename and the word of it: the disk decides.
+        # Rank 0 may have died, or this rank given up, after the rename but before its announcement: the disk decides.
         if not _is_committed(attempt):
             if agreement.is_coordinator:
                 commit.discard(attempt.staging)

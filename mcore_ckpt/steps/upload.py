@@ -1,4 +1,7 @@
-"""Local checkpoint -> remote store: the files, compared with what the manifest says of them, and the manifest last."""
+"""Uploads one committed checkpoint to a remote store: its files first, its manifest last.
+
+Each file is compared with the manifest while it is sent, and with the store's checksum after it has arrived.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,25 @@ from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 
 logger = logging.getLogger(__name__)
 
-# Of an object that was put in one request, or in parts: the MD5 of the parts' MD5s, and their number. Of an encrypted
-# one it is not what it seems, so that a difference says nothing.
+# The ETag of an S3 object: the MD5 of its bytes, or, if it was sent in parts, the MD5 of the parts' MD5s and their
+# number. The ETag of an encrypted object is something else, so a difference proves nothing.
 _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 
 
 class Upload:
-    """The upload of one role's checkpoint. What has arrived in one call of `run` need not go again in the next.
+    """The upload of one role at one step. A second call of `run` does not send again what has arrived.
 
     Args:
-        store: where to.
-        role_dir: the checkpoint, which must stay there.
-        stop: set, to end soon.
+        store: the store to upload to.
+        role_dir: the role's folder, which must not be deleted meanwhile.
+        stop: set it to end the upload soon.
+
+    Attributes:
+        manifest: the role's manifest.
+        key: the folder of this attempt in the store.
 
     Raises:
-        CheckpointCorruptError, OSError: its manifest cannot be read.
+        CheckpointCorruptError, OSError: the manifest cannot be read.
     """
 
     def __init__(self, store: Store, role_dir: Path, stop: threading.Event) -> None:
@@ -55,13 +62,13 @@ class Upload:
         self._arrived: set[str] = set()
 
     def run(self) -> None:
-        """Returns when the checkpoint is in the store, whole.
+        """Uploads the checkpoint. Returns when all of it is in the store.
 
         Raises:
-            RemoteError: the store has failed, again and again, or `stop` was set.
-            CheckpointCorruptError: a local file is missing or not what the manifest says.
+            RemoteError: the store failed after all retries, or `stop` was set.
+            CheckpointCorruptError: a local file is missing or differs from the manifest.
         """
-        # The largest first: the last file on its way should be a small one.
+        # The largest first, so that the threads do not end up waiting for one large file.
         missing = [file for file in self.manifest.files if file.path not in self._arrived]
         for_each(sorted(missing, key=lambda file: -file.size), self._send, tuning.UPLOAD_FILES)
         self._check_all_there()
@@ -100,7 +107,7 @@ class Upload:
                     if not count:
                         raise CheckpointCorruptError(f"{self._role_dir / record.path}: was cut while it was uploaded")
                     filled += count
-                # What training reads should stay in the page cache, not what is read once.
+                # These bytes are not read again. The page cache should keep what training reads.
                 drop_from_cache(descriptor, start, filled)
                 yield part
                 start += filled
@@ -113,7 +120,7 @@ class Upload:
             raise OSError(f"{self._store.url_of(key)}: has another CRC there than the bytes that were sent")
 
     def _crc_there(self, key: str, size: int) -> int:
-        """Read back: this store does not say what it has got. Once: what it cannot give back is to be sent again."""
+        """Returns the CRC of a file that is read back once, from a store that reports no checksum."""
         crc = 0
         for start in range(0, size, tuning.UPLOAD_PART_BYTES):
             if self._stop.is_set():
@@ -122,7 +129,7 @@ class Upload:
         return crc
 
     def _check_all_there(self) -> None:
-        """Somebody may have tidied up while this process was stopped: a manifest must not stand for what is gone."""
+        """Checks that no file was deleted while this process was stopped: a manifest must not list a missing file."""
         there = self._store.sizes(self.key)
         lost = [file.path for file in self.manifest.files if there.get(file.path) != file.size]
         if lost:
@@ -136,17 +143,20 @@ class Upload:
             raise OSError(f"{self._store.url_of(key)}: is not what was sent")
 
     def _persist(self, what: str, work: Callable[[], None]) -> None:
-        # What was just written and is not there has failed, too; a missing bucket says the same.
+        # No answer of the store is final: if a file that was just written is missing, that is a failure to retry, too.
         self._store.persist(what, work, self._stop, answers=())
 
 
 def key_of(manifest: Manifest) -> str:
-    """The folder of a checkpoint below the remote root."""
+    """Returns the folder of a checkpoint below the remote root."""
     return file_names.remote_dir(manifest.step, manifest.role, manifest.attempt)
 
 
 def part_size(size: int) -> int:
-    """The bytes of each part but the last of a file of `size` bytes.
+    """Returns how many bytes each part of a file has when it is sent; the last part may be shorter.
+
+    Args:
+        size: the bytes of the file.
 
     Example:
         >>> part_size(1000) == tuning.UPLOAD_PART_BYTES
@@ -157,10 +167,10 @@ def part_size(size: int) -> int:
 
 
 class SentBytes:
-    """Checksums of a file that goes in parts, and what a store should say of it.
+    """Computes the checksums of a file that is sent in parts, and compares them with the store's.
 
     Args:
-        with_md5: the store will tell the MD5 of all of it; computing that costs as much as sending.
+        with_md5: the store reports the MD5 of the whole file. Computing that costs as much time as sending.
     """
 
     def __init__(self, with_md5: bool) -> None:
@@ -169,13 +179,14 @@ class SentBytes:
         self.crc32 = 0
 
     def add(self, part: memoryview | bytes) -> None:
+        """Takes the next part in."""
         self.crc32 = crc32(part, self.crc32)
         self._parts.append(hashlib.md5(part, usedforsecurity=False).digest())
         if self._whole is not None:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """Whether a store's word for a file (an ETag, an MD5) is that of these bytes. False if it says nothing."""
+        """True if the store's checksum of a file (an ETag or an MD5) is that of these bytes. False if it has none."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         match = _ETAG.fullmatch(str(info.get("ETag")))
@@ -196,18 +207,19 @@ def tidy_up(
     pinned: Mapping[int, bool],
     latest: int,
 ) -> None:
-    """Behind an upload: the tracker is moved, and what counts no more is deleted.
+    """Moves the remote tracker after an upload, copies pins, and deletes what no longer counts.
 
     Args:
-        remote: where.
-        uploaded: what was. Other attempts of its role are tidied up: no other process may be uploading them.
-        pending: folders of attempts that this process will go on with.
-        policy: what is to stay.
-        pinned: of the steps that are here, whether they stay. What the store has been told of others goes on.
-        latest: the step saved last, which stays: after a rollback it is not the newest.
+        remote: the store.
+        uploaded: the manifest of the upload. Other attempts of its role are deleted: no other process may be uploading
+            them.
+        pending: folders of attempts that this process will continue to upload.
+        policy: which steps stay.
+        pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
+        latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
 
     Raises:
-        RemoteError: the store has failed.
+        RemoteError: the store failed.
     """
     for step in (steps := remote.steps()):
         for key in superseded(step, uploaded):
@@ -226,19 +238,19 @@ def tidy_up(
 
 
 def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
-    """Keeps in the store what was said here: the local step may be lost, with its disk."""
+    """Copies a pin to the store, or removes it there: the local step may be lost together with its disk."""
     key = f"{file_names.step_name(step)}/{file_names.PINNED_FILE}"
     if stays:
-        # Not empty: some stores and their tools take an object of no bytes for a folder.
+        # Not empty: some stores and their tools take an empty object for a folder.
         remote.store.persist("pinning", lambda: remote.store.replace(key, b"pinned\n"))
     else:
         remote.delete(key)
 
 
 def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:
-    """Folders of the uploaded checkpoint's role that are not, or no longer, what to load."""
+    """Returns the folders of the role's attempts that `load` no longer uses, in one step."""
     role = uploaded.role
-    attempts = {*step.remains.get(role, ()), *([step.found[role].attempt] if role in step.found else [])}
-    # Of its own step it is the one that counts, whatever a clock that was put back has said of when it was saved.
+    attempts = {*step.others.get(role, ()), *([step.found[role].attempt] if role in step.found else [])}
+    # In its own step the attempt just uploaded counts, even if a clock that was set back dates it before another one.
     stays = uploaded.attempt if step.step == uploaded.step else step.found[role].attempt if role in step.found else None
     return [file_names.remote_dir(step.step, role, attempt) for attempt in sorted(attempts - {stays})]

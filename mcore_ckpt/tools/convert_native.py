@@ -24,7 +24,7 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
 from mcore_ckpt.tools.reshard.attention_heads import check_heads
 from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
@@ -106,7 +106,7 @@ def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list
 
 def _open(agreement: Agreement, role_dir: Path) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        commit.sweep(role_dir.parent.parent, role_dir.name, alone=False)
+        leftovers.remove_leftovers(role_dir.parent.parent, role_dir.name, alone=False)
         attempt = commit.new_attempt()
         commit.open_staging(role_dir, attempt)
         return {"attempt": attempt}

@@ -47,7 +47,7 @@ from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder
 
 _COMMON_FILE = "common.pt"
@@ -237,7 +237,7 @@ def _open(agreement: Agreement, path: Path) -> str:
     def combine(_: Sequence[Record]) -> Record:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise CheckpointMismatchError(f"{path}: is there already, and not empty: remove it, or name another folder")
-        commit.sweep_beside(path)
+        leftovers.remove_leftovers_beside(path)
         attempt = commit.new_attempt()
         commit.open_staging(path, attempt)
         return {"attempt": attempt}

@@ -31,11 +31,11 @@ from mcore_ckpt.models.mapping import HF_LAYER, HfTensor
 from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.table import HF_HEAD
-from mcore_ckpt.ranks.rendezvous import rendezvous_at
+from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
 
@@ -206,7 +206,7 @@ def _open(
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the files to write", CommitError)
         _check_space(target, jobs[0].plan.nbytes)
-        commit.sweep_beside(target)
+        leftovers.remove_leftovers_beside(target)
         commit.open_staging(target, attempt)
         return {"attempt": attempt}
 

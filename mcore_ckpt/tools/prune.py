@@ -1,4 +1,4 @@
-"""Deletes old steps, and what dead processes left, as a trainer with the same policy would."""
+"""Deletes old steps and the leftovers of dead processes, as a trainer with the same policy does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge, obstacle_to
 from mcore_ckpt.steps.tracker import read_tracker
@@ -15,7 +15,15 @@ from mcore_ckpt.steps.tracker import read_tracker
 
 @dataclass(frozen=True)
 class PrunedFolder:
-    """A step, or what a process that died has left (`step` is None): whether it stays, why, and its bytes."""
+    """A step or a leftover of a dead process, and what happened to it.
+
+    Attributes:
+        path: its folder.
+        step: the step's number; None for a leftover.
+        stays: whether it is still there; in a dry run, whether it would be.
+        reason: why it stays or goes.
+        nbytes: the bytes of its files.
+    """
 
     path: Path
     step: int | None
@@ -27,15 +35,21 @@ class PrunedFolder:
 def prune(
     root: Path, policy: PreservationPolicy, *, role: str | None = None, dry_run: bool = False
 ) -> list[PrunedFolder]:
-    """Deletes what a trainer with this policy would, and remains of dead processes; tells what of each folder.
+    """Deletes the steps that a trainer with this policy would delete, and the leftovers of dead processes.
 
     Args:
         root: the folder of the steps.
-        policy: what is to stay. The newest complete step always does, and that which the tracker names.
-        role: touch only steps that have this role, and its remains. A step goes with all its roles.
-        dry_run: tell, and delete nothing.
+        policy: which steps stay. The newest complete step and the one that the tracker names always stay.
+        role: touch only steps that have this role, and its leftovers. A step is deleted with all its roles.
+        dry_run: delete nothing, and return what would be deleted.
 
-    Raises OSError.
+    Returns:
+        One entry for each step and each leftover.
+
+    Raises OSError: the steps cannot be listed.
+
+    Example:
+        >>> prune(Path("checkpoints"), PreservationPolicy(max_to_keep=2), dry_run=True)  # doctest: +SKIP
     """
     folders = []
     for decision in judge(list_steps(root), policy, read_tracker(root)):
@@ -47,10 +61,10 @@ def prune(
             obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
             stays, reason = obstacle is not None, obstacle or reason
         folders.append(PrunedFolder(status.path, status.step, stays, reason, nbytes))
-    for path in commit.find_remains(root, role):
+    for path in leftovers.find_leftovers(root, role):
         nbytes = _nbytes(path)
         if not dry_run:
-            commit.remove(path)
+            commit.remove_folder(path)
         stays = not dry_run and os.path.lexists(path)
         reason = "left by a process that died" + (", but not all of it could be removed" if stays else "")
         folders.append(PrunedFolder(path, None, stays, reason, nbytes))

@@ -1,4 +1,4 @@
-"""Whether a committed checkpoint is what was written: structure, sizes, every byte, and all that its topology needs."""
+"""Verifies committed checkpoints: structure, sizes, every byte, and that nothing is missing that their layout needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from mcore_ckpt.steps.read_lock import reading
 
 @dataclass(frozen=True)
 class VerifiedRole:
-    """What was found of one role of one step; `files` and `nbytes` are the manifest's."""
+    """The result for one role of one step.
+
+    Attributes:
+        path: the role's folder.
+        files: how many files its manifest lists.
+        nbytes: their bytes.
+        damages: what is damaged; empty if the role is intact.
+    """
 
     path: Path
     files: int
@@ -35,12 +42,12 @@ class VerifiedRole:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found of all that was looked at.
+    """The result of `verify`.
 
     Attributes:
-        roles: of each role of each step.
-        problems: of steps that are not complete, and of the tracker.
-        seconds: it took.
+        roles: the result for each role of each step.
+        problems: why steps are not complete, and what is wrong with the tracker.
+        seconds: how long verifying took.
     """
 
     roles: tuple[VerifiedRole, ...]
@@ -49,6 +56,7 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
+        """True if nothing is damaged, missing or inconsistent."""
         return not self.problems and not any(verdict.damages for verdict in self.roles)
 
 
@@ -57,12 +65,12 @@ def verify_role(
     deep: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> VerifiedRole:
-    """Reads all of a checkpoint once (with `deep`, its tensors twice).
+    """Verifies one role. Reads all its files once; with `deep`, the tensors twice.
 
     Args:
-        role_dir: its folder.
-        deep: look at every file as torch sees it, too: the same tensors, of the same bytes, under `weights_only`.
-        progress: told of bytes read, from several threads.
+        role_dir: the role's folder.
+        deep: also open every file with torch under `weights_only`, and compare its tensors with the index.
+        progress: is called with the number of bytes just read, from several threads.
     """
     try:
         manifest = read_manifest(role_dir)
@@ -84,18 +92,22 @@ def verify(
     deep: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Verifies the checkpoints that a path stands for, also those that do not count: they are said to be incomplete.
+    """Verifies all checkpoints that a path stands for. An incomplete step is a problem, but its roles are verified.
 
     Args:
         path: the folder of a role, of a step (all its roles), or of the steps (all of them, and the tracker).
-        step: which one, below a folder of steps.
+        step: only this step, if the path is a folder of steps.
         deep: see `verify_role`.
-        progress: told of bytes read and of all bytes.
+        progress: is called with the bytes read so far and the bytes of all files.
 
     Raises:
         CheckpointNotFoundError: there is nothing to verify.
+
+    Example:
+        >>> verify(Path("checkpoints")).is_sound  # doctest: +SKIP
+        True
     """
-    path = path.resolve() if ".." in path.parts else path.absolute()  # names say what a folder is
+    path = path.resolve() if ".." in path.parts else path.absolute()  # the names of folders tell roles and steps
     roles, problems = _selected(path, step)
     total, done, lock = sum(map(_nbytes, roles)), [0], threading.Lock()
 
@@ -107,7 +119,7 @@ def verify(
     started = time.monotonic()
     verdicts = []
     for role_dir in roles:
-        # One at a time: retention, which goes on meanwhile, must not wait for all of them.
+        # One lock at a time, so that a trainer's retention, which skips locked steps, can delete the others meanwhile.
         with reading([role_dir]):
             if os.path.lexists(role_dir):
                 verdicts.append(verify_role(role_dir, deep, count))
@@ -115,7 +127,7 @@ def verify(
 
 
 def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
-    """The folders of roles, and what is wrong with steps as a whole."""
+    """Returns the folders of the roles to verify, and what is wrong with steps as a whole."""
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         found = file_names.parse_step(path.parent.name)
         found = file_names.parse_step(path.name) if found is None else found
@@ -131,7 +143,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
         raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
     roles = [status.role_dir(role) for status in statuses for role in sorted(status.committed | _damaged(status))]
-    # What a save that is under way has there is no problem.
+    # A save that is under way is not a problem.
     problems = [status.reason for status in statuses if not status.is_complete and steps.holds_something(status)]
     if not of_one and step is None:
         problems += tracker.tracker_problems(path)
@@ -139,7 +151,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
 
 
 def _damaged(status: steps.StepStatus) -> set[str]:
-    """Roles whose manifest is there, and is no good."""
+    """Returns the roles whose manifest is there but cannot be used."""
     missing = status.declared - status.committed
     return {role for role in missing if os.path.exists(status.role_dir(role) / file_names.MANIFEST_FILE)}
 
@@ -151,11 +163,11 @@ def _nbytes(role_dir: Path) -> int:
         return 0
 
 
-# -- whether all is there ----------------------------------------------------------------------------------
+# -- is anything missing? ----------------------------------------------------------------------------------
 
 
 def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Files that every rank of this topology has written, and the manifest does not list."""
+    """Yields the files that some rank of this layout must have written, but that the manifest does not list."""
     listed = {file.path for file in manifest.files}
     wanted = {file_names.COMMON_FILE: 0} if "optimizer" in manifest.contents else {}
     for rank, at in enumerate(manifest.ranks):
@@ -169,7 +181,7 @@ def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
 
 
 def _incomplete_tensors(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Tensors of which no file has some elements."""
+    """Yields the tensors that have elements in no file."""
     reader = NativeReader(LocalFolder(role_dir), manifest)
     for name in manifest.tensors:
         files = reader.files(ShardKey(name, PARAM))

@@ -1,4 +1,4 @@
-"""A sound file once more, by the readers of others: what they see is what its index says."""
+"""Re-reads an intact file with torch and compares what torch sees with the file's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
 
 
 def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
-    """Opens a `.pt` file under `weights_only`, and compares each tensor with the index, bit for bit by its CRCs."""
+    """Opens a `.pt` file under `weights_only` and compares each tensor's bytes with the CRCs in the index.
+
+    Returns:
+        The differences; empty if there are none or the file is not a `.pt` file.
+    """
     if not file.path.endswith(".pt"):
         return []
     try:
@@ -31,15 +35,17 @@ def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
             problems = list(_differences(role_dir, file))
     except CheckpointCorruptError as error:
         problems = [str(error)]
-    except Exception as error:  # of a state that is no such file's: its parts may be anything
-        problems = [f"{role_dir / file.path}: is no file of tensors: {type(error).__name__}: {error}"]
+    except Exception as error:  # a damaged file may hold anything, so comparing it may raise anything
+        problems = [
+            f"{role_dir / file.path}: does not hold the tensors that it should: {type(error).__name__}: {error}"
+        ]
     return [Damage(problem, file.path, file.rank) for problem in problems]
 
 
 def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
     path = role_dir / file.path
-    # Before torch's own unpickler: what that is handed it may take any memory for, or any time (storage/unpickling.py).
-    # And nothing is compressed in what this takes.
+    # Read it with our own unpickler first (checkpoint/unpickling.py): a hostile file can make torch's take any amount
+    # of memory or time. Our reader also refuses compressed entries.
     read_pt(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -55,7 +61,7 @@ def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
 
 
 def _tensors(state: Any) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """By name and kind; `{"state": {name: {kind: tensor}}}` is an optimizer's file."""
+    """Yields each tensor with its name and kind. An optimizer's file is `{"state": {name: {kind: tensor}}}`."""
     of_optimizer = set(state) == {"state"} and isinstance(state["state"], dict)
     for name, value in (state["state"] if of_optimizer else state).items():
         for kind, tensor in value.items() if of_optimizer else ((_kind_of(name), value),):
@@ -74,5 +80,5 @@ def _difference(tensor: torch.Tensor, shard: StoredShard) -> str | None:
         return "torch sees a tensor that is not row-major"
     crcs = _native.crc32_blocks(tensor.data_ptr(), tensor.nbytes, BLOCK_BYTES) if tensor.nbytes else []
     if tuple(crcs) != shard.crc32:
-        return "torch sees other bytes than those the index has CRCs of"
+        return "torch sees bytes whose CRCs differ from those in the index"
     return None

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
 
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 
 ROLE = "actor"
@@ -175,7 +175,7 @@ class Chain:
             if not plan.life.exchange:
                 # Between two renames the step is nowhere: the sweep of the next start puts it back.
                 root = Path(shutil.copytree(root, Path(copy, "root")))
-                commit.sweep(root, ROLE, alone=False)
+                leftovers.remove_leftovers(root, ROLE, alone=False)
             complete = steps.complete_steps(root)
             for status in complete:
                 outcome.problems += [f"torn: {text}" for text in damage(status.path / ROLE)]

@@ -23,11 +23,11 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.huggingface import elements as filling
 from mcore_ckpt.formats.huggingface import writer as writing
-from mcore_ckpt.integrations.extra_roles import manifest_of as part_manifest
 from mcore_ckpt.io import streams as streaming
 from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.tools import merge as merging
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
@@ -111,7 +111,7 @@ def test_a_framework_s_own_part_of_a_step_is_no_second_model(saved: Path, hf: Pa
     staging = commit.open_staging(step_path / "recover_info", attempt)
     number = file_names.parse_step(step_path.name)
     assert number is not None
-    commit.write_manifest(staging, part_manifest("recover_info", number, ("actor",), attempt, [], 1))
+    commit.write_manifest(staging, files_manifest("recover_info", number, ("actor",), attempt, [], 1))
     commit.publish(staging, step_path / "recover_info", attempt)
     assert main(["merge", str(tmp_path / "root"), str(tmp_path / "merged")]) == 0
     assert_same(tmp_path / "merged", hf)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from checkpoints import ROLE, checkpoints, remains
 from crash_worker import LOCALHOST, SAVES, TIMEOUT_S, WORLD, Job
 
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import leftovers, tracker
 
 # Saves of this many scenarios wait for dead ranks at the same time.
 AT_ONCE = 16
@@ -266,9 +266,9 @@ def test_a_rank_is_killed(scenario: Scenario, outcomes: Mapping[Scenario, Outcom
     shutil.copytree(outcome.root, root)
     if scenario.exchange:
         assert_state(root, saved, told)
-    commit.sweep(root, ROLE, alone=False)
+    leftovers.remove_leftovers(root, ROLE, alone=False)
     assert_state(root, saved, told)
-    commit.sweep(root, ROLE, alone=True)
+    leftovers.remove_leftovers(root, ROLE, alone=True)
     assert_state(root, saved, told)
     assert remains(root) == [], told
 
@@ -300,6 +300,6 @@ def test_the_tracker_catches_up_at_the_next_save(workers: Workers, outcomes: Map
     assert checkpoints(root) == AFTER[1]
     assert tracker.read_tracker(root) == FIRST_STEP
     again = workers.job(root, saves=((5, 51),))
-    commit.sweep(Path(again.root), ROLE, alone=True)
+    leftovers.remove_leftovers(Path(again.root), ROLE, alone=True)
     workers.run([again])
     assert tracker.read_tracker(Path(again.root)) == 5

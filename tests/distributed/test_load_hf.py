@@ -39,7 +39,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.io import tuning
 from mcore_ckpt.load.huggingface import load_hf
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.state.model import model_shards, unwrap
 from mcore_ckpt.tools.convert_native import convert_to_native
 from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist

@@ -26,7 +26,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies, capture_in_place
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.steps.commit import check_parts
+from mcore_ckpt.steps.commit import check_structures
 
 PATH = "model/mp_rank_00_000/model_states.pt"
 TOPIC = "saving step 7"
@@ -111,7 +111,7 @@ def writing(
 
 
 def committed(records: Sequence[Record]) -> Record:
-    check_parts([record.get("parts", {}) for record in records])
+    check_structures([record.get("parts", {}) for record in records])
     return {"all": [{key: value for key, value in record.items() if key != "parts"} for record in records]}
 
 

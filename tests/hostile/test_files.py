@@ -30,8 +30,8 @@ from mcore_ckpt.io import limits
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.steps import commit, pins, retention, tracker
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps import pins, retention, tracker, work_folders
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.upload_queue import UploadQueue
@@ -307,7 +307,7 @@ def test_permissions_are_the_umask_s_and_nobody_else_may_write(umask: int, tmp_p
         )
         assert uploads.committed(steps.complete_steps(sample.root)[0].step).wait(60)
         assert uploads.wait(60)
-        with commit.kept_for_upload(sample.role_dir, "a" * 32):
+        with work_folders.kept_for_upload(sample.role_dir, "a" * 32):
             found = [tmp_path / "deep", *(tmp_path / "deep").rglob("*")]
             modes = {path: path.stat().st_mode for path in found}
         lock.release()

@@ -29,7 +29,7 @@ from snapshot import snapshot  # noqa: E402
 from training import Layout, Training, build, parallel, train  # noqa: E402
 
 from mcore_ckpt.integrations import roll as integration  # noqa: E402
-from mcore_ckpt.integrations.roll import unit  # noqa: E402
+from mcore_ckpt.integrations.roll import checkpoints  # noqa: E402
 from mcore_ckpt.steps import trainer_lock  # noqa: E402
 
 ROLES = ("actor_train", "critic")
@@ -194,14 +194,14 @@ def live(job: Job) -> None:
 
 
 def fill_disk(job: Job) -> None:
-    copy = unit._copy
+    copy = checkpoints.copy_files
 
-    def fails(source: Path, staging: Path) -> Any:
+    def fails(source: Path, files: Any) -> None:
         if f"checkpoint-{job.disk_full_at}" in source.parts:
-            raise OSError(28, "No space left on device", str(staging))
-        return copy(source, staging)
+            raise OSError(28, "No space left on device", str(source))
+        copy(source, files)
 
-    unit._copy = fails
+    checkpoints.copy_files = fails
 
 
 def serve() -> None:

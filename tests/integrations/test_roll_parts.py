@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
 from mcore_ckpt.integrations.roll.options import read_options, step_of
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng
 from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
-from mcore_ckpt.integrations.roll.unit import commit_pipeline, give_up, newest_valid, part_of
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, uncommit_earlier_save, newest_valid, role_folder
 
 TIMEOUT_S = 10.0
 
@@ -92,15 +92,15 @@ def test_a_checkpoint_of_others_is_not_ours_and_half_of_one_is_refused(tmp_path:
     root = tmp_path / "root"
     theirs = tmp_path / "checkpoint-300"
     theirs.mkdir()
-    assert part_of(theirs, "actor_train") is None
-    assert part_of(tmp_path / "somewhere", "actor_train") is None
-    assert part_of(theirs / "critic", "critic") is None
+    assert role_folder(theirs, "actor_train") is None
+    assert role_folder(tmp_path / "somewhere", "actor_train") is None
+    assert role_folder(theirs / "critic", "critic") is None
     uploader = uploader_of(root)
     uploader.roles = ("actor_train",)
     uploader.upload("checkpoint-3", str(driver_files(tmp_path / "local", 3)))
     for folder in (root / "checkpoint-3", root / "checkpoint-3" / "actor_train"):
         with pytest.raises(CheckpointNotFoundError, match="not committed by actor_train"):
-            part_of(folder, "actor_train")
+            role_folder(folder, "actor_train")
     with pytest.raises(CheckpointNotFoundError):
         newest_valid(root, verify=False)
 
@@ -192,7 +192,7 @@ def test_what_is_saved_again_counts_only_when_all_of_it_has_come(tmp_path: Path)
     for role in ("actor_train", "critic", "pipeline"):
         (step / role).mkdir(parents=True)
         (step / role / "manifest.json").touch()
-    give_up(step, "critic")
+    uncommit_earlier_save(step, "critic")
     assert [path.parent.name for path in step.rglob("manifest.json")] == ["actor_train"]
-    give_up(step, "critic")
-    give_up(tmp_path / "checkpoint-5", "critic")
+    uncommit_earlier_save(step, "critic")
+    uncommit_earlier_save(tmp_path / "checkpoint-5", "critic")

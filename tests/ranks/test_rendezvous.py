@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_rounds import LONG_S, SHORT_S, messages, together
 
 from mcore_ckpt.errors import AgreementError
-from mcore_ckpt.ranks.rendezvous import rendezvous_at
+from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 
 WORLD = 3

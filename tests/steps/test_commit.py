@@ -35,7 +35,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps.owner import Owner, read_owner
 
 
@@ -179,7 +179,7 @@ def test_a_crash_between_the_two_renames(
         with pytest.raises(Crash):
             commit.publish(staging, role_dir, attempt)
     assert not role_dir.exists()
-    commit.sweep(role_dir.parent.parent, ROLE, alone)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone)
     assert read_version(role_dir) == 3
     assert remains(role_dir.parent.parent) == []
 
@@ -197,7 +197,7 @@ def test_a_crash_after_both_renames(
     (old,) = [path for path in role_dir.parent.iterdir() if file_names.parse_work_dir(path.name)]
     own(old, dead_owner(dead_pid))  # as this process would be
     root = role_dir.parent.parent
-    commit.sweep(root, ROLE, alone=False)
+    leftovers.remove_leftovers(root, ROLE, alone=False)
     assert read_version(role_dir) == 4
     assert remains(root) == []
 
@@ -205,7 +205,7 @@ def test_a_crash_after_both_renames(
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_living_owner_s_folder_stays(role_dir: Path, alone: bool) -> None:
     staging, attempt = stage(role_dir, 4)
-    commit.sweep(role_dir.parent.parent, ROLE, alone)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone)
     commit.publish(staging, role_dir, attempt)
     assert read_version(role_dir) == 4
 
@@ -214,7 +214,7 @@ def test_a_living_owner_s_folder_stays(role_dir: Path, alone: bool) -> None:
 def test_a_dead_owner_s_folder_goes(role_dir: Path, alone: bool, dead_pid: int) -> None:
     staging, _ = stage(role_dir, 4)
     own(staging, dead_owner(dead_pid))
-    commit.sweep(role_dir.parent.parent, ROLE, alone)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone)
     assert not staging.exists()
 
 
@@ -234,7 +234,7 @@ def test_a_pid_that_is_used_again_is_another_process(role_dir: Path) -> None:
     staging, _ = stage(role_dir, 4)
     me = Owner.this_process()
     own(staging, Owner(me.host, me.pid, me.start + 1))
-    commit.sweep(role_dir.parent.parent, ROLE, alone=False)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone=False)
     assert not staging.exists()
 
 
@@ -260,7 +260,7 @@ def test_a_zombie_is_dead(role_dir: Path, zombie: Owner) -> None:
     """Where nobody waits for orphans, as in many containers, a killed rank stays in /proc until the machine goes."""
     staging, _ = stage(role_dir, 4)
     own(staging, zombie)
-    commit.sweep(role_dir.parent.parent, ROLE, alone=True)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone=True)
     assert not staging.exists()
 
 
@@ -271,18 +271,18 @@ def test_a_folder_of_unknown_owner_is_only_for_one_that_is_alone(role_dir: Path,
     (staging / file_names.OWNER_FILE).unlink()
     if content is not None:
         (staging / file_names.OWNER_FILE).write_bytes(content)
-    commit.sweep(role_dir.parent.parent, ROLE, alone=False)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone=False)
     assert staging.exists()
-    commit.sweep(role_dir.parent.parent, ROLE, alone=True)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone=True)
     assert not staging.exists()
 
 
 def test_another_host_s_folder_is_only_for_one_that_is_alone(role_dir: Path) -> None:
     staging, _ = stage(role_dir, 4)
     own(staging, other_host())
-    commit.sweep(role_dir.parent.parent, ROLE, alone=False)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone=False)
     assert staging.exists()
-    commit.sweep(role_dir.parent.parent, ROLE, alone=True)
+    leftovers.remove_leftovers(role_dir.parent.parent, ROLE, alone=True)
     assert not staging.exists()
 
 
@@ -306,7 +306,7 @@ def test_other_roles_and_foreign_names_are_not_touched(tmp_path: Path, alone: bo
         (file_names.step_dir(tmp_path, 7) / name).mkdir()
         (tmp_path / name).mkdir()
     before = tree(tmp_path)
-    commit.sweep(tmp_path, ROLE, alone)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone)
     assert tree(tmp_path) == before
 
 
@@ -314,10 +314,10 @@ def test_the_sweep_takes_deleted_steps_and_empty_ones(tmp_path: Path) -> None:
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
     shutil.copytree(file_names.step_dir(tmp_path, 7), file_names.deleted_dir(file_names.step_dir(tmp_path, 6), ATTEMPT))
     file_names.step_dir(tmp_path, 8).mkdir()
-    commit.sweep(tmp_path, ROLE, alone=False)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=False)
     # Another role may be about to save there.
     assert sorted(os.listdir(tmp_path)) == ["global_steps_7", "global_steps_8"]
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert os.listdir(tmp_path) == ["global_steps_7"]
     assert checkpoints(tmp_path) == {7: 3}
 
@@ -330,7 +330,7 @@ def test_the_sweep_takes_a_tracker_that_was_being_written(tmp_path: Path, monkey
         with pytest.raises(Crash):
             tracker.update_tracker(tmp_path)
     assert len(os.listdir(tmp_path)) == 2
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert os.listdir(tmp_path) == ["global_steps_7"]
 
 
@@ -358,13 +358,13 @@ def test_the_sweep_stays_out_of_a_step_that_is_a_link(tmp_path: Path) -> None:
     own(staging, other_host())
     (tmp_path / "mine").mkdir()
     file_names.step_dir(tmp_path / "mine", 5).symlink_to(role_dir.parent)
-    commit.sweep(tmp_path / "mine", ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path / "mine", ROLE, alone=True)
     assert staging.exists()
-    assert commit.find_remains(tmp_path / "mine") == []
+    assert leftovers.find_leftovers(tmp_path / "mine") == []
 
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:
-    commit.sweep(tmp_path / "none", ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path / "none", ROLE, alone=True)
     assert not (tmp_path / "none").exists()
 
 
@@ -374,7 +374,7 @@ def test_the_sweep_of_whole_checkpoints_changes_nothing(tmp_path: Path, alone: b
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     tracker.update_tracker(tmp_path)
     before = tree(tmp_path)
-    commit.sweep(tmp_path, ROLE, alone)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone)
     assert tree(tmp_path) == before
 
 

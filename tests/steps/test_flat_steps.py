@@ -10,7 +10,7 @@ from checkpoints import ROLE, dead_owner, make, own, read_version, remains, stag
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.pins import pin
@@ -140,11 +140,11 @@ def test_remains_of_a_flat_step_are_swept(tmp_path: Path) -> None:
     dead, _ = stage(flat(tmp_path, 2), 2)
     own(dead, dead_owner(2**22 + 1))
     living, _ = stage(flat(tmp_path, 3), 3)
-    assert commit.find_remains(tmp_path) == [dead]
+    assert leftovers.find_leftovers(tmp_path) == [dead]
     assert [folder.path for folder in prune(tmp_path, PreservationPolicy(), dry_run=True) if folder.step is None] == [
         dead
     ]
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert not dead.exists()
     assert living.exists()
     assert read_version(flat(tmp_path, 1)) == 1
@@ -170,7 +170,7 @@ def test_a_crash_between_two_renames(tmp_path: Path, trainer_is_back: bool) -> N
     if trainer_is_back:
         folder.mkdir()
         (folder / "data_0.pt").write_text("x")
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert read_version(folder) == 1
     assert (folder / "data_0.pt").exists() == trainer_is_back
     assert remains(tmp_path) == []
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_cannot_be_put_back_is_kept(tmp_path: Path, caplog: py
     replaced = file_names.replaced_dir(folder, "b" * 32)
     folder.rename(replaced)
     (folder / "model").mkdir(parents=True)
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert read_version(replaced) == 1
     assert "cannot be put back" in caplog.text
 
@@ -195,7 +195,7 @@ def killed(*args: object) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("point", ["_exchange", "_remove_replaced"])
+@pytest.mark.parametrize("point", ["_exchange", "remove_replaced"])
 def test_folders_of_others_survive_a_kill_around_the_exchange(
     point: str, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,11 +211,11 @@ def test_folders_of_others_survive_a_kill_around_the_exchange(
             patch.setattr(commit, point, killed)
         with pytest.raises(Killed):
             commit.publish(staging, folder, attempt)
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     for work in folder.parent.iterdir():
         if file_names.parse_work_dir(work.name):
             own(work, dead_owner(2**22 + 1))
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert read_version(folder) == (1 if point == "_exchange" else 2)
     assert (folder / "dist_ckpt" / "x").read_text() == "x"
 
@@ -241,7 +241,7 @@ def test_what_cannot_be_moved_is_not_deleted(
     assert (staging / "adapter").is_dir()
     assert "adapter could not be moved" in caplog.text
     own(staging, dead_owner(2**22 + 1))
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert (folder / "adapter").is_dir()
     assert remains(tmp_path) == []
 
@@ -274,12 +274,12 @@ def test_the_old_checkpoint_of_a_killed_exchange_is_removed_without_a_trainer(
         make(folder, 1)
         staging, attempt = stage(folder, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "_remove_replaced", killed)
+        patch.setattr(commit, "remove_replaced", killed)
         with pytest.raises(Killed):
             commit.publish(staging, folder, attempt)
     assert (staging / file_names.OWNER_FILE).exists(), "nobody could tell whose it was"
     own(staging, dead_owner(2**22 + 1))
-    commit.sweep_beside(folder)
+    leftovers.remove_leftovers_beside(folder)
     assert read_version(folder) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -305,10 +305,10 @@ def test_another_trainer_s_flat_save_is_left_alone(tmp_path: Path) -> None:
     staging, _ = stage(flat(tmp_path, 2), 2)
     own(staging, Owner("node7 another-boot pid:[1]", 4321, 99))
     file_names.trainer_file(tmp_path, "reward").write_text("{}")
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert staging.exists()
     file_names.trainer_file(tmp_path, "reward").unlink()
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert not staging.exists()
 
 

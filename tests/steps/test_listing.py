@@ -21,7 +21,7 @@ from privileges import protect, without_privileges
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import leftovers, tracker
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 
@@ -139,8 +139,8 @@ def test_one_that_cannot_be_read_is_its_own_problem(
         assert f"{strange}" in bad.reason
         assert "cannot be read" in bad.reason
         assert tracker.update_tracker(tmp_path) == 2
-        commit.sweep(tmp_path, ROLE, alone=True)
-        assert commit.find_remains(tmp_path) == []
+        leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
+        assert leftovers.find_leftovers(tmp_path) == []
         assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [1]
         assert os.path.lexists(strange)
         assert main(["list", str(tmp_path)]) == 0

@@ -19,7 +19,7 @@ from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint import reading as reader
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.steps import commit, retention
+from mcore_ckpt.steps import commit, leftovers, retention
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, judge
@@ -80,10 +80,10 @@ def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypa
             delete_old_steps(tmp_path, PreservationPolicy(1))
     assert checkpoints(tmp_path) == {2: 2}
     (deleted,) = [path for path in tmp_path.iterdir() if file_names.is_deleted_dir(path.name)]
-    commit.sweep(tmp_path, ROLE, alone=False)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=False)
     assert deleted.exists(), "its owner lives, and may still put it back"
     own(deleted, dead_owner(dead_pid))
-    commit.sweep(tmp_path, ROLE, alone=False)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=False)
     assert remains(tmp_path) == []
 
 

@@ -19,7 +19,7 @@ from checkpoints import ROLE
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import LockedError
 from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.steps import commit, trainer_lock
+from mcore_ckpt.steps import leftovers, trainer_lock
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
@@ -312,9 +312,9 @@ def test_the_sweep_takes_a_lock_that_was_being_written_and_no_other(
     for name in names:
         (tmp_path / name).touch()
     with caplog.at_level(logging.WARNING):
-        commit.sweep(tmp_path, ROLE, alone=False)
+        leftovers.remove_leftovers(tmp_path, ROLE, alone=False)
         assert all((tmp_path / name).exists() for name in names)
-        commit.sweep(tmp_path, ROLE, alone=True)
+        leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert [(tmp_path / name).exists() for name in names] == [False, True]
     assert path.exists()
 
@@ -345,5 +345,5 @@ def test_the_file_is_there_whole_or_not_at_all(
 def test_a_claim_that_was_never_made_is_swept(tmp_path: Path, path: Path) -> None:
     left = path.with_name(f".{path.name}.{'a' * 32}")
     left.touch()
-    commit.sweep(tmp_path, ROLE, alone=True)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert not left.exists()

@@ -23,7 +23,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteErr
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import retries, tuning
 from mcore_ckpt.io.store import Store, public_url
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.upload import SentBytes, Upload, part_size
@@ -414,7 +414,7 @@ def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: RemoteSte
             save(root, step, version=step)
             delete_old_steps(root, PreservationPolicy(1), step)
             later = uploads.committed(step)
-        commit.sweep(root, ROLE, alone=True)  # as another manager's first save does
+        leftovers.remove_leftovers(root, ROLE, alone=True)  # as another manager's first save does
         assert set(file_names.step_dirs(root)) == {1, 3}
         may_end.set()
         assert uploads.wait(LONG_S)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoints import begin, delete_old, finish
 
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import leftovers
 
 DEADLINE_S = 60.0
 
@@ -21,7 +21,7 @@ def save_role(root: Path, role: str, steps: Sequence[int], roles: Sequence[str],
     """What one training program does with its manager; the version saved is the step."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     agreement = Agreement(store, 0, 1, role, DEADLINE_S)
-    commit.sweep(root, role, alone=True)
+    leftovers.remove_leftovers(root, role, alone=True)
     for step in steps:
         attempt = begin(agreement, root, step, role=role)
         finish(agreement, attempt, root, step, step, roles)

@@ -21,12 +21,12 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
 )
-from mcore_ckpt.integrations.extra_roles import manifest_of as part_manifest
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import make_folders, write_file
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.steps import commit, tracker
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.role_files import files_manifest
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.reshard import streaming
 from mcore_ckpt.tools.reshard.reshard import reshard
@@ -394,7 +394,7 @@ def make_part(root: Path, roles: tuple[str, ...]) -> Path:
     make_folders(staging, "sub/step_info.json")
     write_file(staging / "sub" / "step_info.json", [data])
     file = WrittenFile("sub/step_info.json", "recover_info", len(data), zlib.crc32(data))
-    commit.write_manifest(staging, part_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1))
+    commit.write_manifest(staging, files_manifest("recover_info", STEP, roles, attempt, [(0, file)], 1))
     commit.publish(staging, role_dir, attempt)
     return role_dir
 

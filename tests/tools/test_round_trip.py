@@ -11,7 +11,7 @@ from tiny_models import LAYERS, NAMES, VOCAB, make_hf_folder, read_config
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.models.mcore_config import to_mcore_config
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.tools.convert_native import convert_to_native
 from mcore_ckpt.tools.merge import MergeRequest, merge
 from mcore_ckpt.tools.reshard.target import WantedLayout

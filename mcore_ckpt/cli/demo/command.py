@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.arguments import add_json, expanded_path
 from mcore_ckpt.cli.demo.report import LiveReport, NoReport, show_outcome, show_plan
 from mcore_ckpt.cli.demo.runner import SAVE_EVERY, Outcome, Plan, perform, prepare_directory
+from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -26,10 +27,12 @@ GPU and no download, and takes about two minutes on two cores."""
 def add_to(subparsers: Subparsers) -> None:
     """Add the parser of `demo`."""
     parser = subparsers.add_parser("demo", help="kill a training and watch it come back", description=DESCRIPTION)
-    parser.add_argument("--dir", type=Path, default=Path("demo_checkpoints"), help="where to write (%(default)s)")
+    parser.add_argument(
+        "--dir", type=expanded_path, default=Path("demo_checkpoints"), help="where to write (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps to train (%(default)s)")
     parser.add_argument("--kill-after", type=int, metavar="K", help="step to kill after; between two saves")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -52,12 +55,14 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(directory: Path, steps: int, kill_after: int | None) -> Plan:
     """A plan whose kill falls strictly between two saves, so that there is work to lose and to do again."""
     if steps < SAVE_EVERY + 2:
-        raise UsageError(f"--steps {steps} is too few: a save every {SAVE_EVERY} steps needs {SAVE_EVERY + 2} or more")
+        raise InvalidArgumentError(
+            f"--steps {steps} is too few: a save every {SAVE_EVERY} steps needs {SAVE_EVERY + 2} or more"
+        )
     if kill_after is None:
         last_save_before = max(SAVE_EVERY, steps * 2 // 3 // SAVE_EVERY * SAVE_EVERY)
         kill_after = min(last_save_before + 2, steps - 1)
     if not SAVE_EVERY < kill_after < steps or kill_after % SAVE_EVERY == 0:
-        raise UsageError(
+        raise InvalidArgumentError(
             f"--kill-after {kill_after} is not strictly between two saves: take a step above {SAVE_EVERY} and below "
             f"{steps} that is no multiple of {SAVE_EVERY}"
         )

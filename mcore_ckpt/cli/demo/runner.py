@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.cli import UsageError
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.checkpoint import HUGGINGFACE_DIR, TRACKER_FILE, parse_tracker, step_dir
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from mcore_ckpt.cli.demo.huggingface import Generated
@@ -128,10 +127,10 @@ class Report(Protocol):
 def prepare_directory(directory: Path) -> None:
     """Make room for a new demo: an earlier demo's files go, anybody else's stay and are an error."""
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is not a folder: name another one with --dir")
+        raise InvalidArgumentError(f"{directory} is not a folder: name another one with --dir")
     if directory.exists() and any(directory.iterdir()):
         if not is_demo(directory):
-            raise UsageError(
+            raise InvalidArgumentError(
                 f"{directory} is not empty and was not made by the demo, so it is left as it is: "
                 "name another folder with --dir"
             )
@@ -144,7 +143,7 @@ def prepare_directory(directory: Path) -> None:
         (directory / MARKER).write_text(json.dumps({"made_by": "mcore-ckpt demo"}) + "\n")
         (directory / LOGS).mkdir()
     except OSError as error:
-        raise UsageError(f"cannot write to {directory}: {error}") from error
+        raise InvalidArgumentError(f"cannot write to {directory}: {error}") from error
 
 
 def is_demo(directory: Path) -> bool:
@@ -167,7 +166,7 @@ def perform(plan: Plan, report: Report) -> Outcome:
     if resumed.resumed_from is None:
         raise DemoError(f"the resumed training found no checkpoint in {plan.checkpoints}; its log is in {plan.logs}")
     report.exporting()
-    folder = newest_checkpoint(plan) / "actor" / file_names.HUGGINGFACE_DIR
+    folder = newest_checkpoint(plan) / "actor" / HUGGINGFACE_DIR
     try:
         generated = load_and_generate(folder)
     except (OSError, ValueError) as error:
@@ -177,10 +176,10 @@ def perform(plan: Plan, report: Report) -> Outcome:
 
 def newest_checkpoint(plan: Plan) -> Path:
     """The step that the tracker names."""
-    step = file_names.parse_tracker((plan.checkpoints / file_names.TRACKER_FILE).read_text())
+    step = parse_tracker((plan.checkpoints / TRACKER_FILE).read_text())
     if step is None:
-        raise DemoError(f"{plan.checkpoints / file_names.TRACKER_FILE} does not name a step")
-    return file_names.step_dir(plan.checkpoints, step)
+        raise DemoError(f"{plan.checkpoints / TRACKER_FILE} does not name a step")
+    return step_dir(plan.checkpoints, step)
 
 
 def train(

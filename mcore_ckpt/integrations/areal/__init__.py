@@ -1,4 +1,4 @@
-"""AReaL (1.0.4): checkpoints that a training comes back from as one unit. See docs/integrations.md."""
+"""Checkpoints for AReaL (1.0.4): weights and data position of one step belong together. See docs/integrations.md."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
     "Saver",
 ]
 
-# Imported when they are asked for: AReaL's controllers have no use for its engines, which take seconds to import.
+# Each name is imported when it is first used: AReaL's controllers do not need its engines, whose import takes seconds.
 _MODULES = {
     "CheckpointedTrainer": "trainer",
     "Checkpointer": "checkpointer",

@@ -1,4 +1,4 @@
-"""What AReaL's MegatronEngine (1.0.4) calls as `engine.checkpointer`."""
+"""Replaces the checkpointer that AReaL's MegatronEngine (1.0.4) calls as `engine.checkpointer`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import is_role, parse_step
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.integrations.areal.export import HfExport
-from mcore_ckpt.integrations.areal.hearing import be_heard
+from mcore_ckpt.integrations.areal.loggers import enable_loggers
 from mcore_ckpt.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
 
-# A folder that is no part of a step has no name of its own for what is in it; AReaL calls a single engine so.
+# The role of a checkpoint in a folder that is not part of a step. AReaL gives a single engine this name.
 SINGLE_ROLE = "default"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a checkpoint goes: AReaL names the folder alone (`SaveLoadMeta.path`)."""
+    """Where a checkpoint goes, derived from its folder: AReaL names only that (`SaveLoadMeta.path`)."""
 
     path: Path
     root: Path
@@ -32,27 +33,27 @@ class _Place:
 
 def _place(local_path: str | Path) -> _Place:
     path = Path(os.path.abspath(local_path))
-    step = file_names.parse_step(path.parent.name)
-    if step is not None and file_names.is_role(path.name):
+    step = parse_step(path.parent.name)
+    if step is not None and is_role(path.name):
         return _Place(path, path.parent.parent, path.name, step)
-    # SaveLoadMeta has no step. It is saved as atomically, and that is all: see CheckpointManager.save.
+    # SaveLoadMeta has no step number. CheckpointManager.save commits such a folder as safely, but no step lists it.
     return _Place(path, path.parent, SINGLE_ROLE, 0)
 
 
 class Checkpointer:
     """Saves and loads one engine. Every rank of the engine makes one and calls the same methods.
 
-    A path `<root>/global_steps_{N}/<name>` is an engine's part of a step; any other folder is written as safely, in
-    place of what was there.
+    A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. Any other folder is committed as safely and
+    replaces what was there.
 
     Args:
         model: the engine's list of virtual chunks.
         optimizer, lr_scheduler: the engine's, or None.
         hf_config, processing_class: a transformers config and tokenizer or processor, or None.
-        config: choices. What is saved and loaded comes with each call instead.
+        config: options. Each call says itself what is saved or loaded.
 
-    Raises ValueError: the config says which steps stay, which is the RecoverHandler's, or names a remote store, where
-    they would be without their recover_info.
+    Raises InvalidArgumentError: the config says which steps stay, which the RecoverHandler decides, or names a remote
+    store, where the steps would lack their recover_info.
 
     Example:
         >>> engine.checkpointer = Checkpointer(engine.model, engine.optimizer, engine.lr_scheduler)  # doctest: +SKIP
@@ -78,8 +79,8 @@ class Checkpointer:
         self._config = config or CheckpointConfig()
         for field in ("max_to_keep", "keep_every", "remote", "roles"):
             if getattr(self._config, field) is not None:
-                raise ValueError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
-        # Kept from save to save: its plan, and host memory as large as the state.
+                raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
+        # Kept from save to save, because it holds a plan and host memory as large as the state.
         self._manager: CheckpointManager | None = None
         self._made_for: tuple[Path, str, tuple[str, ...]] | None = None
         self._export: HfExport | None = None
@@ -91,13 +92,13 @@ class Checkpointer:
         with_optimizer: bool = True,
         with_rng: bool = True,
     ) -> None:
-        """Saves into exactly this folder; with `async_save` it is complete some time after this has returned.
+        """Saves into exactly this folder. With `async_save` the checkpoint is committed some time after the return.
 
         Raises:
-            CheckpointError: as `CheckpointManager.save`; what was there before stays.
-            ValueError: nothing is to be saved.
+            CheckpointError: see `CheckpointManager.save`; a checkpoint that was there before stays.
+            ValueError: there is nothing to save.
         """
-        be_heard()
+        enable_loggers()
         place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
         manager = self._saving(place, contents)
         manager.save(place.step, path=place.path)
@@ -109,13 +110,13 @@ class Checkpointer:
         with_optimizer: bool = True,
         with_rng: bool = True,
     ) -> None:
-        """Loads exactly this folder, saved under whatever parallel layout; AReaL's own (`torch_dist`), too.
+        """Loads exactly this folder, saved under any parallel layout; also a `torch_dist` folder that AReaL saved.
 
-        The LR scheduler comes with the optimizer.
+        The LR scheduler is loaded together with the optimizer.
 
-        Raises CheckpointError: as `CheckpointManager.load`.
+        Raises CheckpointError: see `CheckpointManager.load`.
         """
-        be_heard()
+        enable_loggers()
         self.wait_async_saves()
         place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
         loader = self._make(place, dataclasses.replace(self._config, load_contents=contents, async_save=False))
@@ -125,18 +126,18 @@ class Checkpointer:
             loader.close()
 
     def export(self, path: str | Path, processing_class: Any = None, wait: bool = True) -> None:
-        """Writes the model as HuggingFace has it into exactly this folder, which appears when it is complete.
+        """Writes the model in HuggingFace's format into exactly this folder, which appears when it is complete.
 
         Args:
-            path: the folder; one that is there is replaced.
-            processing_class: the tokenizer or processor to write beside the weights, if not the engine's.
-            wait: until it is there; else until the model may change again.
+            path: the folder. An existing one is replaced.
+            processing_class: the tokenizer or processor to write beside the weights; the default is the engine's.
+            wait: True waits until the folder is there, False until the model may change again.
 
         Raises:
-            UnsupportedError: there is no table for this architecture; nothing has been done.
-            CheckpointError: the export, or the one before, has failed.
+            UnsupportedError: there is no table for this architecture. Nothing has been done.
+            CheckpointError: this export, or the one before, failed.
         """
-        be_heard()
+        enable_loggers()
         self._end_export()
         place = _Place(Path(os.path.abspath(path)), Path(os.path.abspath(path)).parent, SINGLE_ROLE, 0)
         config = dataclasses.replace(
@@ -150,18 +151,18 @@ class Checkpointer:
             self._end_export()
 
     def wait_async_saves(self) -> None:
-        """Returns once no save and no export is under way. Every rank calls it.
+        """Waits until no save and no export is under way. Every rank calls it.
 
-        Raises CheckpointError: one has failed, and nobody was told yet.
+        Raises CheckpointError: one of them failed, and no earlier call raised that.
         """
         self._end_export()
         if self._manager is not None:
             self._manager.wait()
 
     def close(self) -> None:
-        """Ends what is under way, and frees the host memory that saves use. May be called again.
+        """Ends what is under way and frees the host memory that saves use. It may be called again.
 
-        Raises CheckpointError: as `wait_async_saves`.
+        Raises CheckpointError: see `wait_async_saves`.
         """
         try:
             self._end_export()

@@ -1,4 +1,4 @@
-"""AReaL's Evaluator (1.0.4), whose timer has the same faults as the Saver's."""
+"""Replaces AReaL's Evaluator (1.0.4), whose timer has the same defects as the Saver's (docs/features.md)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from areal.utils import evaluator as areal
 
-from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.integrations.areal.frequency import agree_with, ends_epoch, frequency_of
+from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -17,27 +17,30 @@ if TYPE_CHECKING:
 
 
 class Evaluator(areal.Evaluator):
-    """Same configuration and calls. Every rank makes one, which waits for the others."""
+    """Evaluates when it is due, with AReaL's configuration and calls. Every rank makes one and waits for the others."""
 
     def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
         self.config = config
         self.ft_sepc = ft_spec  # sic
         self._schedule = Schedule(frequency_of(config))
         self._agree = agree_with(rendezvous("areal/evaluator", timeout_s))
-        # With `eval_before_train` the first call evaluates, after a restart no more.
+        # With `eval_before_train` the first call evaluates, but not after a restart.
         self._is_first = config.eval_before_train
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted, as JSON values."""
+        """Returns the counters of the schedule as JSON values."""
         return self._schedule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on counting from there, at the frequency that the config has now. Raises ValueError."""
+        """Continues with these counters, at the frequency that the config has now.
+
+        Raises ValueError if the counters are invalid.
+        """
         self._schedule.load_state_dict(state_dict)
         self._is_first = False
 
     def evaluate(self, evaluate_fn: Callable[[], Any], epoch: int, step: int, global_step: int) -> None:
-        """Evaluates if that is due."""
+        """Calls `evaluate_fn` if an evaluation is due."""
         is_due = self._schedule.due(ends_epoch(self.ft_sepc, step), 1, self._agree)
         if is_due or self._is_first:
             self._is_first = False

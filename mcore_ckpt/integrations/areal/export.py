@@ -1,4 +1,4 @@
-"""A HuggingFace folder of exactly the name that AReaL's documents give it, there when it is complete and not before."""
+"""Exports a HuggingFace folder under exactly the name in AReaL's documents; it appears when it is complete."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.checkpoint import HUGGINGFACE_DIR
+from mcore_ckpt.io import sync_dir
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import remove_leftovers_beside
 
 logger = logging.getLogger(__name__)
 
-# Of an export: saved and not moved yet, still being saved, and an older one that makes room.
+# Hidden folders of an export: saved but not moved yet, still being saved, and an older one that was moved aside.
 _HIDDEN = re.compile(
     r"\.{1,2}(?P<name>epoch\d+epochstep\d+globalstep\d+)\.(?P<what>export|replaced|export\.staging-.*)"
 )
@@ -26,13 +26,13 @@ _looked_at: set[Path] = set()
 
 
 class HfExport:
-    """One export, begun when this is made. Every rank makes one, and ends it.
+    """One export, which begins when this object is made. Every rank makes one and calls `end`.
 
-    It is saved beside its place, as any checkpoint that holds `hf_model` alone, and rank 0 then moves the weights'
-    folder there.
+    The model is saved beside its place, as a checkpoint that holds only `hf_model`. Then rank 0 moves the folder with
+    the weights into place.
 
     Args:
-        manager: whose `save_contents` is `hf_model` alone; `end` closes it.
+        manager: a manager whose `save_contents` is only `hf_model`. `end` closes it.
         path: the folder to write.
 
     Raises CheckpointError: nothing has been written.
@@ -53,36 +53,36 @@ class HfExport:
             manager.close()
             raise
         if is_first:
-            # No daemon: what was asked for is there when the process has ended.
+            # Not a daemon thread, so that the process does not exit before the export is in place.
             self._mover = threading.Thread(target=self._move_when_saved, name="mcore_ckpt export")
             self._mover.start()
 
     def end(self) -> None:
-        """Returns when the folder is there. Raises CheckpointError: it will not come; the same on all ranks."""
+        """Returns when the folder is in place. Raises CheckpointError on all ranks if the export failed."""
         try:
             if self._mover is not None:
                 self._mover.join()
             self._handle.wait()
-            self._manager.agree(f"putting {self._path} in place", {"path": str(self._path)}, self._tell)
+            self._manager.agree(f"putting {self._path} in place", {"path": str(self._path)}, self._move_result)
         finally:
             self._manager.close()
 
     def _move_when_saved(self) -> None:
         try:
             self._handle.wait()
-            _put(self._saved_as / file_names.HUGGINGFACE_DIR, self._path)
+            _put(self._saved_as / HUGGINGFACE_DIR, self._path)
             shutil.rmtree(self._saved_as, ignore_errors=True)
-        except Exception as error:  # told by `end`
+        except Exception as error:  # `end` raises it on all ranks
             self._not_moved = error
 
-    def _tell(self) -> dict[str, str]:
+    def _move_result(self) -> dict[str, str]:
         if self._not_moved is not None:
             raise self._not_moved
         return {}
 
 
 def _finish_earlier(root: Path) -> None:
-    """Once in a process, before it exports below a folder: what exports of processes that died have left there."""
+    """Finishes or removes what dead processes left of exports below a folder. Does so once in a process."""
     if root in _looked_at:
         return
     _looked_at.add(root)
@@ -92,25 +92,25 @@ def _finish_earlier(root: Path) -> None:
             continue
         try:
             _finish(entry, hidden["what"], root / hidden["name"])
-        except OSError as error:  # the others are on their way to the export
+        except OSError as error:  # an error here would leave the other ranks waiting in the export
             logger.warning("%s is left as it is: %s", entry, error)
 
 
 def _finish(entry: Path, what: str, path: Path) -> None:
     if what.startswith("export.staging"):
-        commit.sweep_beside(path.with_name(f".{path.name}.export"))
+        remove_leftovers_beside(path.with_name(f".{path.name}.export"))
         return
     if what == "replaced" and not path.exists():
         os.rename(entry, path)
         return
-    if what == "export" and (entry / file_names.HUGGINGFACE_DIR).is_dir():
+    if what == "export" and (entry / HUGGINGFACE_DIR).is_dir():
         logger.warning("%s: the export was interrupted when it was complete, and is put in place now", path)
-        _put(entry / file_names.HUGGINGFACE_DIR, path)
+        _put(entry / HUGGINGFACE_DIR, path)
     shutil.rmtree(entry, ignore_errors=True)
 
 
 def _put(folder: Path, path: Path) -> None:
-    """Moves a folder to its place. Of an older one no file may stay: weights of both would be taken for one model's."""
+    """Moves a folder into place. All files of an older one go, or weights of two models would lie in one folder."""
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

@@ -1,4 +1,4 @@
-"""AReaL's RecoverHandler (1.0.4): what a training comes back from after a failure, and the way back."""
+"""Replaces AReaL's RecoverHandler (1.0.4), which saves and loads the state that a training recovers from."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from areal.utils import recover as areal
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.areal import recover_info, stock_files
 from mcore_ckpt.integrations.areal.engine import is_checkpointed
-from mcore_ckpt.integrations.areal.hearing import be_heard
+from mcore_ckpt.integrations.areal.frequency import agree_with, ends_epoch, frequency_of
+from mcore_ckpt.integrations.areal.loggers import enable_loggers
 from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, Progress
-from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.integrations.areal.units import RecoverUnits, Unit, lost
-from mcore_ckpt.ranks.rounds import agree, decide
+from mcore_ckpt.integrations.areal.recovery_steps import RecoveryStep, RecoverySteps, engines_of, nothing_loaded
+from mcore_ckpt.ranks import agree
 from mcore_ckpt.recover import retried
 from mcore_ckpt.schedule import Schedule
-from mcore_ckpt.steps.listing import complete_steps
-from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.steps import complete_steps, reading
 
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec
@@ -36,15 +35,16 @@ _OFF = ("off", "disabled")
 
 
 class RecoverHandler(areal.RecoverHandler):
-    """Same configuration and calls. A unit is the weights of all engines and recover_info: it is whole, or not there.
+    """Saves the weights of all engines and recover_info as one step: all of it counts, or none.
+
+    Has the configuration and calls of AReaL's.
 
     Args:
-        config: AReaL's; its frequencies are those of now, whatever a unit was saved with.
+        config: AReaL's. Its present frequencies apply, whatever a step was saved with.
         ft_spec: AReaL's.
-        keep: how many units stay on disk. With more than one, a damaged one is passed over for the one before.
-        others: engines that are loaded, though `load` is not given them: PPOTrainer saves its critic and loads only its
-            actor.
-        timeout_s: of every wait for another rank, in seconds.
+        keep: how many complete steps stay on disk. With more than one, `load` skips a damaged step for an older one.
+        others: engines to load that `load` is not given: PPOTrainer saves its critic, but loads only its actor.
+        timeout_s: how long any wait for another rank may take, in seconds.
 
     Raises ValueError: a frequency is not above 0.
     """
@@ -65,7 +65,7 @@ class RecoverHandler(areal.RecoverHandler):
         self._root = Path(
             os.path.abspath(self.recover_info_path(config.experiment_name, config.trial_name, config.fileroot))
         )
-        self._units = RecoverUnits(self._root, keep, timeout_s)
+        self._steps = RecoverySteps(self._root, keep, timeout_s)
 
     def dump(
         self,
@@ -79,23 +79,23 @@ class RecoverHandler(areal.RecoverHandler):
         processor: Any = None,
         base_model_path: str | None = None,
     ) -> None:
-        """Saves a unit if that is due. Where the engines save beside the training it counts when the last one has.
+        """Saves a step if that is due. It counts when the last engine has committed, perhaps beside the training.
 
         Raises:
-            UnsupportedError: an engine is none of ours; nothing has been saved.
-            CheckpointError: what an engine raises, or see `RecoverUnits.open`; the unit before stays.
+            UnsupportedError: an engine is not ours. Nothing has been saved.
+            CheckpointError: an engine failed, or see `RecoverySteps.open`. The step before stays.
         """
-        be_heard()
+        enable_loggers()
         if self.config.mode in _OFF:
             return
         self._ensure_recover_supported(engine)
         ended = ends_epoch(self.ft_spec, step_info.epoch_step)
-        if not self._schedule.due(ended, 1, agree_with(self._units.seat)):
+        if not self._schedule.due(ended, 1, agree_with(self._steps.agreement)):
             return
         engines = self._normalize_recover_engines(engine)
         _refuse_others(engines)
-        self._units.tidy()
-        if step_info.global_step == self._units.current:
+        self._steps.delete_old()
+        if step_info.global_step == self._steps.current:
             logger.info("step %d has been saved already", step_info.global_step)
             return
 
@@ -109,11 +109,11 @@ class RecoverHandler(areal.RecoverHandler):
                 dataloader=dataloader.state_dict(),
             )
 
-        unit = self._units.open(step_info.global_step, read_progress, list(engines))
+        step = self._steps.open(step_info.global_step, read_progress, list(engines))
         for name, each in engines.items():
             each.save(
                 SaveLoadMeta(
-                    path=str(unit.part(name)),
+                    path=str(step.role_dir(name)),
                     weight_format="dcp",
                     with_optim=not self.config.no_save_optim,
                     tokenizer=tokenizer,
@@ -121,9 +121,9 @@ class RecoverHandler(areal.RecoverHandler):
                     base_model_path=base_model_path,
                 )
             )
-        self._units.follow(step_info.global_step)
+        self._steps.current = step_info.global_step
         self.last_step_info = step_info
-        self._units.tidy()
+        self._steps.delete_old()
 
     def load(
         self,
@@ -136,16 +136,18 @@ class RecoverHandler(areal.RecoverHandler):
         weight_update_meta: Any = None,
         inference_engine_update_from: str = "default",
     ) -> Any:
-        """Loads the newest unit, and returns AReaL's RecoverInfo of it; None: start from the beginning.
+        """Loads the newest complete step.
 
-        That is only if recovery is off, or if there never was a unit here: see `RecoverUnits.find`.
+        Returns:
+            AReaL's RecoverInfo of the step. None means to start from the beginning: recovery is off, or no step was
+            ever completed here (`RecoverySteps.find`).
 
         Raises:
-            CheckpointNotFoundError: there were units, and none is whole; lists what is there. Nothing has changed.
-            CheckpointCorruptError: none can be loaded; says why of each.
-            CheckpointMismatchError: it is sound, and of another model.
+            CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing has changed.
+            CheckpointCorruptError: no step can be loaded. The message gives the reason for each.
+            CheckpointMismatchError: the step is intact, but of another model.
         """
-        be_heard()
+        enable_loggers()
         if self.config.mode in _OFF:
             self._warn_of_what_is_there()
             return None
@@ -175,69 +177,70 @@ class RecoverHandler(areal.RecoverHandler):
 
     def _load_newest(self, engines: Mapping[str, Any]) -> Progress | None:
         retries = self.config.retries
-        units = retried(lambda: self._units.find(list(engines)), retries)
-        if not units and self._has_stock_files():
+        steps = retried(lambda: self._steps.find(list(engines)), retries)
+        if not steps and self._has_stock_files():
             return self._load_stock(engines)
         reasons: list[str] = []
-        for unit in units:
-            # Between two engines another process's retention could take it.
-            with reading(unit.part(name) for name in (*engines, INFO_ROLE)):
+        for step in steps:
+            # Otherwise another process's retention could delete the step between two engines.
+            with reading(step.role_dir(name) for name in (*engines, INFO_ROLE)):
                 try:
-                    progress = self._read(partial(recover_info.read, unit.part(INFO_ROLE)))
+                    progress = self._read(partial(recover_info.read, step.role_dir(INFO_ROLE)))
                     for name, each in engines.items():
-                        retried(partial(self._load_engine, each, unit, name), retries)
+                        retried(partial(self._load_engine, each, step, name), retries)
                 except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-                    logger.warning("step %d cannot be recovered from: %s", unit.step, error)
+                    logger.warning("step %d cannot be recovered from: %s", step.step, error)
                     reasons.append(str(error))
                     continue
-                self._follow(unit, engines)
+                self._continue_from(step, engines)
             return progress
-        if units:
-            raise lost(units, reasons)
+        if steps:
+            raise nothing_loaded(steps, reasons)
         return None
 
-    def _follow(self, unit: Unit, engines: Mapping[str, Any]) -> None:
-        self._units.follow(unit.step)
-        logger.info("going on after step %d, from %s", unit.step, unit.path)
-        left = [name for name in self._units.roles_of(unit) if name not in engines] if self._units.is_first else []
+    def _continue_from(self, step: RecoveryStep, engines: Mapping[str, Any]) -> None:
+        self._steps.current = step.step
+        logger.info("continuing after step %d, from %s", step.step, step.path)
+        if not self._steps.agreement.is_coordinator:
+            return
+        left = [name for name in engines_of(step) if name not in engines]
         if left:
-            logger.warning("%s has %s, too, which nobody loads: it starts anew", unit.path, ", ".join(left))
+            logger.warning("%s also has %s, which this training does not load", step.path, ", ".join(left))
 
-    def _load_engine(self, engine: Any, unit: Unit, name: str) -> None:
+    def _load_engine(self, engine: Any, step: RecoveryStep, name: str) -> None:
         try:
-            engine.load(self._to_load(unit.part(name)))
+            engine.load(self._to_load(step.role_dir(name)))
         except (CheckpointError, OSError):
             raise
-        except Exception as error:  # of an engine in another process there is the text alone
+        except Exception as error:  # an error of an engine in another process arrives as text
             raise CheckpointError(
-                f"{unit.part(name)}: the engine could not load it: {error}. To go on from an older unit, if "
-                f"{unit.path.parent} has one, move {unit.path.name} away"
+                f"{step.role_dir(name)}: the engine could not load it: {error}. To continue from an older "
+                f"step, if {step.path.parent} has one, move {step.path.name} away"
             ) from error
 
     def _to_load(self, path: Path) -> SaveLoadMeta:
         return SaveLoadMeta(path=str(path), weight_format="dcp", with_optim=not self.config.no_load_optim)
 
     def _read(self, read: Callable[[int], Progress]) -> Progress:
-        """Every rank's own, or on all ranks the error of one."""
-        seat = self._units.seat
+        """Returns what `read` returns for this rank. An error on one rank is raised on all of them."""
+        agreement = self._steps.agreement
         found: list[Progress] = []
 
         def work() -> dict[str, Any]:
-            found.append(read(seat.rank))
+            found.append(read(agreement.rank))
             return {}
 
-        retried(lambda: decide(seat, "reading recover_info", work, lambda _: {}), self.config.retries)
+        retried(lambda: agree(agreement, "reading recover_info", work, dict), self.config.retries)
         return found[-1]
 
     def _has_stock_files(self) -> bool:
-        seat = self._units.seat
         topic = "looking for what AReaL has saved"
-        return bool(agree(seat, topic, {}, lambda: {"found": stock_files.found(self._root)})["found"])
+        return bool(agree(self._steps.agreement, topic, {}, lambda: {"found": stock_files.found(self._root)})["found"])
 
     def _load_stock(self, engines: Mapping[str, Any]) -> Progress:
-        """A run that AReaL has saved, which goes on here."""
+        """Loads a run that AReaL itself saved, to continue it here."""
         progress = self._read(partial(stock_files.read_stock, self._root))
-        logger.warning("%s: going on from what AReaL itself has saved", self._root)
+        logger.warning("%s: continuing from what AReaL itself saved", self._root)
         for name, each in engines.items():
             path = areal.Saver.get_recover_checkpoint_path(
                 self.config.experiment_name, self.config.trial_name, self.config.fileroot, name=name
@@ -246,7 +249,7 @@ class RecoverHandler(areal.RecoverHandler):
         return progress
 
     def _update(self, inference_engine: Any, weight_update_meta: Any, engine: Any) -> None:
-        """The weights that rollouts are made with are those of the step that was loaded."""
+        """Sends the weights that were loaded to the inference engine, so that rollouts use them."""
         version = self.last_step_info.global_step + 1
         meta = weight_update_meta.with_version(version)
         engine.connect_engine(inference_engine, meta)

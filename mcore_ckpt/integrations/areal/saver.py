@@ -1,4 +1,4 @@
-"""AReaL's Saver (1.0.4): models in HuggingFace's format, for evaluation and publishing, every so often."""
+"""Replaces AReaL's Saver (1.0.4), which exports HuggingFace models for evaluation and publishing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from areal.api import SaveLoadMeta
 from areal.utils import saver as areal
 
 from mcore_ckpt.integrations.areal.engine import HF_ASYNC, CheckpointedEngine, is_checkpointed
-from mcore_ckpt.integrations.areal.hearing import be_heard
-from mcore_ckpt.integrations.areal.timing import agree_with, ends_epoch, frequency_of
-from mcore_ckpt.ranks.rendezvous import rendezvous
+from mcore_ckpt.integrations.areal.frequency import agree_with, ends_epoch, frequency_of
+from mcore_ckpt.integrations.areal.loggers import enable_loggers
+from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.schedule import RoleSchedules
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 def export_name(epoch: int, step: int, global_step: int) -> str:
-    """The folder of one export: what `Saver.get_model_save_path` would make at once, empty."""
+    """Returns the folder name of one export. AReaL's `Saver.get_model_save_path` would make it at once, empty."""
     return f"epoch{epoch}epochstep{step}globalstep{global_step}"
 
 
 class Saver(areal.Saver):
-    """Same configuration, paths and calls. Every rank makes one, which waits for the others.
+    """Exports a model when it is due. Has the configuration, paths and calls of AReaL's.
 
-    Each role has a schedule of its own, and a folder appears when it is whole.
+    Every rank makes one and waits for the others. Each role has its own schedule. A folder appears when it is complete.
 
-    `mode`: "sync"; "async", which lets training go on once the weights are copied, with engines of ours, and as AReaL's
-    falls back to "sync" with others; "auto" does so without a word.
+    `mode` "sync" returns when the folder is there. "async" lets training go on once the weights are copied; with
+    engines that are not ours it warns and exports synchronously, as AReaL's does. "auto" does the same without warning.
     """
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
@@ -46,16 +46,19 @@ class Saver(areal.Saver):
         self._engines: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been counted for each role, as JSON values."""
+        """Returns the counters of each role's schedule as JSON values."""
         return self._schedules.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on counting from there, at the frequency that the config has now. Raises ValueError."""
+        """Continues with these counters, at the frequency that the config has now.
+
+        Raises ValueError if the counters are invalid.
+        """
         self._schedules.load_state_dict(state_dict)
 
     @property
     def is_async(self) -> bool:
-        """Whether an export may be under way: trainers then do not wait for the other ranks after `save`."""
+        """True if an export may be under way. Trainers then do not wait for the other ranks after `save`."""
         return bool(self._exporting)
 
     def save(
@@ -69,11 +72,11 @@ class Saver(areal.Saver):
         processor: Any = None,
         base_model_path: str | None = None,
     ) -> None:
-        """Exports the engine's model if that is due.
+        """Exports the engine's model if an export is due.
 
-        Raises CheckpointError: the export has failed, or an earlier one that went on beside the training.
+        Raises CheckpointError: this export failed, or an earlier one that ran beside the training.
         """
-        be_heard()
+        enable_loggers()
         if is_checkpointed(engine):
             self._engines[name] = engine
         if not self._schedules.due(name, ends_epoch(self.ft_spec, step), 1, self._agree):
@@ -94,12 +97,14 @@ class Saver(areal.Saver):
             self._exporting[name] = engine
 
     def maybe_wait_for_staging(self) -> None:
-        """Nothing to wait for: the weights have been copied when `save` returns."""
+        """Does nothing: the weights have been copied when `save` returns."""
 
     def finalize(self) -> None:
-        """Ends exports, and saves of the RecoverHandler: AReaL's controllers only log what fails at their end.
+        """Waits for exports and for saves of the RecoverHandler. AReaL's controllers only log what fails at their end.
 
-        Raises CheckpointError: one has failed; of engines in other processes what AReaL raises for them.
+        Raises:
+            CheckpointError: an export or a save failed.
+            Exception: what AReaL raises for a failure of an engine in another process.
         """
         engines, self._engines, self._exporting = self._engines, {}, {}
         for engine in engines.values():

@@ -1,4 +1,4 @@
-"""What AReaL itself (1.0.4) has left of a run: a run is moved here from there, and its files stay for the way back."""
+"""Reads the recovery files that AReaL itself (1.0.4) wrote, to move a run here. The files stay for the way back."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint.unpickling import PickleError, Unpickler
+from mcore_ckpt.checkpoint import PickleError, Unpickler
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.integrations.areal.recover_info import JSON_FILES, Progress, check_step, parse_json
-from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import make_folder, read_small, sync_dir
+from mcore_ckpt.integrations.areal.recover_info import JSON_BYTES, JSON_FILES, Progress, check_step
+from mcore_ckpt.io import make_folder, parse_json, read_small, sync_dir
 
 DATALOADER_FILE = "dataloader_info.pkl"
-# Below the recover_info folder: where its own files go, once a unit of ours is complete.
+# The folder in recover_info that AReaL's own files move to once a step of ours is complete.
 _MOVED_TO = "of_areal"
 
 
 def found(folder: Path) -> list[str]:
-    """Which of AReaL's own files a recover_info folder has. STEP_FILE may be ours."""
+    """Returns which of AReaL's own files a recover_info folder has. STEP_FILE may be ours."""
     return [name for name in (*JSON_FILES.values(), DATALOADER_FILE) if os.path.lexists(folder / name)]
 
 
 def read_stock(folder: Path, rank: int) -> Progress:
-    """AReaL's recover_info.
+    """Reads the recover_info that AReaL wrote, without running anything in its pickle.
 
     Args:
-        folder: that it is in.
-        rank: whose data loader, where each rank had its own.
+        folder: AReaL's recover_info folder.
+        rank: the rank whose data loader state is wanted, if each rank had its own.
 
-    Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values. Nothing is run.
+    Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
     """
     values = {field: parse_json(_read(folder / name), folder / name) for field, name in JSON_FILES.items()}
     check_step(values["step"], folder / JSON_FILES["step"])
@@ -39,13 +38,13 @@ def read_stock(folder: Path, rank: int) -> Progress:
         dataloader = dataloader[rank % len(dataloader)]
     for timer in ("checkpoint", "evaluator"):
         values[timer] = _schedule(values[timer])
-    # One counter for all roles: it is nobody's.
+    # AReaL has one counter for all roles, so it fits no role's schedule.
     values["saver"] = {}
     return Progress(**values, dataloader=dataloader)
 
 
 def move_aside(folder: Path) -> None:
-    """AReaL would pair what is new in this folder with its old pickle. Raises OSError."""
+    """Moves AReaL's own files aside, or AReaL would pair a new step_info.json with its old pickle. Raises OSError."""
     target = folder / _MOVED_TO
     make_folder(target)
     for name in found(folder):
@@ -55,12 +54,12 @@ def move_aside(folder: Path) -> None:
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`EpochStepTimeFreqCtl.state_dict` as that of a Schedule. How long it was until this save, it does not say."""
+    """Translates `EpochStepTimeFreqCtl.state_dict` for a Schedule. It does not say how many seconds have passed."""
     return {"epochs": _counted(state.get("epoch")), "steps": _counted(state.get("step")), "secs": 0.0}
 
 
 def _counted(control: Any) -> int:
-    """Since it last fired, of a `FrequencyControl.state_dict`."""
+    """Returns what a `FrequencyControl.state_dict` has counted since the control last fired."""
     counts = [control.get(name) for name in ("steps", "last_steps")] if isinstance(control, dict) else [None]
     known = [count for count in counts if isinstance(count, int)]
     return max(0, known[0] - known[1]) if len(known) == 2 else 0
@@ -68,7 +67,7 @@ def _counted(control: Any) -> int:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_small(path, limits.HF_JSON_BYTES)
+        return read_small(path, JSON_BYTES)
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
 

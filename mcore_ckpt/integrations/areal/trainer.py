@@ -1,11 +1,12 @@
-"""AReaL's trainers (1.0.4) with our engines, Evaluator, Saver and RecoverHandler.
+"""Gives AReaL's trainers (1.0.4) our engines, Evaluator, Saver and RecoverHandler.
 
     from areal import PPOTrainer
 
     class Trainer(CheckpointedTrainer, PPOTrainer):
         pass
 
-A trainer makes all of these in `__init__`, and comes back from a failure there: each is replaced when it is made.
+A trainer makes these objects in `__init__` and recovers from a failure there. So each one is replaced at the moment
+when the trainer assigns it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Replaced(Generic[T]):
-    """An attribute that, when AReaL assigns its own object, holds what is made in its place."""
+    """An attribute that holds our object as soon as AReaL assigns its own."""
 
     def __init__(self, make: Callable[[Any, Any], T]) -> None:
         self._make = make
@@ -45,7 +46,7 @@ class _Replaced(Generic[T]):
 
 
 def _handler(trainer: Any, stock: Any) -> Any:
-    """Ours, where all that is trained is ours: what another engine saves has no manifest, so no step would count."""
+    """Returns our handler if all trained engines are ours. Other engines write no manifest, so no step would count."""
     engines = {name: getattr(trainer, name, None) for name in ("actor", "critic")}
     engines = {name: engine for name, engine in engines.items() if engine is not None}
     others = [name for name, engine in engines.items() if not ours.is_checkpointed(engine)]
@@ -57,23 +58,26 @@ def _handler(trainer: Any, stock: Any) -> Any:
             "needs them alike; give both a megatron backend, or use AReaL's own trainer"
         )
     critic = {"critic": engines["critic"]} if "critic" in engines else {}
-    return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.units_to_keep, others=critic)
+    return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.steps_to_keep, others=critic)
 
 
 class CheckpointedTrainer:
-    """Before one of AReaL's trainers in the list of bases.
+    """Replaces the objects of one of AReaL's trainers. It comes first in the list of bases.
 
-    Engines of other backends than megatron are AReaL's own, and so is the recovery of a trainer that has no other.
+    Engines of other backends than megatron stay AReaL's own. A trainer with only such engines keeps AReaL's recovery.
+
+    Attributes:
+        steps_to_keep: how many complete steps stay on disk to recover from. A subclass may set it.
     """
 
-    units_to_keep = 1
+    steps_to_keep = 1
 
     evaluator = _Replaced(lambda trainer, stock: Evaluator(stock.config, stock.ft_sepc))
     saver = _Replaced(lambda trainer, stock: Saver(stock.config, stock.ft_spec))
     recover_handler = _Replaced(_handler)
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        """PPOTrainer's actor, reference and teacher."""
+        """Makes PPOTrainer's actor, reference and teacher."""
         if alloc.backend != "megatron":
             return super()._create_train_engine(actor_config, alloc)  # type: ignore[misc]
         return self._started(ours.MegatronPPOActor, actor_config, alloc)
@@ -84,11 +88,11 @@ class CheckpointedTrainer:
         return self._started(ours.MegatronPPOCritic, critic_config, alloc)
 
     def _create_actor(self, actor_config: Any) -> Any:
-        """The one engine of the trainers of SFT, reward models and DPO."""
+        """Makes the only engine of the trainers of SFT, reward models and DPO."""
         alloc = self.actor_alloc  # type: ignore[attr-defined]
         if alloc.backend != "megatron":
             return super()._create_actor(actor_config)  # type: ignore[misc]
-        # MegatronLMEngine, ..., by the name of the one that the trainer would take.
+        # Our class has the name of the engine class that the trainer would take.
         return self._started(getattr(ours, _engine_name(type(self))), actor_config, alloc)
 
     def _started(self, engine_class: Any, config: Any, alloc: Any) -> Any:

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt import LoadResult
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.ranks.topology import read_topology
-from mcore_ckpt.state.rng import read_rng, write_rng
+from mcore_ckpt.ranks import read_topology
+from mcore_ckpt.state import read_rng, write_rng
 
 try:
     from megatron.core import num_microbatches_calculator as microbatches

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.formats.kinds import torch_dist_folders
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.checkpoint import megatron_dir
+from mcore_ckpt.formats import TorchDistFiles, torch_dist_folders
 from mcore_ckpt.recover import resumable_steps
-from mcore_ckpt.steps.listing import complete_steps
-from mcore_ckpt.steps.tracker import read_tracker
+from mcore_ckpt.steps import complete_steps, read_tracker
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
@@ -35,7 +33,7 @@ def find(root: Path, role: str, step: int | None) -> dict[str, Any] | None:
     # Of Megatron-LM's folders only the one that the tracker names is known to be whole, unless one is asked for.
     tracked = step or read_tracker(root)
     if tracked is not None and tracked not in ours and (step or not ours or ours[-1] < tracked):
-        theirs = file_names.megatron_dir(root, tracked)
+        theirs = megatron_dir(root, tracked)
         if theirs.is_dir():
             return {"theirs": str(theirs), **_told_by(theirs)}
     found = resumable_steps(root, (role,), step or None)

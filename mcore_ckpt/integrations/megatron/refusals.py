@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.ranks.topology import read_topology
+from mcore_ckpt.ranks import read_topology
 
 
 def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_prefix: str) -> None:

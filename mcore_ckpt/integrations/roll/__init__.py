@@ -1,5 +1,4 @@
-"""ROLL: `checkpoint_config.type: mcore_ckpt`, and a `worker_cls` (and, best, a pipeline) from here. See
-docs/integrations.md.
+"""Checkpoints for ROLL: set `checkpoint_config.type`, and take `worker_cls` and, best, the pipeline from here.
 
     checkpoint_config:
       type: mcore_ckpt
@@ -7,7 +6,7 @@ docs/integrations.md.
     actor_train:
       worker_cls: mcore_ckpt.integrations.roll.RLVRActorWorker
 
-Importing this module, in the driver and in each worker, makes the type known.
+Importing this module, in the driver and in each worker, registers the type. See docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ __all__ = [
 
 uploader_registry[TYPE] = CheckpointUploader
 
-# ROLL's classes under a name here, each with what goes before it. Imported when they are asked for: each pulls in a
-# part of ROLL that others have no use for.
+# ROLL's classes by their name here, each with our base that comes before it. A class is made when it is first used,
+# because it imports a part of ROLL that others do not need.
+#
+# All of them exist in ROLL (commit 8eb27cc of 2026-08, tests/integrations/facts/roll.json). Tests run only
+# RLVRActorWorker, CriticWorker, SFTWorker and RLVRPipeline, over a stand-in for ROLL.
 _CLASSES = {
     "ActorWorker": (CheckpointWorker, "roll.pipeline.base_worker", "ActorWorker"),
     "CriticWorker": (CheckpointWorker, "roll.pipeline.base_worker", "CriticWorker"),
@@ -63,5 +65,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     first, module, base = _CLASSES[name]
     made = type(name, (first, getattr(import_module(module), base)), {"__module__": __name__, "__qualname__": name})
-    globals()[name] = made  # ray finds a class that it sends to another process by this name
+    globals()[name] = made  # ray sends a class to another process by module and name
     return made

@@ -1,4 +1,4 @@
-"""The driver's side of ROLL: the uploader that its `checkpoint_config.type` names, and a pipeline that hears errors."""
+"""Extends ROLL's driver: an uploader for `checkpoint_config.type: mcore_ckpt`, and pipelines that raise its errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.checkpoint import parse_step
+from mcore_ckpt.errors import CheckpointNotFoundError, CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, read_options, step_of
-from mcore_ckpt.integrations.roll.unit import commit_pipeline, newest_valid
-from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.retention import delete_old_steps
+from mcore_ckpt.steps import delete_old_steps, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +24,9 @@ _RNG_FILE = "rng_state_pipeline.pth"  # WorkerState.save_rng_state
 
 
 class CheckpointUploader:
-    """What ROLL makes of a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
+    """The uploader that ROLL makes for a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
 
-    The clusters' parts are written where they belong by `CheckpointStrategy`, so the driver's is all that is uploaded.
+    `CheckpointStrategy` writes the clusters' roles into place. Only the driver's role is uploaded.
 
     Args:
         output_dir: the folder of `checkpoint-{N}`; no timestamp is added to it.
@@ -36,16 +35,16 @@ class CheckpointUploader:
 
     def __init__(self, output_dir: str, *args: Any, **kwargs: Any) -> None:
         if args:
-            raise ValueError(f"arguments {args} have no names: hand over checkpoint_config")
+            raise InvalidArgumentError(f"arguments {args} have no names: pass checkpoint_config as keywords")
         self.options = read_options({"output_dir": output_dir, **kwargs})
         self.roles: tuple[str, ...] | None = None
 
     def upload(self, ckpt_id: str, local_state_path: str, **kwargs: Any) -> None:
-        """Commits the driver's part of a checkpoint.
+        """Commits the driver's role of a checkpoint.
 
         Raises:
-            UnsupportedError: it is not the driver's: a strategy of ROLL's own has saved it.
-            CommitError: it could not be written; the checkpoint is not complete, and the one before stays.
+            UnsupportedError: the files are not the driver's: a strategy of ROLL's own saved them.
+            CommitError: the role could not be written. The checkpoint is not complete, and the one before stays.
         """
         source = Path(local_state_path) / PIPELINE_ROLE
         if not source.is_dir():
@@ -56,20 +55,20 @@ class CheckpointUploader:
         commit_pipeline(self.options.root, ckpt_id, source, self.roles, self.options.config.timeout_s)
 
     def get_latest_ckpt(self) -> str | None:
-        """The newest checkpoint that is whole; None if there never was any.
+        """Returns the newest complete checkpoint; None if there never was one.
 
-        Raises CheckpointNotFoundError if there are checkpoints, but none is whole: nobody starts anew in silence.
+        Raises CheckpointNotFoundError if there are checkpoints, but none is complete: no run starts anew in silence.
         """
         found = newest_valid(self.options.root, self.options.verify_on_resume)
         return None if found is None else str(found)
 
 
 class CheckpointPipeline:
-    """Goes before a pipeline of ROLL's among the bases.
+    """Corrects how one of ROLL's pipelines saves and resumes. It comes first in the list of bases.
 
-    ROLL's `BasePipeline` logs what an uploader raises and goes on, prunes the folders its workers have written locally
-    instead of the checkpoints, and never puts the driver's random number generators back. Here errors end
-    `do_checkpoint`, `max_ckpt_to_keep` counts checkpoints, and `run` begins where the generators were.
+    ROLL's `BasePipeline` only logs an uploader's errors, deletes the local folders of its workers instead of old
+    checkpoints, and never restores the driver's random number generators. Here `do_checkpoint` raises the errors,
+    `max_ckpt_to_keep` counts checkpoints, and `run` restores the generators.
     """
 
     # Of BasePipeline.
@@ -78,8 +77,8 @@ class CheckpointPipeline:
     resume_from_checkpoint: Any
 
     def __init__(self, pipeline_config: Any) -> None:
-        # Once, and before the workers are given the config: each would look for itself, and CriticWorker and
-        # StudentWorker make a path of `true`.
+        # Resolve `true` once, before the workers get the config: otherwise each would look for itself, and CriticWorker
+        # and StudentWorker would take `true` for a path.
         if pipeline_config.resume_from_checkpoint is True:
             uploader = CheckpointUploader(**pipeline_config.checkpoint_config)
             pipeline_config.resume_from_checkpoint = uploader.get_latest_ckpt() or False
@@ -99,9 +98,9 @@ class CheckpointPipeline:
         return super().run()  # type: ignore[misc]
 
     def _cleanup_old_checkpoints(self) -> None:
-        """`do_checkpoint` calls this when it has handed its upload over.
+        """Waits for the upload and deletes old steps. `do_checkpoint` calls it once it has started its upload.
 
-        Raises what the upload has raised; CommitError if it does not end.
+        Raises the error of the upload; CommitError if it does not end in time.
         """
         uploads: _Uploads = self.checkpoint_manager
         step = uploads.finish()
@@ -113,7 +112,7 @@ class CheckpointPipeline:
 
 
 class _Uploads:
-    """In place of ROLL's `CheckpointManager`, whose `upload` prints an error and returns."""
+    """Takes the place of ROLL's `CheckpointManager`, whose `upload` prints an error and returns."""
 
     def __init__(self, uploader: CheckpointUploader) -> None:
         self.uploader = uploader
@@ -130,7 +129,7 @@ class _Uploads:
             self._ended.put((ckpt_id, None))
 
     def finish(self) -> int:
-        """The step of the one upload that is under way, when it has ended; on the driver's thread or another."""
+        """Waits for the upload, which may run on another thread, and returns its step. Raises the upload's error."""
         timeout_s = self.uploader.options.config.timeout_s
         try:
             ckpt_id, error = self._ended.get(timeout=timeout_s)
@@ -142,21 +141,21 @@ class _Uploads:
 
 
 def _refuse_incomplete(path: Path) -> None:
-    """Raises CheckpointNotFoundError, before any worker is started, for a checkpoint of ours that is not whole."""
-    if file_names.parse_step(path.name) is None or not path.is_dir():
+    """Raises CheckpointNotFoundError for a checkpoint of ours that is not complete, before any worker starts."""
+    if parse_step(path.name) is None or not path.is_dir():
         return
     status = step_status(path)
     if (status.committed or status.declared) and not status.is_complete:
         raise CheckpointNotFoundError(
-            f"{status.reason}: resume_from_checkpoint: true takes the newest checkpoint that is whole"
+            f"{status.reason}: resume_from_checkpoint: true takes the newest complete checkpoint"
         )
 
 
 def _write_rng(path: Path) -> None:
-    """What `WorkerState.save_rng_state` has written; a file of another origin runs nothing."""
+    """Restores the generators that `WorkerState.save_rng_state` wrote, without running anything in the file."""
     if not path.exists():
         return
-    from mcore_ckpt.formats.foreign_pickles import load_safely
+    from mcore_ckpt.formats import load_safely
 
     state = load_safely(path, str(path))
     python = state["python"]

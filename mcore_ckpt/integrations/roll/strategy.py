@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `load_checkpoint` of ROLL's `MegatronTrainStrategy`, and how a worker comes by them."""
+"""Replaces `save_checkpoint` and `load_checkpoint` of ROLL's `MegatronTrainStrategy` in ROLL's workers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.errors import CommitError, UnsupportedError
+from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder, uncommit_earlier_save
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
-from mcore_ckpt.integrations.roll.unit import give_up, newest_valid, part_of
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps.listing import step_status
-from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.steps import TrainerLock, step_status
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointStrategy:
-    """Goes before `MegatronTrainStrategy` among the bases; what it needs of that is named as there (2026-08)."""
+    """Saves and loads in the place of `MegatronTrainStrategy` (2026-08), before which it comes in the list of bases."""
 
     # Of MegatronTrainStrategy.
     worker: Any
@@ -39,9 +38,9 @@ class CheckpointStrategy:
     _saved: Path | None = None
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Where the worker does not load what its pipeline goes on from, this does."""
+        """Initializes the strategy. Also loads the checkpoint to resume from, if the worker would not load it."""
         super().initialize(*args, **kwargs)  # type: ignore[misc]
-        self._refuse_adapters()  # and not at the first save, hours from now
+        self._refuse_adapters()  # now, instead of at the first save hours later
         resume = self.worker.pipeline_config.resume_from_checkpoint
         if not resume or not getattr(self.worker, "leaves_loading_to_strategy", False):
             return
@@ -59,27 +58,28 @@ class CheckpointStrategy:
         local_state_path: str | None = None,
         **kwargs: Any,
     ) -> dict[str, float]:
-        """Saves this cluster's part of `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
+        """Saves this cluster's role of `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
 
         Args:
-            save_dir, local_state_path: where ROLL would write first, to be copied by an uploader after: not used.
-            global_step: as in `ckpt_id`.
+            save_dir, local_state_path: not used. ROLL would write there first, and an uploader would copy it.
+            global_step: the N of `ckpt_id`.
             ckpt_id: `checkpoint-{N}`.
             tag: "checkpoint".
-            kwargs: is_last_step: returns when it is committed, whatever `async_upload` says.
+            kwargs: with `is_last_step`, returns when the role is committed, whatever `async_upload` says.
 
         Returns:
-            Seconds, by name: "load" until offloaded states were back, "save" until training may go on.
+            Seconds by name: "load" until offloaded states were back, "save" until training may go on.
 
         Raises:
-            CommitError: it failed; or the last checkpoint never became complete, since the driver's part is missing.
-            LockedError: another trainer saves to this folder; nothing has been done.
+            CommitError: the save failed, or the checkpoint before never became complete because the driver's role is
+                missing.
+            LockedError: another trainer saves to this folder. Nothing has been done.
             CheckpointError: see CheckpointManager.save.
         """
         _check_tag(tag)
         options = self._options()
         if step_of(ckpt_id) != global_step:
-            raise ValueError(f"global_step is {global_step}, but ckpt_id is {ckpt_id!r}")
+            raise InvalidArgumentError(f"global_step is {global_step}, but ckpt_id is {ckpt_id!r}")
         started = time.perf_counter()
         self.load_states()
         loaded = time.perf_counter()
@@ -90,9 +90,10 @@ class CheckpointStrategy:
 
         def answer() -> dict[str, Any]:
             self._check_last(step_path)
-            # Before `save` does: a second trainer that was started by mistake is to give up nothing of the first one's.
+            # Take the lock before anything is taken back: a second trainer, started by mistake, must not touch the
+            # checkpoints of the first one.
             lock.take(options.config.timeout_s / 2)
-            give_up(step_path, role)
+            uncommit_earlier_save(step_path, role)
             return {}
 
         try:
@@ -106,24 +107,24 @@ class CheckpointStrategy:
         return {"load": loaded - started, "save": time.perf_counter() - loaded}
 
     def load_checkpoint(self, load_dir: str, tag: str = "checkpoint", **kwargs: Any) -> None:
-        """Loads this cluster's part of a checkpoint, under any parallel layout. Every rank of the cluster calls it.
+        """Loads this cluster's role of a checkpoint, under any parallel layout. Every rank of the cluster calls it.
 
-        A checkpoint that ROLL's own strategy has written is left to that.
+        A checkpoint that ROLL's own strategy wrote is loaded by that strategy.
 
         Args:
             load_dir: `.../checkpoint-{N}`, or the cluster's folder in it.
             tag: "checkpoint".
-            kwargs: handed on to ROLL's own strategy.
+            kwargs: passed to ROLL's own strategy.
 
         Raises:
-            CheckpointNotFoundError: it is not complete.
+            CheckpointNotFoundError: the checkpoint is not complete.
             CheckpointError: see CheckpointManager.load.
         """
         _check_tag(tag)
         manager = self._manager_of(self._options())
 
         def answer() -> dict[str, Any]:
-            found = part_of(Path(load_dir), self.worker.cluster_name)
+            found = role_folder(Path(load_dir), self.worker.cluster_name)
             return {"path": None if found is None else str(found)}
 
         path = manager.agree(f"looking at {load_dir}", {"load_dir": str(load_dir)}, answer)["path"]
@@ -139,7 +140,7 @@ class CheckpointStrategy:
         return read_options(self.worker_config.checkpoint_config)
 
     def _manager_of(self, options: RollOptions) -> CheckpointManager:
-        """Made when it is needed, since only then the model is there; kept, since its host memory is reused."""
+        """Returns the manager. Made on first use, when the model exists, and kept because its host memory is reused."""
         if self._manager is None:
             self._refuse_adapters()
             args = self.megatron_train_args
@@ -173,7 +174,7 @@ class CheckpointStrategy:
                 )
 
     def _hf_config(self) -> Any:
-        """The published model's, for `huggingface/`: the one that mcore_adapter keeps is megatron's."""
+        """Returns the published model's config, for `huggingface/`. mcore_adapter keeps only megatron's config."""
         path = self.worker_config.model_args.model_name_or_path
         if not path:
             return None
@@ -184,24 +185,24 @@ class CheckpointStrategy:
 
             path = download_model(path)
         try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask at the terminal
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would prompt at the terminal
         except (OSError, ValueError) as error:
-            # Of a model with code of its own, say. Its checkpoints do not need it.
+            # For instance, a model with code of its own. Its checkpoints do not need the config.
             if self.megatron_train_args.save_hf_model:
                 raise
             logger.warning("%s: no HuggingFace config goes beside the checkpoints: %s", path, error)
             return None
 
     def _check_last(self, step_path: Path) -> None:
-        """On rank 0. ROLL only logs what its uploader raises (`CheckpointManager.upload`): here it is noticed."""
+        """Raises CommitError on rank 0 if the last checkpoint lacks the driver's role: ROLL only logs that failure."""
         last = self._saved
         if last is None or last == step_path or not last.exists() or self._options().config.if_failed == "warn":
             return
         status = step_status(last)
         if PIPELINE_ROLE not in status.committed:
             raise CommitError(
-                f"{last} never became a checkpoint: the driver has not committed its part ({PIPELINE_ROLE}); its log "
-                "says why"
+                f"{last} never became a checkpoint: the driver has not committed its role ({PIPELINE_ROLE}). Its "
+                "log has the reason"
             )
 
 
@@ -211,10 +212,13 @@ def _check_tag(tag: str) -> None:
 
 
 class CheckpointWorker:
-    """Goes before a worker of ROLL's among the bases: its strategy saves and loads as above.
+    """Gives one of ROLL's workers a strategy that saves and loads with this package. It comes first among the bases.
 
-    `create_strategy` knows ROLL's own strategies alone (`roll/distributed/strategy/factory.py`), and a worker calls it
-    and loads within one method, `initialize`. So the strategy becomes ours when the worker sets it.
+    A worker makes its strategy and loads with it in one method, `initialize`, and `create_strategy` knows only ROLL's
+    own strategies (`roll/distributed/strategy/factory.py`). So the strategy is replaced when the worker assigns it.
+
+    Attributes:
+        leaves_loading_to_strategy: the worker never calls `load_checkpoint`, so the strategy does when it initializes.
     """
 
     leaves_loading_to_strategy = False
@@ -238,9 +242,9 @@ class CheckpointWorker:
 
 
 def _with_checkpoints(strategy: Any) -> Any:
-    """The same strategy, of a class that saves and loads as above.
+    """Returns a strategy with the same attributes, of a subclass that saves and loads with this package.
 
-    Another object with the same attributes: with ROLL's several bases Python does not let `__class__` be assigned.
+    It is another object, because Python does not let `__class__` be assigned with ROLL's several bases.
     """
     cls = type(strategy)
     made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointStrategy, cls), {"__module__": __name__}))
@@ -249,7 +253,9 @@ def _with_checkpoints(strategy: Any) -> Any:
 
 
 class ResumingWorker(CheckpointWorker):
-    """For workers that never call `load_checkpoint`, though their pipeline goes on from the checkpoint's step: SFT's,
-    which would train the first weights on the last data."""
+    """Also loads the checkpoint for a worker that never calls `load_checkpoint`, as ROLL's SFT worker.
+
+    Its pipeline resumes at the checkpoint's step all the same, and would train the initial weights on the last data.
+    """
 
     leaves_loading_to_strategy = True

@@ -9,16 +9,15 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from mcore_ckpt import load_hf
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.verl import resume
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
 from mcore_ckpt.integrations.verl.stock import huggingface_weights
-from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps import retention
+from mcore_ckpt.steps import complete_steps, delete_step, step_status
 
 logger = logging.getLogger(__name__)
 
@@ -244,16 +243,16 @@ class MegatronCheckpointManager:
         """Deletes the step that was loaded, if there is a newer one by now. Raises OSError."""
         if loaded.step_path is None or loaded.step is None:
             return
-        others = [status for status in steps.complete_steps(saved.root) if status.path != loaded.step_path]
+        others = [status for status in complete_steps(saved.root) if status.path != loaded.step_path]
         # Steps of another run are counted from its own beginning.
         is_of_other_run = saved.root != loaded.root
         if not any(self.role in s.committed and (is_of_other_run or s.step > loaded.step) for s in others):
             return
-        status = steps.step_status(loaded.step_path)
+        status = step_status(loaded.step_path)
         if not loaded.step_path.exists():
             self._delete_later = None  # with the other role's part, or by retention
         elif not status.is_complete:
             logger.warning("%s stays though it was to be deleted: %s", loaded.step_path, status.reason)
             self._delete_later = None
-        elif retention.delete_step(status) is None:
+        elif delete_step(status) is None:
             self._delete_later = None

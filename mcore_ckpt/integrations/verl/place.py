@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import parse_step, step_root
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Place:
     @staticmethod
     def of(local_path: str | os.PathLike[str], role: str) -> Place:
         folder = Path(os.path.abspath(local_path))
-        step_path = folder if file_names.parse_step(folder.name) is not None else folder.parent
-        step = file_names.parse_step(step_path.name)
-        root = None if step is None else file_names.step_root(folder, role, step)
+        step_path = folder if parse_step(folder.name) is not None else folder.parent
+        step = parse_step(step_path.name)
+        root = None if step is None else step_root(folder, role, step)
         return Place(folder, folder.parent, None) if root is None else Place(folder, root, step_path)
 
     @property
     def step(self) -> int | None:
-        return None if self.step_path is None else file_names.parse_step(self.step_path.name)
+        return None if self.step_path is None else parse_step(self.step_path.name)
 
     @property
     def is_flat(self) -> bool:
@@ -56,4 +56,4 @@ def remote_root(hdfs_path: str) -> str:
     # verl copies to a path without a scheme as to a local folder (`hdfs_io.copy`).
     url = folder if "://" in folder else Path(os.path.abspath(folder)).as_uri()
     above, _, name = url.rpartition("/")
-    return above if file_names.parse_step(name) is not None else above.rpartition("/")[0]
+    return above if parse_step(name) is not None else above.rpartition("/")[0]

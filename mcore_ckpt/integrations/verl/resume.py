@@ -12,13 +12,17 @@ import re
 import zipfile
 from pathlib import Path
 
-from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.formats import kinds
+from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, step_dirs
+from mcore_ckpt.formats import kind_of
 from mcore_ckpt.integrations.verl.place import Place
-from mcore_ckpt.io.files import replace_file, sync_dir
-from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps import tracker
-from mcore_ckpt.steps.listing import holds_something
+from mcore_ckpt.steps import (
+    holds_something,
+    list_steps,
+    read_tracker,
+    remove_tracker,
+    step_status,
+    write_tracker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ _DATA_FILE = re.compile(r"data(_\d+)?\.pt")
 
 def is_checkpoint(folder: Path) -> bool:
     """Ours, or of another program that we can read; sound or not."""
-    return (folder / file_names.MANIFEST_FILE).exists() or kinds.kind_of(folder) is not None
+    return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
 def why_not_whole(place: Place) -> str | None:
@@ -37,12 +41,12 @@ def why_not_whole(place: Place) -> str | None:
     A role's part alone can be loaded; but the trainer would fail at the next role, or begin its data anew without an
     error. Only of the step that the tracker names: one that was asked for by its path is taken as it is.
     """
-    if place.step_path is None or tracker.read_tracker(place.root) != place.step:
+    if place.step_path is None or read_tracker(place.root) != place.step:
         return None
     back = step_to_go_back_to(place)
     if back is None:
         return None
-    status = steps.step_status(place.step_path)
+    status = step_status(place.step_path)
     if status.committed and not status.is_complete:
         return status.reason
     other = place.in_step(back)
@@ -57,7 +61,7 @@ def why_not_whole(place: Place) -> str | None:
 
 def step_to_go_back_to(place: Place) -> int | None:
     """The newest other step that is complete, with the state of the data loader if any has one."""
-    found = [step for step in sorted(file_names.step_dirs(place.root), reverse=True) if _is_whole(place, step)]
+    found = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step)]
     with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
     return next(iter(with_data or found), None)
 
@@ -71,13 +75,13 @@ def send_back(place: Place, has_copies: bool) -> str:
 
     Raises OSError.
     """
-    step, tracker_path = step_to_go_back_to(place), place.root / file_names.TRACKER_FILE
+    step, tracker_path = step_to_go_back_to(place), place.root / TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
     if step is None and has_copies:
         return f"{newest}; to resume from a copy in the remote store name its step's folder (trainer.resume_from_path)"
-    if place.step is None or tracker.read_tracker(place.root) != place.step:
+    if place.step is None or read_tracker(place.root) != place.step:
         return newest
-    there = [status.path.name for status in steps.list_steps(place.root) if holds_something(status)]
+    there = [status.path.name for status in list_steps(place.root) if holds_something(status)]
     if step is None and there:
         # Damaged, of another role or another program: whoever starts anew beside it must say so.
         return (
@@ -85,10 +89,9 @@ def send_back(place: Place, has_copies: bool) -> str:
             f"path, or delete or move them and {tracker_path} to begin from the beginning"
         )
     if step is None:
-        tracker_path.unlink()
-        sync_dir(place.root)
+        remove_tracker(place.root)
         return f"{newest}. {tracker_path} named this one and is removed: the next start begins from the beginning"
-    replace_file(tracker_path, str(step).encode())
+    write_tracker(place.root, step)
     return f"{newest}, which {tracker_path} names from now on: start again to go on from there"
 
 
@@ -96,7 +99,7 @@ def _is_whole(place: Place, step: int) -> bool:
     other = place.in_step(step)
     if other is None or other.step_path is None or step == place.step or not is_checkpoint(other.folder):
         return False
-    status = steps.step_status(other.step_path)
+    status = step_status(other.step_path)
     # A checkpoint of another program has no manifest to say what is complete.
     is_complete = status.is_complete if status.declared else True
     return is_complete and not _cut(_data_files(other.step_path))

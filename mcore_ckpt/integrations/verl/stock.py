@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_ckpt.formats import kinds
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.formats import TorchDistFiles, kind_of, torch_dist_folders
 
 # `get_hf_model_checkpoint_path` of verl 0.9, and of 0.5 to 0.7.
 _WEIGHTS = ("model/huggingface", "huggingface")
@@ -19,13 +18,13 @@ def huggingface_weights(folder: Path) -> Path | None:
 
     Raises CheckpointCorruptError: what lists the shards is damaged.
     """
-    if kinds.kind_of(folder) != "torch_dist":
+    if kind_of(folder) != "torch_dist":
         return None
     weights = next((folder / name for name in _WEIGHTS if any((folder / name).glob("*.safetensors"))), None)
     return None if weights is None or _has_model(folder) else weights
 
 
 def _has_model(folder: Path) -> bool:
-    names = TorchDistFiles(folder, kinds.torch_dist_folders(folder)).names
+    names = TorchDistFiles(folder, torch_dist_folders(folder)).names
     # `optimizer.` and, of several chained ones, `chained_0.optimizer.`
     return not all("optimizer" in name.split(".")[:2] for name in names)

@@ -16,7 +16,7 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_dir, write_file
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
 from mcore_ckpt.tools.reshard.attention_heads import check_heads, config_beside
@@ -167,14 +167,14 @@ def _write_all(
     try:
         for part in parts:
             role_dir = file_names.step_dir(root, step) / part.manifest.role
-            commit.sweep(root, part.manifest.role, alone=False)
+            leftovers.remove_leftovers(root, part.manifest.role, alone=False)
             staging = commit.open_staging(role_dir, attempt)
             staged.append((role_dir, staging))
             _copy_part(part, staging)
             commit.write_manifest(staging, replace(part.manifest, roles=roles, attempt=attempt))
         for job in jobs:
             # What a killed run has left; other processes may be saving here.
-            commit.sweep(root, job.reader.manifest.role, alone=False)
+            leftovers.remove_leftovers(root, job.reader.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
             staged.append((job.role_dir, staging))
             manifest = _write_role(job, staging, roles, attempt, wrote)

@@ -19,7 +19,7 @@ from mcore_ckpt import CheckpointConfig
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.integrations.areal import Checkpointer, Evaluator, RecoverHandler, recover, recover_info, units
+from mcore_ckpt.integrations.areal import Checkpointer, Evaluator, RecoverHandler, recover, recover_info, recovery_steps
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 
@@ -37,7 +37,7 @@ def trainer_of(
     **recover: Any,
 ) -> Trainer:
     class Keeping(Trainer):
-        units_to_keep = keep
+        steps_to_keep = keep
 
     engines = {role: Engine(layout, seed + number, async_save) for number, role in enumerate(roles)}
     return Keeping(engines, root, saver or {}, {"mode": "on", "freq_steps": 2, "retries": 0, **recover})
@@ -479,7 +479,7 @@ def test_a_first_save_that_never_ended_is_told(tmp_path: Path) -> None:
         (units_of(base) / name).unlink()
 
     def work() -> tuple[int, list[str]]:
-        told = said_by(units)
+        told = said_by(recovery_steps)
         return trainer_of(base, roles=("default",)).start_step, told
 
     start, told = in_child(work)

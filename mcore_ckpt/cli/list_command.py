@@ -1,4 +1,4 @@
-"""`mcore-ckpt list`: which steps are below a folder, which of them count, and why the others do not."""
+"""`mcore-ckpt list`: shows the steps below a folder, which of them count, and why the others do not."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli import UsageError
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.steps.listing import StepStatus
+    from mcore_ckpt.steps import StepStatus
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Lists the steps below a folder, the oldest first, and what the tracker names. Looks at manifests alone: whether the
-bytes are what was written says `mcore-ckpt verify`."""
+Lists the steps below a folder, the oldest first, and what the tracker names. Reads only the manifests: `mcore-ckpt
+verify` checks the bytes."""
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """One step; `nbytes` and `created` are of its committed roles."""
+class _StepRow:
+    """One line of the list.
+
+    Attributes:
+        status: the step.
+        nbytes: the bytes of all its committed roles.
+        created: when the last of them was saved; empty if there is none.
+    """
 
     status: StepStatus
     nbytes: int
@@ -34,64 +39,62 @@ class _Listed:
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `list`."""
+    """Adds the parser of `list`."""
     parser = subparsers.add_parser("list", help="show which steps there are", description=DESCRIPTION)
-    parser.add_argument("root", type=Path, metavar="ROOT", help="folder of steps")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """List; 0 whatever is found."""
-    from mcore_ckpt.steps.listing import list_steps
-    from mcore_ckpt.steps.tracker import read_tracker
+    """Lists the steps. Returns 0 whatever is found."""
+    from mcore_ckpt.steps import list_steps, read_tracker
 
-    if not args.root.is_dir():
-        raise UsageError(f"{args.root}: there is no such folder")
+    check_is_folder(args.root)
     try:
-        listed = [_look(status) for status in list_steps(args.root)]
+        rows = [_row_of(status) for status in list_steps(args.root)]
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     tracked = read_tracker(args.root)
     if args.json:
-        print(json.dumps({"tracker": tracked, "steps": [_as_json(step) for step in listed]}))
+        print(json.dumps({"tracker": tracked, "steps": [_as_json(row) for row in rows]}))
     else:
-        _show(listed, tracked)
+        _show(rows, tracked)
     return 0
 
 
-def _look(status: StepStatus) -> _Listed:
-    from mcore_ckpt.checkpoint.reading import read_manifest
+def _row_of(status: StepStatus) -> _StepRow:
+    from mcore_ckpt.checkpoint import read_manifest
 
     manifests = []
     for role in sorted(status.committed):
         try:
             manifests.append(read_manifest(status.role_dir(role)))
         except (CheckpointCorruptError, CheckpointNotFoundError):
-            continue  # retention has just deleted it
+            continue  # retention of a trainer has just deleted it
     created = max((manifest.created for manifest in manifests), default="")
-    return _Listed(status, sum(manifest.nbytes for manifest in manifests), created)
+    return _StepRow(status, sum(manifest.nbytes for manifest in manifests), created)
 
 
-def _show(listed: Sequence[_Listed], tracked: int | None) -> None:
+def _show(rows: Sequence[_StepRow], tracked: int | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for step in listed:
-        status = step.status
+    for row in rows:
+        status = row.status
         if status.is_complete:
             marks = "  pinned" if status.pinned else ""
             roles = ", ".join(sorted(status.committed))
-            line = f"{status.path.name}  {step.nbytes / 1e9:10.3f} GB  {step.created}  {roles}{marks}"
+            line = f"{status.path.name}  {row.nbytes / 1e9:10.3f} GB  {row.created}  {roles}{marks}"
             console.print(line, markup=False)
         else:
             console.print(f"{status.path.name}  does not count: {status.reason}", style="red", markup=False)
-    complete = [step.status.step for step in listed if step.status.is_complete]
+    complete = [row.status.step for row in rows if row.status.is_complete]
     newest = f"newest complete step: {complete[-1]}" if complete else "no step is complete"
     console.print(f"{newest}; the tracker names {'none' if tracked is None else tracked}", markup=False)
 
 
-def _as_json(listed: _Listed) -> dict[str, Any]:
-    """What a program may want to know."""
-    status = listed.status
+def _as_json(row: _StepRow) -> dict[str, Any]:
+    """Returns a step as JSON values."""
+    status = row.status
     return {
         "step": status.step,
         "path": str(status.path),
@@ -100,6 +103,6 @@ def _as_json(listed: _Listed) -> dict[str, Any]:
         "roles": sorted(status.committed),
         "declared": sorted(status.declared),
         "pinned": status.pinned,
-        "bytes": listed.nbytes,
-        "created": listed.created or None,
+        "bytes": row.nbytes,
+        "created": row.created or None,
     }

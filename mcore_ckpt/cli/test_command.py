@@ -1,22 +1,21 @@
-"""`mcore-ckpt test`: a merged model, or a checkpoint as it would be merged, against a reference."""
+"""`mcore-ckpt test`: compares a merged model, or a checkpoint as it would be merged, with a reference."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from mcore_ckpt.cli import UsageError, check_patterns
-from mcore_ckpt.cli.model_commands import add_accepted
+from mcore_ckpt.cli.arguments import add_ignored_flags, add_json, check_patterns, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.formats.contract import TensorInfo
+    from mcore_ckpt.formats import TensorInfo
     from mcore_ckpt.tools.compare import ComparedTensor, Comparison, Weights
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -31,14 +30,14 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `test`."""
+    """Adds the parser of `test`."""
     parser = subparsers.add_parser("test", help="compare a merged model with a reference", description=DESCRIPTION)
-    parser.add_argument("merged", type=Path, nargs="?", help="folder of the model to look at")
+    parser.add_argument("merged", type=expanded_path, nargs="?", help="folder of the model to look at")
     parser.add_argument(
         "--reference",
         "--test_hf_dir",
         "--test-hf-dir",
-        type=Path,
+        type=expanded_path,
         metavar="DIR",
         required=True,
         help="folder of the model that it should be: safetensors or pytorch_model.bin, in one file or several",
@@ -52,10 +51,10 @@ def add_to(subparsers: Subparsers) -> None:
         "--ignore", action="append", default=[], metavar="REGEX", help="leave out tensors of this name; may be repeated"
     )
     parser.add_argument("--most", type=int, default=10, metavar="N", help="rows of the table of the worst (10)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+    add_json(parser)
     checkpoint = parser.add_argument_group("instead of a merged model, a checkpoint")
     checkpoint.add_argument(
-        "--local_dir", type=Path, metavar="DIR", help="folder of a role, of a step, or of the steps"
+        "--local_dir", type=expanded_path, metavar="DIR", help="folder of a role, of a step, or of the steps"
     )
     checkpoint.add_argument(
         "--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model"
@@ -63,17 +62,21 @@ def add_to(subparsers: Subparsers) -> None:
     checkpoint.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
     checkpoint.add_argument("--role", metavar="NAME", help="of a step with several roles")
     checkpoint.add_argument(
-        "--hf_model_path", "--hf-model-path", type=Path, metavar="DIR", help="folder with config.json; else its own"
+        "--hf_model_path",
+        "--hf-model-path",
+        type=expanded_path,
+        metavar="DIR",
+        help="folder with config.json; else its own",
     )
     checkpoint.add_argument("--dtype", choices=_DTYPES, help="to convert the weights to; else as saved")
     checkpoint.add_argument("--tie-word-embedding", action="store_true", help="say that embeddings are tied")
     checkpoint.add_argument("--is-value-model", action="store_true", help="say that it is a critic")
-    add_accepted(parser)
+    add_ignored_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; 0 if the two are the same."""
+    """Compares. Returns 0 if the two are the same, else 1."""
     _check(args)
     # torch takes a second to import, which `--help` need not wait for.
     from mcore_ckpt.tools.compare import Tolerance, compare, open_folder
@@ -94,16 +97,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if (args.merged is None) == (args.local_dir is None):
-        raise UsageError("give either the folder of a merged model or, with --local_dir, a checkpoint")
+        raise InvalidArgumentError("give either the folder of a merged model or, with --local_dir, a checkpoint")
     if not (args.atol >= 0 and args.rtol >= 0):
-        raise UsageError(f"--atol {args.atol} --rtol {args.rtol}: tolerances are numbers from 0 on")
+        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: tolerances are numbers from 0 on")
     check_patterns("--ignore", args.ignore)
 
 
 def _ours(args: argparse.Namespace) -> Weights:
     import torch
 
-    from mcore_ckpt.errors import InvalidArgumentError
     from mcore_ckpt.tools.compare import open_folder, open_job
     from mcore_ckpt.tools.merge import MergeRequest, find, prepare
 
@@ -120,20 +122,17 @@ def _ours(args: argparse.Namespace) -> Weights:
         tied=True if args.tie_word_embedding else None,
         value=True if args.is_value_model else None,
     )
-    try:
-        return open_job(prepare(request, find(request)))
-    except InvalidArgumentError as error:
-        raise UsageError(str(error)) from None
+    return open_job(prepare(request, find(request)))
 
 
 def _show(comparison: Comparison, most: int) -> None:
-    # Into a log rich writes 80 columns, which cut each name into pieces of a few letters.
+    # rich assumes 80 columns in a log, which would cut each name into pieces of a few letters.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _LOG_COLUMNS)
-    told = comparison.worst()
-    if told:
-        console.print(_table(told[:most]))
-    if len(told) > most:
-        console.print(f"and {len(told) - most} more (--most)", markup=False)
+    worst = comparison.worst()
+    if worst:
+        console.print(_table(worst[:most]))
+    if len(worst) > most:
+        console.print(f"and {len(worst) - most} more (--most)", markup=False)
     wrong = sum(not tensor.is_same for tensor in comparison.tensors)
     verdict = "the same" if comparison.is_same else f"not the same: {wrong} differ"
     ignored = f", {len(comparison.ignored)} ignored" if comparison.ignored else ""
@@ -167,7 +166,7 @@ def _words(info: TensorInfo | None) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """What a program may want to know. Numbers that JSON has not (infinity) are null."""
+    """Returns the comparison as JSON values. Infinity, which JSON does not have, is null."""
     return {
         "same": comparison.is_same,
         "ours": str(comparison.ours),

@@ -40,13 +40,20 @@ def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreeme
     """
     import torch.distributed as dist
 
-    namespace = f"mcore_ckpt/{name}"
     if not has_process_group():
-        return Agreement(dist.HashStore(), 0, 1, namespace, timeout_s)  # type: ignore[attr-defined]
+        return single_process_agreement(name, timeout_s)
+    namespace = f"mcore_ckpt/{name}"
     host: Any = dist.distributed_c10d._get_default_store()
     return rendezvous_at(
         host.clone(), dist.get_rank(), dist.get_world_size(), namespace, timeout_s, topic or name, host
     )
+
+
+def single_process_agreement(name: str, timeout_s: float) -> Agreement:
+    """Returns the membership of a process that works alone, even if it belongs to a process group."""
+    import torch.distributed as dist
+
+    return Agreement(dist.HashStore(), 0, 1, f"mcore_ckpt/{name}", timeout_s)  # type: ignore[attr-defined]
 
 
 def rendezvous_at(

@@ -1,0 +1,112 @@
+"""`mcore-ckpt inspect`: shows what a checkpoint holds, and which program saved it under which layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.checkpoint import Manifest
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Shows what a checkpoint holds: who saved it under which layout, its files by kind, and with --tensors each tensor's
+name, dtype, global shape, and the parts of the optimizer's state that are there. No tensor's bytes are read."""
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Adds the parser of `inspect`."""
+    parser = subparsers.add_parser("inspect", help="show what a checkpoint holds", description=DESCRIPTION)
+    parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
+    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
+    parser.add_argument("--role", metavar="NAME", help="of a step with several roles, this one alone")
+    parser.add_argument(
+        "--tensors",
+        metavar="REGEX",
+        nargs="?",
+        const="",
+        help="list tensors, too: all, or those whose name has this in it",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows the checkpoint. Returns 0 when that is done."""
+    from mcore_ckpt.checkpoint import read_manifest
+    from mcore_ckpt.tools.find import select
+
+    check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
+    check_is_folder(args.path)
+    selection = select(args.path, args.step)
+    manifests = {folder: read_manifest(folder) for folder in selection.role_dirs}
+    roles = [manifest.role for manifest in manifests.values()]
+    if args.role is not None and args.role not in roles:
+        raise InvalidArgumentError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")
+    chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
+    if args.json:
+        shown = [_as_json(folder, manifest, args.tensors) for folder, manifest in chosen.items()]
+        print(json.dumps({"step": selection.step, "roles": shown}))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for folder, manifest in chosen.items():
+        _show(console, folder, manifest, args.tensors)
+    return 0
+
+
+def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | None) -> None:
+    console.print(f"{role_dir}: step {manifest.step} of {manifest.role}", style="bold", markup=False)
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    lines = (
+        f"saved {manifest.created} with {versions}",
+        f"by {manifest.topology}",
+        f"holds {', '.join(manifest.contents) or 'files of its program'}; the step is of {', '.join(manifest.roles)}",
+        *(f"{kind}: {count} files, {nbytes / 1e9:.3f} GB" for kind, (count, nbytes) in _kinds(manifest).items()),
+        f"{len(manifest.tensors)} tensors",
+    )
+    for line in lines:
+        console.print(f"  {line}", markup=False)
+    for tensor in _tensors(role_dir, pattern):
+        state = f"  {', '.join(tensor['optimizer'])}" if tensor["optimizer"] else ""
+        console.print(f"  {tensor['name']}  {tensor['dtype']} {list(tensor['shape'] or ())}{state}", markup=False)
+
+
+def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """Returns, for each kind of file, how many there are and their bytes."""
+    kinds = dict.fromkeys(file.kind for file in manifest.files)
+    files = {kind: manifest.files_of(kind) for kind in kinds}
+    return {kind: (len(found), sum(file.size for file in found)) for kind, found in files.items()}
+
+
+def _tensors(role_dir: Path, pattern: str | None) -> list[dict[str, Any]]:
+    """Returns the tensors to show as JSON values; none without `--tensors`."""
+    from mcore_ckpt.tools.contents import list_tensors
+
+    return [] if pattern is None else [asdict(tensor) for tensor in list_tensors(role_dir, pattern)]
+
+
+def _as_json(role_dir: Path, manifest: Manifest, pattern: str | None) -> dict[str, Any]:
+    """Returns a role as JSON values."""
+    return {
+        "path": str(role_dir),
+        "role": manifest.role,
+        "roles": list(manifest.roles),
+        "created": manifest.created,
+        "versions": dict(manifest.versions),
+        "contents": list(manifest.contents),
+        "topology": asdict(manifest.topology),
+        "bytes": manifest.nbytes,
+        "files": [
+            {"path": file.path, "kind": file.kind, "rank": file.rank, "bytes": file.size} for file in manifest.files
+        ],
+        "tensors": None if pattern is None else _tensors(role_dir, pattern),
+    }

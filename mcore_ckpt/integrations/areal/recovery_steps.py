@@ -1,0 +1,199 @@
+"""Keeps the steps that a training recovers from: the weights of all engines and `recover_info`, together in each step.
+
+    <root>/                                     AReaL's recover_info folder
+    ├── latest_checkpointed_iteration.txt       the tracker, for people
+    ├── step_info.json                          for people: AReaL's documents tell them to look there
+    └── global_steps_{N}/
+        ├── recover_info/                       written first; its manifest lists the engines
+        └── default/  critic/  ...              one folder for each engine
+
+A step counts when all its roles are committed, in whatever order and by whatever process. So new weights are never
+paired with an old data position, and nobody needs to wait for a save that runs beside the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import PINNED_FILE, TRACKER_FILE, read_manifest, step_dir, step_dirs
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.integrations.areal import stock_files
+from mcore_ckpt.integrations.areal.recover_info import INFO_ROLE, JSON_BYTES, STEP_FILE, Progress, write
+from mcore_ckpt.io import read_small, replace_file
+from mcore_ckpt.ranks import Agreement, agree, rendezvous
+from mcore_ckpt.recover import resumable_steps
+from mcore_ckpt.steps import (
+    PreservationPolicy,
+    StepStatus,
+    TrainerLock,
+    complete_steps,
+    delete_old_steps,
+    delete_step,
+    discard_step,
+    list_steps,
+    remove_leftovers,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecoveryStep:
+    """A step from which all engines that were asked for can be loaded.
+
+    Attributes:
+        step: the step's number.
+        path: the step's folder.
+    """
+
+    step: int
+    path: Path
+
+    def role_dir(self, name: str) -> Path:
+        """Returns the folder of an engine, or of INFO_ROLE."""
+        return self.path / name
+
+
+class RecoverySteps:
+    """Saves, finds and deletes the steps below one root that a training can recover from.
+
+    Every rank that runs the trainer makes one, which waits for the others, and calls its methods.
+
+    Args:
+        root: the folder of the steps.
+        keep: how many complete steps stay.
+        timeout_s: how long any wait for another rank may take, in seconds.
+
+    Attributes:
+        agreement: this rank's membership.
+        current: the step that this training last saved or recovered from; None at the beginning. The caller sets it
+            once the step's engines have all been loaded, or have all saved.
+    """
+
+    def __init__(self, root: Path, keep: int, timeout_s: float) -> None:
+        self._root = root
+        self._policy = PreservationPolicy(keep)
+        self._timeout_s = timeout_s
+        self._lock = TrainerLock(root, INFO_ROLE)
+        self._has_saved = False
+        self.agreement: Agreement = rendezvous("areal/recovery", timeout_s)
+        self.current: int | None = None
+
+    def find(self, roles: Sequence[str]) -> list[RecoveryStep]:
+        """Returns the complete steps that have these engines, the newest first; none if no save was ever completed.
+
+        Raises CheckpointNotFoundError: there are steps, or were, but none is complete with these engines. The message
+        lists what is there.
+        """
+        wanted = [*roles, INFO_ROLE]
+
+        def answer() -> dict[str, Any]:
+            return {"steps": [(found.step, str(found.path)) for found in _resumable(self._root, wanted)]}
+
+        request = {"root": str(self._root), "roles": wanted}
+        found = agree(self.agreement, "finding a step to recover from", request, answer)
+        return [RecoveryStep(step, Path(path)) for step, path in found["steps"]]
+
+    def open(self, step: int, read_progress: Callable[[], Progress], roles: Sequence[str]) -> RecoveryStep:
+        """Commits recover_info of a step. The step counts once these engines have saved into it.
+
+        Args:
+            step: the step's number.
+            read_progress: returns this rank's part of recover_info.
+            roles: the engines.
+
+        Raises:
+            CheckpointError: the root has steps of an earlier run that this training has not recovered from, so the two
+                would mix. Nothing has been changed.
+            CommitError, UnsupportedError: recover_info could not be saved. The steps before count as before.
+        """
+        folder = step_dir(self._root, step)
+        write(self.agreement, folder / INFO_ROLE, step, roles, read_progress, before=partial(self._prepare, step))
+        return RecoveryStep(step, folder)
+
+    def delete_old(self) -> None:
+        """Deletes older steps if the current one is complete. Logs an OSError, for which no save should fail."""
+        if self.agreement.is_coordinator and self.current is not None:
+            try:
+                self._delete_old(self.current)
+            except OSError as error:
+                logger.warning("%s: old steps could not be deleted: %s", self._root, error)
+
+    def _prepare(self, step: int) -> None:
+        """Runs on rank 0 before a save: takes the lock, and removes what an earlier attempt left of this step."""
+        self._lock.take(self._timeout_s / 2)
+        complete = [status.step for status in complete_steps(self._root)]
+        if self.current is None and complete:
+            raise CheckpointError(
+                f"{self._root}: has steps of an earlier run ({', '.join(map(str, complete))}), and this training has "
+                "not recovered from any of them: call load first, or delete or move the folder to start afresh"
+            )
+        if self.current is not None and step < self.current:
+            raise CheckpointError(
+                f"{self._root}: this training continued from step {self.current}, and is about to save step {step}. A "
+                "restart would then take the newer step, of a course that this training left. Save to another folder, "
+                "or move the newer step away"
+            )
+        if not self._has_saved:
+            remove_leftovers(self._root, INFO_ROLE, alone=True)
+        self._has_saved = True
+        for path in step_dirs(self._root).get(step, []):
+            if (path / PINNED_FILE).exists():
+                raise CheckpointError(
+                    f"{path}: is pinned, and training is about to save this step again: unpin it, or move it away"
+                )
+            logger.warning("%s: removing what an earlier run has left of step %d", path, step)
+            discard_step(path)
+
+    def _delete_old(self, step: int) -> None:
+        complete = complete_steps(self._root)
+        if step not in [status.step for status in complete]:
+            return  # it is still being saved
+        for status in complete:
+            if status.step > step and not status.pinned:
+                logger.warning("%s: deleting it: training went on from an older step, to %d", status.path, step)
+                delete_step(status)
+        delete_old_steps(self._root, self._policy, step)
+        self._copy_step_file(step)
+
+    def _copy_step_file(self, step: int) -> None:
+        """Puts the step's step_info.json beside the tracker, where AReaL's documents tell people to look."""
+        if set(stock_files.found(self._root)) - {STEP_FILE}:
+            stock_files.move_aside(self._root)
+        source = step_dir(self._root, step) / INFO_ROLE / STEP_FILE
+        target, data = self._root / STEP_FILE, read_small(source, JSON_BYTES)
+        if not target.exists() or read_small(target, JSON_BYTES) != data:
+            replace_file(target, data)
+
+
+def engines_of(step: RecoveryStep) -> list[str]:
+    """Returns the engines that a step consists of."""
+    return [role for role in read_manifest(step.role_dir(INFO_ROLE)).roles if role != INFO_ROLE]
+
+
+def nothing_loaded(steps: Sequence[RecoveryStep], reasons: Sequence[str]) -> CheckpointCorruptError:
+    """Returns the error that none of the steps could be loaded."""
+    listed = "".join(f"\n  tried: {reason}" for reason in reasons)
+    return CheckpointCorruptError(
+        f"{steps[0].path.parent}: no step can be loaded, and the engines may now hold parts of several steps: training "
+        f"must not go on from here. To start from the beginning, move the folder away{listed}"
+    )
+
+
+def _resumable(root: Path, roles: Sequence[str]) -> list[StepStatus]:
+    try:
+        return resumable_steps(root, roles)
+    except CheckpointNotFoundError:
+        statuses = list_steps(root)
+        # The first complete step writes the tracker. Without one, no save was ever completed.
+        if os.path.lexists(root / TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
+            raise
+        reasons = "".join(f"\n  {status.reason}" for status in statuses)
+        logger.warning("%s: no save was ever completed, so training starts from the beginning%s", root, reasons)
+        return []

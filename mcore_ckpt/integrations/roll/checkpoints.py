@@ -1,0 +1,145 @@
+"""Commits the driver's role of a ROLL checkpoint, and finds complete checkpoints.
+
+`checkpoint-{N}` is a step with one role for each cluster and one for the driver, which is committed last. The step
+counts when all roles are committed. The driver's files are the data position (`worker_state_pipeline.json`: step,
+metrics, the state of the prompts' schedulers). Weights of one step with the data position of another would train on
+some prompts twice and on others never.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import TRACKER_FILE, find_damage, parse_step
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, step_of
+from mcore_ckpt.ranks import single_process_agreement
+from mcore_ckpt.recover import resumable_steps
+from mcore_ckpt.steps import (
+    RoleWriter,
+    StepStatus,
+    commit_role,
+    list_steps,
+    move_tracker,
+    remove_leftovers,
+    roles_begun,
+    step_status,
+    uncommit_role,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str] | None, timeout_s: float) -> None:
+    """Commits the driver's files as `<root>/<ckpt_id>/pipeline`, and moves the tracker if that completes the step.
+
+    Args:
+        root: the folder of all steps.
+        ckpt_id: `checkpoint-{N}`.
+        source: the folder that has the files.
+        roles: the clusters whose roles the step consists of; None for those that are committed or being saved.
+        timeout_s: see CheckpointConfig.
+
+    Raises:
+        CommitError: the files could not be written. Nothing has been committed.
+    """
+    step_path, step = root / ckpt_id, step_of(ckpt_id)
+
+    def roles_of_step() -> Sequence[str]:
+        return sorted(roles_begun(step_path) - {PIPELINE_ROLE}) if roles is None else roles
+
+    commit_role(
+        # The driver is one process without a process group. The clusters' own trainers hold their locks.
+        single_process_agreement(PIPELINE_ROLE, timeout_s),
+        step_path / PIPELINE_ROLE,
+        step,
+        roles_of_step,
+        lambda files: copy_files(source, files),
+        before=lambda: remove_leftovers(root, PIPELINE_ROLE, alone=True),
+        after=lambda: move_tracker(root, step),
+    )
+
+
+def copy_files(source: Path, files: RoleWriter) -> None:
+    """Writes all files below a folder, under their paths in it. Raises OSError."""
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        files.write(path.relative_to(source).as_posix(), path.read_bytes())
+
+
+def uncommit_earlier_save(step_path: Path, role: str) -> None:
+    """Takes back what an earlier run committed to a step, before a role is saved to that step again.
+
+    That happens after a rollback, and after a crash before the step was complete. Otherwise the step would count with
+    roles that were saved at different times. The driver's role goes first, because it is the last to be saved again.
+
+    Raises OSError.
+    """
+    for folder in (step_path / PIPELINE_ROLE, step_path / role):
+        uncommit_role(folder)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(step_path / PIPELINE_ROLE)
+
+
+def newest_valid(root: Path, verify: bool) -> Path | None:
+    """Returns the newest `checkpoint-{N}` that is complete and intact; None if there never was one.
+
+    Args:
+        root: the folder of all steps.
+        verify: read all files and check their CRCs. Without it only the sizes are checked. A load checks the CRCs of
+            all that it reads in any case.
+
+    Raises:
+        CheckpointNotFoundError: there are checkpoints, but none of them is complete and intact.
+    """
+    if _first_was_interrupted(root):
+        logger.warning("%s: the first checkpoint was never complete: training starts from the beginning", root)
+        return None
+    reasons = []
+    for status in resumable_steps(root, (PIPELINE_ROLE,)):
+        problem = _problem(status, verify)
+        if problem is None:
+            return status.path
+        logger.warning("%s is skipped for an older checkpoint: %s", status.path, problem)
+        reasons.append(problem)
+    if reasons:
+        raise CheckpointNotFoundError("\n  ".join([f"{root}: no checkpoint is valid", *reasons]))
+    return None
+
+
+def _first_was_interrupted(root: Path) -> bool:
+    """True if there are roles of steps, but no step was ever complete, which would have written a tracker."""
+    statuses = list_steps(root)
+    began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
+    driver = any(PIPELINE_ROLE in status.committed for status in statuses)
+    return began and not driver and not (root / TRACKER_FILE).exists()
+
+
+def _problem(status: StepStatus, verify: bool) -> str | None:
+    for role in sorted(status.committed):
+        damages = find_damage(status.role_dir(role), read_bytes=verify)
+        if damages:
+            return damages[0].problem
+    return None
+
+
+def role_folder(load_dir: Path, role: str) -> Path | None:
+    """Returns a role's folder in the checkpoint that ROLL names; None if the checkpoint is not ours.
+
+    ROLL gives `<checkpoint>` to actors and `<checkpoint>/<cluster>` to critics and students.
+
+    Raises CheckpointNotFoundError: the checkpoint is ours, but not complete.
+    """
+    step_path = load_dir.parent if load_dir.name == role else load_dir
+    if parse_step(step_path.name) is None or not step_path.is_dir():
+        return None
+    status = step_status(step_path)
+    if not status.committed | status.declared and not status.problems:
+        return None
+    if not status.is_complete or role not in status.committed:
+        missing = f"{step_path}: complete, but without {role}" if status.is_complete else status.reason
+        raise CheckpointNotFoundError(f"{missing}: resume_from_checkpoint: true takes the newest complete one")
+    return status.role_dir(role)

@@ -1,0 +1,51 @@
+"""Keeps the files that other programs put into a role's folder, while a new checkpoint replaces the old one there.
+
+An example is verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`): it writes its data position into the
+step's folder while a save to that folder is still under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps.work_folders import entries
+
+logger = logging.getLogger(__name__)
+
+
+def link_foreign_files(old: Path, new: Path) -> None:
+    """Links the foreign files of `old` into `new`, so that they are never missing, not even after a crash."""
+    for entry in _foreign_entries(old):
+        with suppress(OSError):  # `move_foreign_entries` moves folders, and files where links are not possible
+            os.link(entry, new / entry.name, follow_symlinks=False)
+
+
+def move_foreign_entries(old: Path, new: Path) -> bool:
+    """Moves what `link_foreign_files` could not link, and what came since. False if something has to stay in `old`."""
+    for entry in _foreign_entries(old):
+        target = new / entry.name
+        try:
+            if not os.path.lexists(target):
+                os.rename(entry, target)
+            elif _is_newer(entry, target):
+                os.replace(entry, target)
+        except OSError as error:
+            logger.warning("%s could not be moved to %s, where it belongs, and stays: %s", entry, new, error)
+            return False
+    return True
+
+
+def _foreign_entries(role_dir: Path) -> list[Path]:
+    return [entry for entry in entries(role_dir) if not file_names.is_own(entry.name)]
+
+
+def _is_newer(entry: Path, target: Path) -> bool:
+    """True if another program replaced its file after the link to it was made."""
+    moved, there = entry.lstat(), target.lstat()
+    both_files = stat.S_ISREG(moved.st_mode) and stat.S_ISREG(there.st_mode)
+    return both_files and moved.st_ino != there.st_ino and moved.st_mtime_ns > there.st_mtime_ns

@@ -1,0 +1,96 @@
+"""Removes what crashed processes left below a folder of steps, and restores checkpoints that they had moved aside."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced
+from mcore_ckpt.steps.work_folders import entries, is_deleted_for_good, is_leftover, own_steps, work_folders
+
+logger = logging.getLogger(__name__)
+
+
+def remove_leftovers(root: Path, role: str, alone: bool) -> None:
+    """Removes what crashed processes left of one role, and restores its checkpoints that a crash left moved aside.
+
+    Args:
+        root: the folder of the steps.
+        role: only leftovers of this role go, because other roles may be saving.
+        alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown
+            or on another host are leftovers, too.
+    """
+    if not root.is_dir():
+        return
+    for entry in list(root.iterdir()):
+        if file_names.is_deleted_dir(entry.name):
+            if is_deleted_for_good(entry, alone):
+                remove_folder(entry)
+        elif alone and (
+            file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
+        ):
+            entry.unlink(missing_ok=True)
+    # The names of folders beside a step do not say which role they belong to. Those of unknown owners belong to this
+    # role if there is no other trainer.
+    only = alone and not any(file_names.is_trainer_file_of_another(entry.name, role) for entry in root.iterdir())
+    for name in {work.role for entry, work in work_folders(root) if entry.parent == root}:
+        _remove_in(root, name, only)
+    for step_path in own_steps(root):
+        try:
+            _remove_in(step_path, role, alone)
+        except PermissionError as error:  # the step belongs to somebody else
+            logger.warning("%s stays as it is: %s", step_path, error)
+
+
+def remove_leftovers_beside(folder: Path) -> None:
+    """Removes what crashed processes left beside one folder that is committed like a role's folder."""
+    if folder.parent.is_dir():
+        _remove_in(folder.parent, folder.name, alone=False)
+
+
+def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
+    """Returns what dead processes left below a folder of steps, of one role or of all.
+
+    Leaves out whatever may belong to a living process, on this host or another, and every checkpoint that the next
+    start restores.
+    """
+    found = [entry for entry in entries(root) if file_names.is_deleted_dir(entry.name)]
+    found = [entry for entry in found if is_deleted_for_good(entry, alone=False)]
+    for entry, work in work_folders(root):
+        beside_step = entry.parent == root  # then its name does not say its role
+        if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):
+            continue
+        if work.purpose == "staging" or os.path.exists(entry.parent / work.role / file_names.MANIFEST_FILE):
+            found.append(entry)
+    return found
+
+
+def _remove_in(step_path: Path, role: str, alone: bool) -> None:
+    # Retention writes an owner file into the step before it deletes it, and may have died then.
+    for folder in (step_path, step_path / role):
+        if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
+            (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
+    for entry in entries(step_path):
+        work = file_names.parse_work_dir(entry.name)
+        if work is None or work.role != role:
+            continue
+        if work.purpose == "replaced" and _is_between_renames(step_path / role, work.attempt, alone):
+            continue
+        if work.purpose == "replaced" and restore_replaced(entry, step_path / role):
+            continue
+        if is_leftover(entry, alone):
+            logger.warning("removing %s: what a save that did not finish has left", entry)
+            if (entry / file_names.MANIFEST_FILE).exists() and (step_path / role).exists():
+                remove_replaced(entry, step_path / role)
+            else:
+                remove_folder(entry)
+    if alone:
+        remove_if_empty(step_path)
+
+
+def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:
+    """True if the save that moved a checkpoint aside may still put the new one into its place."""
+    staging = file_names.staging_dir(role_dir, attempt)
+    return staging.exists() and not is_leftover(staging, alone)

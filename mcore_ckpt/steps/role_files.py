@@ -1,0 +1,212 @@
+"""Commits and reads a role that consists of plain files: a trainer's counters or data position beside the weights.
+
+Such a role has a manifest like every other role, but no tensors. The step counts when all its roles are committed, so
+weights and data position of different steps are never paired.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.checkpoint.reading import check_size, open_file, read_manifest, read_plain
+from mcore_ckpt.checkpoint.versions import package_versions
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import make_folders, read_exact, sync_dir, write_file
+from mcore_ckpt.ranks.rounds import Agreement, Record
+from mcore_ckpt.ranks.topology import RankCoordinates, Topology
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.listing import step_status
+from mcore_ckpt.steps.transaction import check_seen, commit_together, open_together
+
+
+class RoleWriter:
+    """Writes one rank's files of a role, durably, and records their sizes and CRCs.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks write.
+    """
+
+    def __init__(self, folder: Path, kind: str, agreement: Agreement) -> None:
+        self._folder = folder
+        self._kind = kind
+        self.rank = agreement.rank
+        self.world_size = agreement.world_size
+        self.files: list[WrittenFile] = []
+
+    def write(self, path: str, data: bytes) -> None:
+        """Writes one file. `path` is relative to the role's folder and names a file of this rank. Raises OSError."""
+        make_folders(self._folder, path)
+        write_file(self._folder / path, [data])
+        self.files.append(WrittenFile(path, self._kind, len(data), crc32(data)))
+
+    def write_values(self, path: str, values: Mapping[str, Any]) -> None:
+        """Writes plain values and tensors as a `.pt` file, which `torch.load(weights_only=True)` opens.
+
+        Raises:
+            ValueError: `values` holds something else, or is too large for a small file.
+            OSError: the file cannot be written.
+        """
+        self.files.append(write_plain(self._folder, path, self._kind, pickle_plain(values)))
+
+
+class RoleReader:
+    """Reads the files of a committed role and checks each one's size and CRC.
+
+    Attributes:
+        role_dir: the role's folder.
+        manifest: its manifest.
+
+    Raises:
+        CheckpointNotFoundError: the folder has no manifest, so nothing is committed there.
+        CheckpointCorruptError: the manifest is damaged.
+
+    Example:
+        >>> RoleReader(step_path / "recover_info").read("step_info.json", 4096)  # doctest: +SKIP
+    """
+
+    def __init__(self, role_dir: Path) -> None:
+        self.role_dir = role_dir
+        self.manifest = read_manifest(role_dir)
+        self._records = {file.path: file for file in self.manifest.files}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote the role."""
+        return self.manifest.topology.world_size
+
+    def read(self, path: str, most: int) -> bytes:
+        """Returns the bytes of one file.
+
+        Args:
+            path: relative to the role's folder.
+            most: a larger file is refused (bytes).
+
+        Raises CheckpointCorruptError: the file is missing, too large, or damaged.
+        """
+        record, full_path = self._record(path), self.role_dir / path
+        check_size(full_path, "a file", record.size, most)
+        with open_file(self.role_dir, record) as descriptor:
+            data = read_exact(descriptor, record.size, 0, full_path)
+        if crc32(data) != record.crc32:
+            raise CheckpointCorruptError(f"{full_path}: has a wrong CRC: damaged, or edited")
+        return data
+
+    def read_values(self, path: str) -> dict[str, Any]:
+        """Returns what `RoleWriter.write_values` wrote. Runs nothing that the file may hold.
+
+        Raises CheckpointCorruptError: the file is missing, damaged, or holds more than plain values.
+        """
+        return read_plain(self.role_dir, self._record(path))
+
+    def _record(self, path: str) -> FileRecord:
+        if path not in self._records:
+            raise CheckpointCorruptError(f"{self.role_dir / file_names.MANIFEST_FILE}: does not list {path}")
+        return self._records[path]
+
+
+def commit_role(
+    agreement: Agreement,
+    role_dir: Path,
+    step: int,
+    roles: Sequence[str] | Callable[[], Sequence[str]],
+    write: Callable[[RoleWriter], object],
+    *,
+    kind: str = "extra",
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Commits a role that consists of plain files. Every rank calls it; all files are there afterwards, or none.
+
+    Args:
+        agreement: this rank's membership (`ranks.rendezvous`, or `ranks.single_process_agreement`).
+        role_dir: the role's folder in the step's folder. It must lie on a file system that all ranks share.
+        step: the step's number.
+        roles: the roles that the step consists of; this role may be left out. The step counts when all of them are
+            committed. A function is called on rank 0 after all ranks have written.
+        write: writes this rank's files. If it raises on one rank, all ranks raise.
+        kind: what the manifest calls these files.
+        before: runs on rank 0 before anything is written.
+        after: runs on rank 0 once the role is in place. It must not raise.
+
+    Raises:
+        CheckpointError: the same type on all ranks; an OSError becomes a CommitError. A role that was there before
+            stays as it was.
+
+    Example:
+        >>> def write(files):
+        ...     files.write("step_info.json", b'{"epoch": 3}')
+        >>> folder = root / "global_steps_7" / "recover_info"  # doctest: +SKIP
+        >>> commit_role(agreement, folder, 7, ["actor", "critic"], write)  # doctest: +SKIP
+    """
+    topic = f"saving {role_dir.name} of step {step}"
+    attempt = open_together(agreement, topic, role_dir, prepare=before)
+
+    def write_files(staging: Path) -> Record:
+        check_seen(staging)
+        writer = RoleWriter(staging, kind, agreement)
+        write(writer)
+        return {"files": [asdict(file) for file in writer.files]}
+
+    def describe(records: Sequence[Record]) -> Manifest:
+        files = [(rank, WrittenFile(**file)) for rank, record in enumerate(records) for file in record["files"]]
+        commit.check_files(attempt.staging, files)
+        declared = roles() if callable(roles) else roles
+        return files_manifest(role_dir.name, step, declared, attempt.number, files, agreement.world_size)
+
+    commit_together(agreement, topic, attempt, write_files, describe, after)
+
+
+def uncommit_role(role_dir: Path) -> None:
+    """Takes a role's commit back: deletes its manifest, so that its step no longer counts. Other files stay.
+
+    Does nothing if the role is not committed. Raises OSError.
+    """
+    with suppress(FileNotFoundError):
+        (role_dir / file_names.MANIFEST_FILE).unlink()
+        sync_dir(role_dir)
+
+
+def roles_begun(step_path: Path) -> frozenset[str]:
+    """Returns the roles that are committed to a step or have a staging folder in it. Raises OSError."""
+    folders = [file_names.parse_work_dir(entry.name) for entry in step_path.iterdir()]
+    staged = {folder.role for folder in folders if folder is not None and folder.purpose == "staging"}
+    return step_status(step_path).committed | staged
+
+
+def files_manifest(
+    role: str, step: int, roles: Sequence[str], attempt: str, files: Sequence[tuple[int, WrittenFile]], world_size: int
+) -> Manifest:
+    """Returns the manifest of a role that has files and no tensors.
+
+    Args:
+        role: the role's name.
+        step: the step's number.
+        roles: the roles that the step consists of, with or without this one.
+        attempt: the id of this save.
+        files: each file, with the rank that wrote it.
+        world_size: how many ranks took part.
+    """
+    return Manifest(
+        step=step,
+        role=role,
+        roles=tuple(dict.fromkeys([*roles, role])),
+        attempt=attempt,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=package_versions(),
+        contents=(),
+        topology=Topology(world_size=world_size, dp=world_size),
+        ranks=tuple(RankCoordinates(dp=rank) for rank in range(world_size)),
+        stages=(),
+        tensors=(),
+        files=tuple(FileRecord(file.path, file.kind, rank, file.size, file.crc32) for rank, file in files),
+    )

@@ -1,0 +1,89 @@
+"""Finds the hidden folders beside a checkpoint and tells whether the process that made each one still needs it.
+
+There are four kinds: a *staging* folder that ranks write into, a *replaced* checkpoint that was moved aside, an
+*uploading* mark that keeps a step from being deleted, and a *deleted* step that is about to go.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io.files import FOLDER_MODE
+from mcore_ckpt.steps.owner import read_owner, write_owner
+
+
+def entries(folder: Path) -> list[Path]:
+    """Returns what is in a folder, sorted by name; nothing if the folder is gone or may not be read."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []  # retention of another process has just deleted it
+    except PermissionError:
+        return []  # it belongs to somebody else, so nothing in it is ours
+
+
+def own_steps(root: Path) -> list[Path]:
+    """Returns the step folders below the root, without links: a link may lead to a run that is still alive."""
+    return [path for paths in file_names.step_dirs(root).values() for path in paths if not path.is_symlink()]
+
+
+def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
+    """Returns the staging, replaced and uploading folders of all steps, each with what its name says.
+
+    They lie in the step's folder, or beside it if the step's folder is also the folder of its only role.
+    """
+    found = [entry for folder in (root, *own_steps(root)) for entry in entries(folder)]
+    parsed = [(entry, work) for entry in found if (work := file_names.parse_work_dir(entry.name)) is not None]
+    return [
+        (entry, work) for entry, work in parsed if entry.parent != root or file_names.parse_step(work.role) is not None
+    ]
+
+
+def is_leftover(folder: Path, alone: bool) -> bool:
+    """True if the process that made the folder is dead.
+
+    `alone` answers where the owner is unknown or on another host: it is true if this process holds the role's trainer
+    lock, so that no other process can still be saving.
+    """
+    owner = read_owner(folder)
+    if owner is None:
+        return alone
+    return not owner.is_alive_here if owner.is_on_this_host else alone
+
+
+def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
+    """True if the process that deletes a step can no longer put it back. `alone` is that of `is_leftover`."""
+    return read_owner(deleted) is None or is_leftover(deleted, alone)
+
+
+def is_in_use(folder: Path, step_path: Path) -> bool:
+    """True if a save may be writing into a step, or one of its roles is being uploaded.
+
+    Args:
+        folder: where the step is now.
+        step_path: the step's usual place. Work on the step as a whole lies beside that place.
+    """
+    for entry in [*entries(folder), *entries(step_path.parent)]:
+        work = file_names.parse_work_dir(entry.name)
+        if work is None or work.purpose == "replaced" or (entry.parent != folder and work.role != step_path.name):
+            continue
+        owner = read_owner(entry)
+        if owner is not None and (owner.is_alive_here or not owner.is_on_this_host):
+            return True
+    return False
+
+
+@contextmanager
+def kept_for_upload(role_dir: Path, attempt: str) -> Iterator[None]:
+    """Keeps retention of every process from deleting the step meanwhile. Raises OSError if the step is gone."""
+    mark = file_names.uploading_dir(role_dir, attempt)
+    mark.mkdir(FOLDER_MODE, exist_ok=True)
+    try:
+        write_owner(mark)
+        yield
+    finally:
+        shutil.rmtree(mark, ignore_errors=True)

@@ -1,0 +1,87 @@
+"""Integrations and commands import only the doors and the names that rooms list in `__all__`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import mcore_ckpt
+
+PACKAGE = Path(mcore_ckpt.__file__).parent
+# A door shows a trainer all its names without an underscore.
+DOORS = ("mcore_ckpt.config", "mcore_ckpt.errors", "mcore_ckpt.manager", "mcore_ckpt.recover", "mcore_ckpt.schedule")
+# The public names of this room are its modules: see its docstring.
+ROOM_OF_MODULES = "mcore_ckpt.tools"
+OUTSIDE = ("mcore_ckpt.integrations", "mcore_ckpt.cli")
+
+
+def packages_with_public_names() -> list[ModuleType]:
+    rooms = (mcore_ckpt, *(importlib.import_module(f"mcore_ckpt.{info.name}") for info in sub_packages()))
+    return [room for room in rooms if hasattr(room, "__all__")]
+
+
+def sub_packages() -> list[pkgutil.ModuleInfo]:
+    return [info for info in pkgutil.iter_modules(mcore_ckpt.__path__) if info.ispkg]
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """Yields file, module and name of what the outside imports from the package."""
+    for outside in OUTSIDE:
+        for path in sorted((PACKAGE / outside.rpartition(".")[2]).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    assert not node.level, path
+                    yield from ((str(path), node.module or "", alias.name) for alias in node.names)
+                elif isinstance(node, ast.Import):
+                    yield from ((str(path), alias.name, "") for alias in node.names)
+
+
+def is_public(module: str, name: str) -> bool:
+    room, _, within = module.removeprefix("mcore_ckpt.").partition(".")
+    if module in DOORS or module.startswith(f"{ROOM_OF_MODULES}."):
+        is_listed = module in DOORS or within.partition(".")[0] in importlib.import_module(ROOM_OF_MODULES).__all__
+        return is_listed and not name.startswith("_") and hasattr(importlib.import_module(module), name)
+    if module == "mcore_ckpt":
+        return name in mcore_ckpt.__all__
+    return not within and name in getattr(importlib.import_module(f"mcore_ckpt.{room}"), "__all__", ())
+
+
+def test_the_outside_imports_only_public_names() -> None:
+    inside = [
+        (path, module, name)
+        for path, module, name in imports()
+        if module.split(".")[0] == "mcore_ckpt" and not module.startswith(OUTSIDE) and not is_public(module, name)
+    ]
+    assert not inside
+
+
+@pytest.mark.parametrize("room", packages_with_public_names(), ids=lambda room: room.__name__)
+def test_public_names_exist_and_say_what_they_are(room: ModuleType) -> None:
+    assert len(room.__all__) == len(set(room.__all__))
+    assert (room.__doc__ or "").strip()
+    for name in room.__all__:
+        value = importlib.import_module(f"{room.__name__}.{name}") if room.__name__ == ROOM_OF_MODULES else None
+        value = getattr(room, name) if value is None else value
+        if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+            assert (value.__doc__ or "").strip(), name
+            assert not (value.__doc__ or "").startswith(f"{name}("), name  # the docstring that a dataclass makes itself
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    for room in packages_with_public_names():
+        assert not hasattr(room, "no_such_name")
+
+
+def test_a_private_name_is_noticed() -> None:
+    assert is_public("mcore_ckpt.steps", "list_steps")
+    assert not is_public("mcore_ckpt.steps.listing", "list_steps")
+    assert not is_public("mcore_ckpt.steps", "commit")
+    assert not is_public("mcore_ckpt.tools.no_such_module", "verify")
+    assert not is_public("mcore_ckpt.recover", "_found")
