@@ -51,18 +51,19 @@ std::uint8_t* map_anonymous(std::size_t nbytes, int protection) {
 OutOfMemory::OutOfMemory(std::size_t nbytes, int number)
     : words_("no " + std::to_string(nbytes) + " bytes of host memory: " + std::generic_category().message(number)) {}
 
-HostBuffer::HostBuffer(std::size_t nbytes, bool pinned, int threads)
-    : nbytes_(nbytes), pinned_(pinned), process_(::getpid()) {
+HostBuffer::HostBuffer(std::size_t nbytes, bool to_pin, Reserved) : nbytes_(nbytes), process_(::getpid()) {
     if (nbytes == 0) throw std::invalid_argument("a buffer of 0 bytes");
-    if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
-    map();
-    try {
-        fetch(threads);
-        if (pinned) pin_memory(data_, nbytes_);
-    } catch (...) {
-        unmap();
-        throw;
-    }
+    map(to_pin);
+}
+
+// The destructor runs if fetching or pinning fails, because the other constructor has completed by then.
+HostBuffer::HostBuffer(std::size_t nbytes, bool pinned, int threads) : HostBuffer(nbytes, pinned, Reserved{}) {
+    fetch(0, nbytes, threads);
+    if (pinned) pin();
+}
+
+std::unique_ptr<HostBuffer> HostBuffer::reserve(std::size_t nbytes, bool to_pin) {
+    return std::unique_ptr<HostBuffer>(new HostBuffer(nbytes, to_pin, Reserved{}));
 }
 
 HostBuffer::~HostBuffer() {
@@ -72,27 +73,39 @@ HostBuffer::~HostBuffer() {
     unmap();
 }
 
-void HostBuffer::map() {
+void HostBuffer::map(bool to_pin) {
     if (nbytes_ > std::numeric_limits<std::size_t>::max() / 2) throw OutOfMemory(nbytes_, ENOMEM);
     const std::size_t size = page_ceil(nbytes_);
     data_ = map_anonymous(size, PROT_READ | PROT_WRITE);
     if (data_ == nullptr) throw OutOfMemory(nbytes_, errno);
     ::madvise(data_, size, MADV_HUGEPAGE);
     // After a fork the parent's next write to a page would give it another one, while the GPU goes on with the first.
-    if (pinned_) ::madvise(data_, size, MADV_DONTFORK);
+    if (to_pin) ::madvise(data_, size, MADV_DONTFORK);
 }
 
-void HostBuffer::fetch(int threads) {
-    const std::size_t size = page_ceil(nbytes_);
-    std::atomic<std::size_t> next{0};
+void HostBuffer::fetch(std::size_t begin, std::size_t nbytes, int threads) {
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
+    if (begin > nbytes_ || nbytes > nbytes_ - begin) {
+        throw std::invalid_argument("a buffer of " + std::to_string(nbytes_) + " bytes has no " +
+                                    std::to_string(nbytes) + " bytes from " + std::to_string(begin));
+    }
+    const std::size_t first = begin / PAGE_BYTES * PAGE_BYTES, end = page_ceil(begin + nbytes);
+    std::atomic<std::size_t> next{first};
     std::atomic<int> error{0};
-    run_on_threads(static_cast<int>(std::min<std::size_t>(threads, size / SHARE_BYTES + 1)), [&] {
-        for (std::size_t at = next.fetch_add(SHARE_BYTES); at < size && error == 0; at = next.fetch_add(SHARE_BYTES)) {
-            const int number = fetch_pages(data_ + at, std::min(SHARE_BYTES, size - at));
+    const std::size_t shares = (end - first) / SHARE_BYTES + 1;
+    run_on_threads(static_cast<int>(std::min<std::size_t>(threads, shares)), [&] {
+        for (std::size_t at = next.fetch_add(SHARE_BYTES); at < end && error == 0; at = next.fetch_add(SHARE_BYTES)) {
+            const int number = fetch_pages(data_ + at, std::min(SHARE_BYTES, end - at));
             if (number != 0) error = number;
         }
     });
-    if (error != 0) throw OutOfMemory(nbytes_, error);
+    if (error != 0) throw OutOfMemory(nbytes, error);
+}
+
+void HostBuffer::pin() {
+    if (pinned_) return;
+    pin_memory(data_, nbytes_);
+    pinned_ = true;
 }
 
 void HostBuffer::unmap() noexcept { ::munmap(data_, page_ceil(nbytes_)); }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
 #include <string>
 
@@ -32,6 +33,8 @@ class HostBuffer {
   public:
     // `threads` threads fetch the pages. Throws OutOfMemory, std::runtime_error in CUDA's words.
     explicit HostBuffer(std::size_t nbytes, bool pinned = false, int threads = 1);
+    // Maps memory without its pages: `fetch` brings them. `to_pin`: `pin` will be called.
+    static std::unique_ptr<HostBuffer> reserve(std::size_t nbytes, bool to_pin);
     ~HostBuffer();
     HostBuffer(const HostBuffer&) = delete;
     HostBuffer& operator=(const HostBuffer&) = delete;
@@ -40,13 +43,20 @@ class HostBuffer {
     std::size_t nbytes() const { return nbytes_; }
     bool pinned() const { return pinned_; }
 
+    // Fetches the pages of the bytes [begin, begin + nbytes) on `threads` threads. Pages that are there already stay as
+    // they are. Throws OutOfMemory, std::invalid_argument.
+    void fetch(std::size_t begin, std::size_t nbytes, int threads);
+    // Pins the whole buffer, all of whose pages should have been fetched. Throws std::runtime_error with CUDA's message.
+    void pin();
+
   private:
-    void map();
-    void fetch(int threads);
+    struct Reserved {};
+    HostBuffer(std::size_t nbytes, bool to_pin, Reserved);
+    void map(bool to_pin);
     void unmap() noexcept;
 
     const std::size_t nbytes_;
-    const bool pinned_;
+    bool pinned_ = false;
     const pid_t process_;
     std::uint8_t* data_ = nullptr;
 };

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.load.load import LoadReport, LoadResult
     from mcore_ckpt.manager import CheckpointManager
     from mcore_ckpt.save.background import SaveHandle
-    from mcore_ckpt.save.save import SaveReport
+    from mcore_ckpt.save.save_report import SaveReport
     from mcore_ckpt.steps.pins import pin, unpin
 
 __all__ = [
@@ -36,7 +36,7 @@ _MODULES = {
     "LoadReport": "load.load",
     "LoadResult": "load.load",
     "SaveHandle": "save.background",
-    "SaveReport": "save.save",
+    "SaveReport": "save.save_report",
     "load_hf": "load.huggingface",
     "pin": "steps.pins",
     "unpin": "steps.pins",

@@ -27,6 +27,7 @@ from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.save.guards import Guards
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
+from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save, SaveContext
 from mcore_ckpt.state.model import as_chunks, chunk_layers, model_shards, unwrap
 from mcore_ckpt.state.optimizer import optimizer_parts
@@ -120,6 +121,7 @@ class CheckpointManager:
         self._guards = Guards(_changers(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
         self._has_saved = False
+        self._prepare_host_images()
 
     def save(
         self,
@@ -166,6 +168,7 @@ class CheckpointManager:
             declared = file_names.check_roles(roles or self._trainer.config.roles or ())
             declared = file_names.check_roles([*declared, self._trainer.role])
             busy, failure = self._earlier_save()
+            self._wait_for_deletion_of(step)
             parts = (self._context, step, extra_state, declared, started, policy if counts else None)
             # While another save is under way the host memory is its own.
             save = None if busy or failure else Save(*parts)
@@ -349,15 +352,34 @@ class CheckpointManager:
         try:
             yield
         except EarlierSaveError as earlier:
-            self._background.was_told()
+            self._background.mark_failure_seen()
             raise earlier.error from None
 
     def _earlier_save(self) -> tuple[bool, Record | None]:
         """Whether an earlier save is still under way, or has failed without anyone being told."""
         if self._trainer.config.if_busy == "raise" and self._background.busy:
             return True, None
-        self._background.wait_until_idle()
+        self._background.wait_for_save()
         return False, self._background.failure()
+
+    def _wait_for_deletion_of(self, step: int) -> None:
+        """Waits until old steps are deleted, if this step could be one of them.
+
+        Retention never deletes the newest step below the root, so a save of that step need not wait. An older step may
+        be in the middle of its deletion: then this rank's staging folder would be moved away with it.
+        """
+        if self._background.is_deleting and max(file_names.step_dirs(self._trainer.root), default=step) > step:
+            self._background.wait_for_deletions()
+
+    def _prepare_host_images(self) -> None:
+        """Begins to allocate host memory for the first async save, so that it does not stall training."""
+        if not self._trainer.config.async_save:
+            return
+        try:
+            self._context.host_images.prepare(estimated_bytes(self._trainer))
+        except CheckpointError as error:
+            # A save raises the error, on all ranks. A state that is never saved may stay as it is.
+            logger.debug("host memory is not prepared: %s", error)
 
     def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
         self._check_open()

@@ -192,6 +192,25 @@ class HostBuffer:
         CUDA's words where pinning fails.
         """
 
+    @staticmethod
+    def reserve(nbytes: int, *, to_pin: bool = False) -> HostBuffer:
+        """Maps memory whose pages are not there yet: `fetch` brings them. With `to_pin`, `pin` must follow.
+
+        Raises ValueError for 0 bytes, MemoryError if the system refuses the mapping.
+        """
+
+    def fetch(self, begin: int, nbytes: int, *, threads: int = 1) -> None:
+        """Fetches the pages of `nbytes` bytes from offset `begin`. Pages that are there already stay as they are.
+
+        Raises ValueError for a range outside the buffer, MemoryError if the system has no memory.
+        """
+
+    def pin(self) -> None:
+        """Pins the whole buffer for copies to and from GPUs. Its pages should have been fetched.
+
+        Raises RuntimeError with CUDA's message if pinning fails.
+        """
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class FileImage:

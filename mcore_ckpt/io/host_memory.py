@@ -1,31 +1,81 @@
-"""The host memory that file images are copied to."""
+"""Host memory that file images are copied to, prepared on a thread before it is needed."""
 
 from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from weakref import WeakSet
 
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.io import _native
-from mcore_ckpt.io.tuning import HOST_THREADS
+from mcore_ckpt.io import _native, tuning
+
+logger = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """One host buffer, pinned if there is a GPU, grown when needed and reused from save to save.
+    """One host buffer, pinned if there is a GPU. It grows when needed and is reused from save to save.
+
+    A buffer's pages take the system seconds to provide (0.5 to 2 GB/s are typical). `prepare` fetches them beside the
+    training, so that `take` need not.
 
     Args:
-        limit: bytes it may hold; None for as many as it takes.
+        limit: the most bytes that the buffer may hold; None for no limit.
+
+    Example:
+        >>> memory = HostMemory()
+        >>> memory.prepare(1 << 20)
+        >>> memory.take(1 << 20) % 4096
+        0
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         self._buffer: _native.HostBuffer | None = None
+        self._preparation: _Preparation | None = None
 
-    def take(self, nbytes: int) -> int:
-        """The address (on a page) of `nbytes` bytes. Their content is whatever was there; the next `take` reuses them.
+    def prepare(self, nbytes: int) -> None:
+        """Begins to fetch `nbytes` bytes on a thread, unless there is a buffer already. Raises nothing.
+
+        If `nbytes` turns out somewhat too small, `take` fetches only the difference. Memory for GPUs has no such spare
+        range, because it is pinned as a whole: if it is too small, `take` replaces it.
+        """
+        if self._buffer is not None or nbytes < 1:
+            return
+        spare = max(nbytes // tuning.PREPARE_SPARE_PART, tuning.PREPARE_SPARE_BYTES)
+        most = nbytes if torch.cuda.is_available() else nbytes + spare
+        if self._limit is not None:
+            most, nbytes = min(most, self._limit), min(nbytes, self._limit)
+        try:
+            self._buffer = _native.HostBuffer.reserve(most, to_pin=torch.cuda.is_available())
+            self._preparation = _Preparation(self._buffer, nbytes)
+        except (MemoryError, RuntimeError) as error:  # no address space, or no thread
+            self._buffer = None
+            logger.debug("host memory cannot be prepared, so the first save allocates it: %s", error)
+
+    @property
+    def bytes_at_once(self) -> int | None:
+        """How many bytes `take` hands out without waiting; None if nothing is being prepared."""
+        preparation = self._preparation
+        return None if preparation is None or preparation.has_ended else preparation.fetched
+
+    def take(self, nbytes: int, pinned: bool = True) -> int:
+        """Returns the address (on a page) of `nbytes` bytes with arbitrary content; the next `take` reuses them.
+
+        Waits if that many bytes are not prepared, and then fetches the rest with all threads.
+
+        Args:
+            nbytes: how many bytes the caller needs.
+            pinned: whether GPUs will copy into the memory. If there is no GPU it makes no difference.
 
         Raises:
-            UnsupportedError: that is above the limit.
-            MemoryError: the system does not have them.
+            UnsupportedError: `nbytes` is above the limit.
+            MemoryError: the system does not have the memory.
+            RuntimeError: CUDA cannot pin the memory.
         """
         if self._limit is not None and nbytes > self._limit:
             raise UnsupportedError(
@@ -33,10 +83,94 @@ class HostMemory:
                 f"{self._limit}: raise it; a state in CPU memory can also be saved with async_save=False, which "
                 "needs none"
             )
-        if self._buffer is None or self._buffer.nbytes < nbytes:
-            self._buffer = None  # the old one goes before the new one comes: both at once might not fit
-            self._buffer = _native.HostBuffer(nbytes, pinned=torch.cuda.is_available(), threads=HOST_THREADS)
+        if self._preparation is not None and self._buffer is not None and nbytes <= self._buffer.nbytes:
+            self._take_prepared(self._preparation, self._buffer, nbytes, pinned)
+        elif self._buffer is None or self._buffer.nbytes < nbytes:
+            self.release()  # before the new buffer comes: both at once might not fit
+            self._buffer = _native.HostBuffer(nbytes, pinned=torch.cuda.is_available(), threads=tuning.HOST_THREADS)
+        assert self._buffer is not None
         return self._buffer.address
 
     def release(self) -> None:
+        """Frees the memory, and ends its preparation."""
+        if self._preparation is not None:
+            self._preparation.stop()
+            self._preparation = None
         self._buffer = None
+
+    def _take_prepared(self, preparation: _Preparation, buffer: _native.HostBuffer, nbytes: int, pinned: bool) -> None:
+        is_pinned = buffer.pinned or not (pinned and torch.cuda.is_available())
+        if nbytes <= preparation.fetched and is_pinned:
+            return
+        preparation.stop()
+        wanted = nbytes if is_pinned else buffer.nbytes
+        if wanted > preparation.fetched:
+            buffer.fetch(preparation.fetched, wanted - preparation.fetched, threads=tuning.HOST_THREADS)
+            preparation.fetched = wanted
+        if not is_pinned:
+            buffer.pin()
+
+
+class _Preparation:
+    """Fetches the pages of a buffer on one thread that stays out of the training's way.
+
+    It fetches small pieces and pauses after each as long as the piece took. The thread has a low priority: where all
+    cores are busy with other work it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024) and its
+    pauses grow with it, so that it costs the training at most 5 % of one core.
+    """
+
+    def __init__(self, buffer: _native.HostBuffer, wanted: int) -> None:
+        self.wanted = wanted
+        self.fetched = 0
+        self._buffer = buffer
+        self._is_stopped = threading.Event()
+        # CUDA pins for the current GPU, and a new thread's current GPU would be number 0.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        # A daemon: the end of the interpreter does not wait for all of the memory. `_stop_all` ends the thread.
+        self._thread = threading.Thread(target=self._run, name="mcore_ckpt host memory", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended, which takes as long as one piece, or as pinning."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            _lower_priority()
+            while self.fetched < self.wanted and not self._is_stopped.is_set():
+                piece = min(tuning.PREPARE_BYTES, self.wanted - self.fetched)
+                started = time.perf_counter()
+                self._buffer.fetch(self.fetched, piece)
+                self.fetched += piece
+                self._is_stopped.wait(time.perf_counter() - started)
+            if self._device is not None and not self._is_stopped.is_set():
+                with torch.cuda.device(self._device):
+                    self._buffer.pin()
+        except (MemoryError, RuntimeError) as error:
+            # Training goes on. The save that needs the memory raises the error, if it still has a reason to.
+            logger.debug("host memory could not be prepared after %d bytes: %s", self.fetched, error)
+
+
+def _lower_priority() -> None:
+    try:
+        # On Linux the niceness is the thread's own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), tuning.PREPARE_NICENESS)
+    except OSError as error:  # a container's filter may forbid the call
+        logger.debug("the thread that prepares host memory keeps its priority: %s", error)
+
+
+# Preparations that may be under way, for the end of the interpreter.
+_running: WeakSet[_Preparation] = WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # A daemon thread that returns from native code into an interpreter that has ended would abort the process.
+    for preparation in list(_running):
+        preparation.stop()

@@ -7,6 +7,17 @@ import os
 # More threads do not make a memory bus faster, and training needs the cores.
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
+# How host memory is prepared before the first save: in pieces of this size (one huge page), by a thread of this
+# niceness. A piece holds a lock of the process's memory map, so longer pieces could hold up allocations of the training.
+PREPARE_BYTES = 2 << 20
+PREPARE_NICENESS = 10
+# The size is an estimate. The address range is larger by this part of it, and at least by these bytes; their pages are
+# fetched only if a save needs them.
+PREPARE_SPARE_PART = 4
+PREPARE_SPARE_BYTES = 64 << 20
+# A save waits for the rest of the host memory if at most this part is missing. Writing in place would take longer.
+WAIT_FOR_PART = 8
+
 # I/O threads sleep most of the time. This many keep writes under way while other pieces are copied and checksummed.
 IO_THREADS = 8
 

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mcore_ckpt.formats.native.file_plan import FilePlan
+from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.io.pages import page_ceil
 from mcore_ckpt.save.capture import Capture, FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.save.device_copies import DeviceCopies
+
+
+@dataclass(frozen=True)
+class ReservedImages:
+    """Host memory of one save.
+
+    Attributes:
+        address: of the first image.
+        files: the numbers of the files that have an image, ascending. The others are written in place.
+    """
+
+    address: int
+    files: tuple[int, ...]
 
 
 class HostImages:
@@ -18,16 +34,33 @@ class HostImages:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self._arena = HostMemory(limit)
+        self._memory = HostMemory(limit)
         self._device: DeviceCopies | None = None
 
-    def reserve(self, files: Sequence[FilePlan]) -> int:
-        """The address of host memory for this rank's parts of the files. What was captured before is lost.
+    def prepare(self, nbytes: int) -> None:
+        """Begins to fetch host memory of that size, beside the training. Raises nothing."""
+        self._memory.prepare(nbytes)
 
-        Raises UnsupportedError above the limit, MemoryError, RuntimeError in CUDA's words.
+    def reserve(self, files: Sequence[FilePlan], on_gpu: bool) -> ReservedImages:
+        """Reserves host memory for this rank's parts of the files. What was captured before is lost.
+
+        While the memory is still being prepared, only some files may have room. A state on a GPU always waits for all
+        of the memory, because copies from a GPU need it pinned, and memory is pinned as a whole.
+
+        Raises:
+            UnsupportedError: the files need more bytes than the limit.
+            MemoryError: the system does not have the memory.
+            RuntimeError: CUDA cannot pin it.
         """
         self.wait()  # a save that failed may have left copies under way into that memory
-        return self._arena.take(arena_bytes(files))
+        needed, at_once = arena_bytes(files), self._memory.bytes_at_once
+        nearly_there = at_once is None or needed - at_once <= needed // tuning.WAIT_FOR_PART
+        if on_gpu or nearly_there:
+            return ReservedImages(self._memory.take(needed, pinned=on_gpu), tuple(range(len(files))))
+        assert at_once is not None
+        fitting = _largest_that_fit(files, at_once)
+        nbytes = arena_bytes([files[number] for number in fitting])
+        return ReservedImages(self._memory.take(nbytes, pinned=False) if fitting else 0, fitting)
 
     def capture(
         self,
@@ -68,7 +101,18 @@ class HostImages:
         if self._device is not None:
             self._device.close()
             self._device = None
-        self._arena.release()
+        self._memory.release()
+
+
+def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]:
+    """The numbers of files whose images fit into `nbytes` bytes together: the largest first, as long as there is room."""
+    fitting: list[int] = []
+    for number in sorted(range(len(files)), key=lambda number: -files[number].nbytes):
+        size = page_ceil(files[number].nbytes)
+        if size <= nbytes:
+            fitting.append(number)
+            nbytes -= size
+    return tuple(sorted(fitting))
 
 
 def _detached(tensors: Sequence[FileTensors], which: Sequence[tuple[int, int]]) -> list[FileTensors]:

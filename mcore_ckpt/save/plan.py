@@ -15,7 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.dtypes import dtype_name
+from mcore_ckpt.checkpoint.dtypes import dtype_name, item_bytes
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
@@ -192,15 +192,7 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
 
 
 def _new_plan(trainer: Trainer, images: StructureCache) -> SavePlan:
-    contents = trainer.config.save_contents
-    model = model_shards(trainer.chunks)
-    requests: list[WriteRequest] = []
-    # The HuggingFace model is made from the same files.
-    if "model" in contents or "hf_model" in contents:
-        skip_frozen = trainer.config.skip_frozen
-        requests += _model_requests(trainer, [shard for shard in model if not (skip_frozen and shard.is_frozen)])
-    if "optimizer" in contents:
-        requests += _optimizer_requests(trainer, model)
+    requests = _write_requests(trainer)
     for request in requests:
         _refuse_other_devices(request)
     plans = [(plan_file(request, trainer.agreement.rank, images), request) for request in requests]
@@ -218,6 +210,46 @@ def _new_plan(trainer: Trainer, images: StructureCache) -> SavePlan:
         on_gpu=_on_gpu(tensors),
         on_host=_on_host(request for _, request in plans),
     )
+
+
+def _write_requests(trainer: Trainer) -> list[WriteRequest]:
+    """The files that this rank writes, or writes a part of."""
+    contents = trainer.config.save_contents
+    model = model_shards(trainer.chunks)
+    requests: list[WriteRequest] = []
+    # The HuggingFace model is made from the same files.
+    if "model" in contents or "hf_model" in contents:
+        skip_frozen = trainer.config.skip_frozen
+        requests += _model_requests(trainer, [shard for shard in model if not (skip_frozen and shard.is_frozen)])
+    if "optimizer" in contents:
+        requests += _optimizer_requests(trainer, model)
+    return requests
+
+
+def estimated_bytes(trainer: Trainer) -> int:
+    """About how many bytes this rank's part of a checkpoint will have, before the optimizer's first step too.
+
+    Before that step the moments do not exist: each main parameter is counted with two moments of its own size, as Adam
+    has them.
+
+    Raises:
+        UnsupportedError: something that cannot be saved whole.
+    """
+    total = sum(map(_estimated_request_bytes, _write_requests(trainer)))
+    return total + total // _HEADERS_PART
+
+
+# Headers, padding and the index take less than this part of a file of large tensors.
+_HEADERS_PART = 100
+_MOMENTS = 2
+
+
+def _estimated_request_bytes(request: WriteRequest) -> int:
+    nbytes = sum(write.tensor.nbytes for write in request.tensors)
+    if request.kind == "optimizer" and all(write.key.kind == PARAM for write in request.tensors):
+        of_aliases = sum(alias.region.numel * item_bytes(alias.dtype) for alias in request.aliases)
+        nbytes += _MOMENTS * (nbytes + of_aliases)
+    return nbytes // max(1, len(request.writers))
 
 
 def _on_gpu(tensors: Iterable[FileTensors]) -> bool:

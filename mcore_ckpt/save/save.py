@@ -1,10 +1,19 @@
-"""One save: trainer -> state (named shards) -> staging (host image) -> storage (files, manifest, commit)."""
+"""One save, from the trainer's objects to a committed checkpoint.
+
+It is one walk down the floors, on two threads:
+
+    trainer's thread   Save(...)   state: read the small values, plan which shard goes where in which file
+                       begin       capture: copy the shards into images of the files in host memory
+    save's thread      finish      formats: write the files; checkpoint: build the manifest; steps: commit
+                       upload      steps: queue the copy to the remote store
+    deletion's thread  after_commit    steps: delete old steps
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +21,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.formats.native.writer import ImageWriter
@@ -20,9 +29,11 @@ from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.hf_export import completed, export_together
-from mcore_ckpt.save.host_images import HostImages
-from mcore_ckpt.save.plan import SavePlanner
-from mcore_ckpt.save.rank_reports import TensorNames, build_manifest, read_common, report
+from mcore_ckpt.save.host_images import HostImages, ReservedImages
+from mcore_ckpt.save.new_manifest import build_manifest, read_common
+from mcore_ckpt.save.plan import SavePlan, SavePlanner
+from mcore_ckpt.save.rank_reports import TensorNames, rank_report
+from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.plain import to_plain
@@ -38,47 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SaveReport:
-    """What a save did on this rank. Times are in seconds.
-
-    Attributes:
-        step: the step saved.
-        path: the checkpoint's folder.
-        nbytes: written by this rank.
-        seconds: from the call of `save` to the commit.
-        stall_s: until `save` returned.
-        plan_s: what neither copied, nor wrote, nor waited for the commit: checks, the plan, the ranks' meeting.
-        copy_s: until the state had been copied out; of a state that is written from where it is, while others wrote.
-        write_s: from the first write until all of this rank's files were on the disk.
-        export_s: from then until its part of the HuggingFace model was, waiting for slower ranks included; 0 without.
-        commit_s: from then until the checkpoint was in place, waiting for slower ranks included.
-    """
-
-    step: int
-    path: Path
-    nbytes: int
-    seconds: float
-    stall_s: float
-    plan_s: float
-    copy_s: float
-    write_s: float
-    export_s: float
-    commit_s: float
-
-    @property
-    def copy_gb_per_s(self) -> float:
-        """10**9 bytes a second."""
-        return self.nbytes / self.copy_s / 1e9 if self.copy_s else 0.0
-
-    @property
-    def disk_gb_per_s(self) -> float:
-        """10**9 bytes a second."""
-        return self.nbytes / self.write_s / 1e9 if self.write_s else 0.0
-
-
-@dataclass(frozen=True)
 class PlainState:
-    """The small part of the state, as it was when the save was asked for."""
+    """The small part of the state, as it was when the save was requested."""
 
     rng: dict[str, Any] | None
     extra: dict[str, Any] | None
@@ -91,8 +63,8 @@ class SaveContext:
 
     Attributes:
         trainer: the objects to save, and this rank's place.
-        commits: this rank's seat for rounds on the thread that ends a save. A wait blocks its client, so the trainer's
-            own thread has another seat (`trainer.agreement`).
+        commits: this rank's agreement for rounds on the thread that ends a save. A wait blocks its client, so the
+            trainer's own thread has another one (`trainer.agreement`).
         host_images: host memory for the copies, and the copies from the GPU.
         lock: the lock on the role; used on rank 0 alone.
         uploads: the queue of uploads to the remote store; None without a store, and on other ranks than 0.
@@ -110,15 +82,21 @@ class SaveContext:
 
 
 class Save:
-    """One save of this rank, in the order `Save(...)`, `begin`, `finish`.
+    """One save of this rank. Call `begin`, `finish`, `upload` and `after_commit`, in this order.
 
-    Making one checks and plans: whatever can fail on one rank alone, before the ranks meet. `called` is when the
-    trainer asked for it (time.perf_counter()): it may have waited for an earlier save since. `policy` is what of the
-    steps stays after the commit; None: the checkpoint is not part of a step below the root.
+    The constructor checks and plans: it meets whatever can fail on one rank alone, before the ranks meet.
+
+    Args:
+        context: what the saves of the manager share.
+        step: the step to save.
+        extra_state: the trainer's own state, or None.
+        roles: the roles that the step consists of.
+        called: when the trainer asked for the save (time.perf_counter()). It may have waited for an earlier save since.
+        policy: which steps stay after the commit; None if the checkpoint is not part of a step below the root.
 
     Raises:
-        UnsupportedError: something that cannot be saved whole.
-        MemoryError: no memory for a copy of the state.
+        UnsupportedError: something cannot be saved whole.
+        MemoryError: there is no memory for a copy of the state.
     """
 
     def __init__(
@@ -131,147 +109,161 @@ class Save:
         policy: PreservationPolicy | None,
     ) -> None:
         self._called, self._started = called, time.perf_counter()
-        trainer = context.trainer
-        self._context = context
-        self._trainer = trainer
-        self.step = step
-        self._roles = roles
-        self._policy = policy
-        self._plain = _read_plain(trainer, extra_state)
-        self._plan = context.planner.plan(trainer)
-        self._exports = "hf_model" in trainer.config.save_contents
-        self._in_place = not trainer.config.async_save and not self._plan.on_gpu
-        self._address = 0 if self._in_place else context.host_images.reserve(self._plan.files)
-        # One number per parameter takes a while to look at; a state that stays as it is has it done under the writing.
-        self._steps = None if self._in_place else _read_steps(trainer)
+        self._context, self._trainer, self._policy = context, context.trainer, policy
+        self.step, self._roles = step, roles
+        self._plain = _read_plain(self._trainer, extra_state)
+        self._plan = context.planner.plan(self._trainer)
+        self._nbytes = sum(plan.nbytes for plan in self._plan.files)
+        self._is_async = self._trainer.config.async_save
+        self._has_images = self._is_async or self._plan.on_gpu
+        self._images = self._reserve_images()
+        # Reading one step number per parameter takes a while. Without images the state stays as it is until the save
+        # ends, so the numbers are read while the disk is writing.
+        self._steps = _read_steps(self._trainer) if self._has_images else None
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: ImageWriter | None = None
-        self._nbytes = sum(plan.nbytes for plan in self._plan.files)
         self._times: dict[str, float] = {}
 
     def begin(self, attempt: Attempt) -> None:
         """Copies the state. When this returns, training may go on if the save is async.
 
-        Raises nothing: the other ranks are on their way to `finish`, which is where they are told.
+        Files that have no image, because host memory is still being prepared, are written to the disk before this
+        returns.
+
+        Raises nothing: the other ranks are on their way to `finish`, which reports the failure to them.
         """
         self._attempt = attempt
         try:
             sync_parameters(self._trainer.chunks)
             if self._plan.on_host and torch.cuda.is_available():
                 # Offloading copies without waiting (verl 0.9.1, `offload_megatron_optimizer`; megatron's
-                # `offload_to_cpu`): what is in host memory now may still be on its way there.
+                # `offload_to_cpu`): a copy to the host memory that is read now may still be under way.
                 torch.cuda.synchronize()
             self._times["planned"] = time.perf_counter()
             self._capture = self._captured()
-            if not self._in_place:
+            self._times["captured"] = time.perf_counter()
+            if self._is_async and len(self._images.files) < len(self._plan.files):
+                self._start_writing(attempt.staging).wait_for_sources()
+            if self._has_images:
                 self._plan = replace(self._plan, tensors=())  # the trainer may offload them now
+                self._capture = replace(self._capture, keep=())
         except Exception as error:
             self._capture = error
-        self._times["captured"] = time.perf_counter()
-
-    def _captured(self) -> Capture:
-        host_images, plan, config = self._context.host_images, self._plan, self._trainer.config
-        if self._in_place:
-            return capture_in_place(plan.files, plan.tensors)
-        # Synchronous saves of a GPU's state: nothing changes it meanwhile, so writing need not wait for the copies.
-        if not config.async_save:
-            return host_images.capture(plan.files, plan.tensors, self._address, lazy=())
-        lazy = config.async_mode == "lazy" and not gradients_share_memory(self._trainer.chunks)
-        return host_images.capture(plan.files, plan.tensors, self._address, plan.buffers if lazy else None)
+        self._times["begun"] = time.perf_counter()
 
     def finish(self, stall_s: float | None = None) -> SaveReport:
-        """Writes and commits.
+        """Writes this rank's files, and commits the checkpoint together with the other ranks.
 
         Args:
-            stall_s: how long the trainer was held up; None: until this returns.
+            stall_s: how long the trainer was held up, in seconds; None: until this returns.
 
         Raises:
             CheckpointError: on all ranks the same type; the previous checkpoint stays.
         """
-        trainer, attempt = self._trainer, self._attempt
-        assert attempt is not None, "begin comes first"
+        attempt = self._opened_attempt
         written: list[WrittenFile] = []
 
         def write(staging: Path) -> Record:
-            check_seen(staging)
             written.extend(self._write(staging))
-            names = self._context.names.to_tell(self._plan.files)
             assert self._steps is not None
-            return report(trainer, written, self._plan.files, names, self._steps)
+            names = self._context.names.to_send(self._plan.files)
+            return rank_report(self._trainer, written, self._plan.files, names, self._steps)
 
         def write_and_export(staging: Path) -> Record:
             exported = export_together(
-                self._context.commits, trainer, staging, attempt.number, lambda: write(staging), self._describe
+                self._context.commits, self._trainer, staging, attempt.number, lambda: write(staging), self._manifest
             )
             self._times["exported"] = time.perf_counter()
             written.extend(exported)
             return {"files": [asdict(file) for file in exported]}
 
-        commit_together(
-            self._context.commits,
-            f"saving step {self.step} of {trainer.role}",
-            attempt,
-            write_and_export if self._exports else write,
-            self._complete if self._exports else self._describe,
-            self._move_tracker,
-        )
-        self._context.names.were_told(self._plan.files)
-        # Of a file shared by several ranks, this rank's part.
+        exports = "hf_model" in self._trainer.config.save_contents
+        try:
+            commit_together(
+                self._context.commits,
+                f"saving step {self.step} of {self._trainer.role}",
+                attempt,
+                write_and_export if exports else write,
+                self._manifest_with_export if exports else self._manifest,
+                self._move_tracker,
+            )
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+        self._context.names.mark_sent(self._plan.files)
+        # Files with an index are counted by this rank's part (`_nbytes`), because several ranks may share one.
         return self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
 
     def upload(self) -> UploadHandle | None:
-        """Lets the committed checkpoint go to the remote store. None where there is none, and but on rank 0."""
+        """Queues the copy of the committed checkpoint to the remote store. None without a store, and beside rank 0."""
         uploads, policy = self._context.uploads, self._policy
         if uploads is None or policy is None:
             return None
         return uploads.committed(self.step, policy if self._trainer.config.prune_remote else None)
 
     def after_commit(self) -> None:
-        """Deletes what is too old: after all ranks know of the commit, because it may take long."""
+        """Deletes old steps. It may take long, so all ranks know of the commit before it begins."""
         if self._trainer.agreement.is_coordinator and self._policy is not None:
             _delete_old(self._trainer.root, self._policy, self.step)
 
-    def _move_tracker(self) -> None:
-        if self._policy is None:
-            return
-        assert self._attempt is not None
-        trainer = self._trainer
-        is_own_name = self._attempt.role_dir == file_names.step_dir(trainer.root, self.step) / trainer.role
-        _update_tracker(trainer, self.step, only=None if is_own_name else self.step)
-
     def progress(self) -> tuple[int, int]:
-        """Bytes of tensors that this rank has written, and has to write."""
+        """The bytes of tensors that this rank has written, and the bytes that it has to write."""
         return (0 if self._writer is None else self._writer.progress()), self._nbytes
 
+    # -- capture --------------------------------------------------------------------------------------------
+
+    def _reserve_images(self) -> ReservedImages:
+        if not self._has_images:
+            return ReservedImages(0, ())
+        return self._context.host_images.reserve(self._plan.files, self._plan.on_gpu)
+
+    def _captured(self) -> Capture:
+        """Copies the tensors of files that have an image; the bytes of other files are read where they are."""
+        plan, images = self._plan, set(self._images.files)
+        in_place = _part_of(plan, [number for number in range(len(plan.files)) if number not in images])
+        capture = capture_in_place(in_place.files, in_place.tensors)
+        if not images:
+            return capture
+        copied = _part_of(plan, self._images.files)
+        copies = self._context.host_images.capture(copied.files, copied.tensors, self._images.address, self._lazy())
+        # The files in place come first: the trainer may be waiting for them.
+        return Capture((*capture.writes, *copies.writes), copies.seconds, (*capture.keep, *copies.keep))
+
+    def _lazy(self) -> Sequence[tuple[int, int]] | None:
+        """The argument `lazy` of `HostImages.capture`."""
+        if not self._plan.on_gpu:
+            return None
+        if not self._is_async:
+            return ()  # nothing changes the state meanwhile, so writing need not wait for the copies
+        is_lazy = self._trainer.config.async_mode == "lazy" and not gradients_share_memory(self._trainer.chunks)
+        return self._plan.buffers if is_lazy else None
+
+    # -- write ----------------------------------------------------------------------------------------------
+
+    def _start_writing(self, staging: Path) -> ImageWriter:
+        check_seen(staging)
+        assert isinstance(self._capture, Capture), "begin comes first"
+        self._times["writing"] = time.perf_counter()
+        self._writer = ImageWriter(staging, self._capture.writes, self._context.commits)
+        self._writer.start()
+        return self._writer
+
     def _write(self, staging: Path) -> list[WrittenFile]:
-        """This rank's files, durably."""
+        """Writes this rank's files durably."""
         if isinstance(self._capture, Exception):
             raise self._capture
-        assert self._capture is not None
-        self._times["writing"] = time.perf_counter()
-        with ImageWriter(staging, self._capture.writes, self._context.commits) as writer:
-            self._writer = writer
-            writer.start()
-            # While the disk has the large ones:
-            written = self._write_small(staging)
-            if self._steps is None:
-                self._steps = _read_steps(self._trainer)
-            written += writer.finish()
-            self._times["copied"] = self._copy_seconds(writer.times()[0])
+        writer = self._writer or self._start_writing(staging)
+        # While the disk has the large files:
+        written = self._write_small(staging)
+        if self._steps is None:
+            self._steps = _read_steps(self._trainer)
+        written += writer.finish()
+        self._times["copied"] = self._copy_seconds(writer.times()[0])
         for folder in {(staging / file.path).parent for file in written}:
             sync_dir(folder)
         self._times["written"] = time.perf_counter()
         return written
-
-    def _copy_seconds(self, last_arrived: float) -> float:
-        """Until the state was copied out; `last_arrived` is when the writer had the last of it, since it began."""
-        assert isinstance(self._capture, Capture)
-        if self._in_place:
-            return last_arrived
-        if not self._plan.on_gpu:
-            return self._capture.seconds
-        return self._times["writing"] - self._times["planned"] + last_arrived
 
     def _write_small(self, staging: Path) -> list[WrittenFile]:
         place, written = self._trainer.coordinates.place, []
@@ -281,49 +273,83 @@ class Save:
         ):
             if value is not None:
                 written.append(write_plain(staging, path, kind, pickle_plain(value)))
-        if self._trainer.agreement.is_coordinator and not self._exports:
+        exports = "hf_model" in self._trainer.config.save_contents
+        if self._trainer.agreement.is_coordinator and not exports:
             written += _write_assets(self._trainer, staging)
         return written
 
-    def _describe(self, records: Any) -> Any:
-        assert self._attempt is not None
-        self._keep_place()
+    # -- commit, on rank 0 ----------------------------------------------------------------------------------
+
+    def _manifest(self, records: Sequence[Record]) -> Manifest:
+        self._keep_lock()
+        attempt, names = self._opened_attempt, self._context.names
         return build_manifest(
             self._trainer,
-            self._context.names,
-            self._attempt.staging,
+            names,
+            attempt.staging,
             self._plain.common,
             self.step,
             self._roles,
-            self._attempt.number,
+            attempt.number,
             records,
         )
 
-    def _complete(self, records: Any) -> Any:
-        assert self._attempt is not None
-        self._keep_place()
-        return completed(self._trainer, self._attempt.staging, records)
+    def _manifest_with_export(self, records: Sequence[Record]) -> Manifest:
+        self._keep_lock()
+        return completed(self._trainer, self._opened_attempt.staging, records)
 
-    def _keep_place(self) -> None:
-        """Raises LockedError if a trainer elsewhere has taken this one for dead: then it must put nothing in place."""
+    def _keep_lock(self) -> None:
+        """Raises LockedError if another trainer has taken this one for dead. Then nothing may be put in its place."""
         self._context.lock.take(patience_s=0)
+
+    def _move_tracker(self) -> None:
+        if self._policy is None:
+            return
+        trainer = self._trainer
+        is_own_name = self._opened_attempt.role_dir == file_names.step_dir(trainer.root, self.step) / trainer.role
+        _update_tracker(trainer, self.step, only=None if is_own_name else self.step)
+
+    # -- report ---------------------------------------------------------------------------------------------
+
+    @property
+    def _opened_attempt(self) -> Attempt:
+        assert self._attempt is not None, "begin comes first"
+        return self._attempt
+
+    def _copy_seconds(self, last_arrived: float) -> float:
+        """How long copying took; `last_arrived`: seconds from the start of writing until the writer had all bytes."""
+        assert isinstance(self._capture, Capture)
+        if not self._has_images:
+            return last_arrived
+        if self._plan.on_gpu:
+            return self._times["writing"] - self._times["planned"] + last_arrived
+        is_copied = len(self._images.files) == len(self._plan.files)
+        return self._capture.seconds if is_copied else self._times["begun"] - self._times["planned"]
 
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()
         seconds = now - self._called
-        assert self._attempt is not None
+        written = times["written"]
+        exported = times.get("exported", written)
         return SaveReport(
             step=self.step,
-            path=self._attempt.role_dir,
+            path=self._opened_attempt.role_dir,
             nbytes=nbytes,
             seconds=seconds,
             stall_s=seconds if stall_s is None else stall_s,
             plan_s=times["planned"] - self._started + times["writing"] - times["captured"],
             copy_s=times["copied"],
-            write_s=times["written"] - times["writing"],
-            export_s=times.get("exported", times["written"]) - times["written"],
-            commit_s=now - times.get("exported", times["written"]),
+            write_s=written - times["writing"],
+            export_s=exported - written,
+            commit_s=now - exported,
         )
+
+
+def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
+    """The plan of some of the files, by number."""
+    return replace(
+        plan, files=tuple(plan.files[number] for number in files), tensors=tuple(plan.tensors[n] for n in files)
+    )
 
 
 def _read_plain(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> PlainState:
@@ -337,7 +363,7 @@ def _read_plain(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Plai
 
 
 def _read_steps(trainer: Trainer) -> list[float | int | None]:
-    """What each of the optimizer's parts has done. Raises UnsupportedError if its parameters differ."""
+    """The number of steps of each of the optimizer's parts. Raises UnsupportedError if its parameters differ."""
     if "optimizer" not in trainer.config.save_contents:
         return []
     return [optimizer_state.read_step(part) for part in optimizer_state.optimizer_parts(trainer.optimizer)]

@@ -18,10 +18,10 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.tools.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "roll_stand_in"))
+from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, newest_valid, role_folder, uncommit_earlier_save
 from mcore_ckpt.integrations.roll.options import read_options, step_of
 from mcore_ckpt.integrations.roll.pipeline import CheckpointUploader, _write_rng
 from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
-from mcore_ckpt.integrations.roll.checkpoints import commit_pipeline, uncommit_earlier_save, newest_valid, role_folder
 
 TIMEOUT_S = 10.0
 

@@ -48,6 +48,9 @@ class ImageWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Stops all writing; when this returns, no thread writes any more."""
         self._job.close()
 
@@ -59,6 +62,15 @@ class ImageWriter:
             path = str(self._role_dir / plan.path)
             self._job.add_file(path, plan.image, plan.start, plan.stop, write.sources, write.buffer, write.ready)
         self._job.start()
+
+    def wait_for_sources(self) -> None:
+        """Waits until all files that are written from `sources` are written, so that the sources may change.
+
+        Raises what `finish` raises.
+        """
+        for number, write in enumerate(self._writes):
+            if write.sources is not None:
+                self._wait(number)
 
     def finish(self) -> list[WrittenFile]:
         """Waits until the bytes are on the disk, and returns the files that this rank owns.

@@ -1,0 +1,112 @@
+"""Builds the manifest of a save on rank 0, from the reports of all ranks, and writes the file that all ranks share."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.checkpoint.versions import package_versions
+from mcore_ckpt.errors import CommitError
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.ranks.topology import RankCoordinates
+from mcore_ckpt.save.rank_reports import TensorNames
+from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.scheduler import read_scheduler
+from mcore_ckpt.state.trainer import Trainer
+from mcore_ckpt.steps import commit
+
+
+def build_manifest(
+    trainer: Trainer,
+    names: TensorNames,
+    staging: Path,
+    common: Mapping[str, Any],
+    step: int,
+    roles: tuple[str, ...],
+    attempt: str,
+    records: Sequence[Record],
+) -> Manifest:
+    """Checks that all reported files are there, writes `common.pt`, and returns the manifest.
+
+    Args:
+        trainer: the objects that are saved.
+        names: the tensor names that rank 0 knows; those in the reports are added.
+        staging: the staging folder of the save.
+        common: the state that all ranks share (`read_common`); the optimizers' steps are filled in.
+        step, roles, attempt: go into the manifest as they are.
+        records: the report of each rank (`rank_reports.rank_report`), by rank.
+
+    Raises:
+        CommitError: a file is missing or of another size, or the ranks' reports contradict each other.
+        OSError: `common.pt` cannot be written.
+    """
+    files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
+    commit.check_files(staging, files)
+    commit.check_structures([record["parts"] for record in records])
+    if "optimizer" in trainer.config.save_contents:
+        for number, part in enumerate(common["optimizers"]):
+            part["step"] = _common_step(number, [record["steps"][number] for record in records])
+        file = write_plain(staging, file_names.COMMON_FILE, "common", pickle_plain(common))
+        files.append((trainer.agreement.rank, file))
+    for record in records:
+        names.receive(record["names"])
+    in_order, holds = names.in_order(file.holds for _, file in files if file.holds)
+    stages = {
+        (s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"]))
+        for r in records
+        for s in r["stages"]
+    }
+    return Manifest(
+        step=step,
+        role=trainer.role,
+        roles=roles,
+        attempt=attempt,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=package_versions(),
+        contents=trainer.config.save_contents,
+        topology=trainer.topology,
+        ranks=tuple(RankCoordinates(**record["coordinates"]) for record in records),
+        stages=tuple(stage for _, stage in sorted(stages.items())),
+        tensors=in_order,
+        files=tuple(
+            FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.holds, ()))
+            for rank, file in files
+        ),
+    )
+
+
+def read_common(trainer: Trainer) -> dict[str, Any]:
+    """The optimizer and scheduler state that all ranks share, without the steps, which rank 0 may not know."""
+    return {
+        "optimizers": [
+            {
+                "kind": optimizer_state.kind_of(part),
+                "param_groups": optimizer_state.read_param_groups(part),
+                "grad_scaler": optimizer_state.read_grad_scaler(part),
+            }
+            for part in optimizer_state.optimizer_parts(trainer.optimizer)
+        ],
+        "lr_scheduler": read_scheduler(trainer.lr_scheduler),
+    }
+
+
+def _written(item: Record) -> WrittenFile:
+    index = IndexPlace(**item["index"]) if item["index"] else None
+    return WrittenFile(item["path"], item["kind"], item["size"], item["crc32"], index, item["holds"])
+
+
+def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | int | None:
+    """The step of one chained optimizer. A rank that owns no parameters does not know it."""
+    known = {step for step in by_rank if step is not None}
+    if len(known) > 1:
+        first_ranks = {step: by_rank.index(step) for step in sorted(known)}
+        raise CommitError(
+            f"optimizer {part} has done different numbers of steps on different ranks: {first_ranks} (step: first "
+            "rank): load a checkpoint on all ranks before training on"
+        )
+    return known.pop() if known else None
