@@ -8,7 +8,7 @@ import os
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
 # How host memory is prepared before the first save: in pieces of this size (one huge page), by a thread of this
-# niceness. A piece holds a lock of the process's memory map, so longer pieces could hold up allocations of the training.
+# niceness. A piece holds a lock of the process's memory map, so longer pieces could hold up the training's allocations.
 PREPARE_BYTES = 2 << 20
 PREPARE_NICENESS = 10
 # The size is an estimate. The address range is larger by this part of it, and at least by these bytes; their pages are

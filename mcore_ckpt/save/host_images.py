@@ -105,7 +105,7 @@ class HostImages:
 
 
 def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]:
-    """The numbers of files whose images fit into `nbytes` bytes together: the largest first, as long as there is room."""
+    """The numbers of files whose images fit into `nbytes` bytes together, the largest first."""
     fitting: list[int] = []
     for number in sorted(range(len(files)), key=lambda number: -files[number].nbytes):
         size = page_ceil(files[number].nbytes)
