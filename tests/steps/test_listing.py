@@ -176,9 +176,6 @@ def test_the_other_spelling_of_a_step(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == {5: 2, 7: 3}
 
 
-# -- the tracker ------------------------------------------------------------------------------------------
-
-
 def test_a_save_refuses_a_file_in_the_place_of_its_step(tmp_path: Path) -> None:
     file_names.step_dir(tmp_path, 7).write_bytes(b"not a folder")
     with pytest.raises(CheckpointError, match="FileExistsError"):

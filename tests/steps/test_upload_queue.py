@@ -384,12 +384,12 @@ def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(
     remote: RemoteSteps, root: Path
 ) -> None:
     save(root, 1, version=1)
-    run = Upload(remote, role_dir(root, 1), threading.Event())
-    real = remote.sizes
-    remote.sizes = lambda key: (remote.delete(key), real(key))[1]  # type: ignore[method-assign]
+    run = Upload(remote.store, role_dir(root, 1), threading.Event())
+    real = remote.store.sizes
+    remote.store.sizes = lambda key: (remote.delete(key), real(key))[1]  # type: ignore[method-assign]
     with pytest.raises(RemoteError, match="3 files are gone"):
         run.run()
-    remote.sizes = real  # type: ignore[method-assign]
+    remote.store.sizes = real  # type: ignore[method-assign]
     assert versions(remote) == {}
     run.run()
     assert versions(remote) == {1: 1}
@@ -523,7 +523,7 @@ def test_a_store_that_does_not_answer_is_told(remote: RemoteSteps, root: Path, m
     folder = folder_of(remote, root)
     monkeypatch.setattr(retries, "REMOTE_TRIES", 3)
     with failing(remote, before=from_operation(1)) as store:
-        with pytest.raises(RemoteError, match="has failed 3 times, at last with Outage"):
+        with pytest.raises(RemoteError, match="has failed 3 times; the last error: Outage"):
             checkpoints.read_folder(folder)
         assert store.count == 3
 
