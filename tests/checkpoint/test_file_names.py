@@ -86,6 +86,19 @@ def test_a_role_that_is_more_than_a_folder_name_is_refused(role: str) -> None:
         file_names.check_role(role)
 
 
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        (("actor", "../critic"), "role '../critic' is not a folder name"),
+        (("actor", "Actor"), "differ in capital letters alone"),
+        (("a" * 255,), "has 255 letters: use 128 at most"),
+    ],
+)
+def test_roles_of_a_step_that_cannot_be_folders_are_refused_by_name(roles: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        file_names.check_roles(roles)
+
+
 @given(st.text(max_size=12))
 def test_any_role_that_passes_stays_inside_its_folder(role: str) -> None:
     if file_names.is_role(role):

@@ -28,7 +28,7 @@ BOTH = ("actor", "critic")
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recover, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr("mcore_ckpt.recover.RETRY_FIRST_S", 0.0)
 
 
 def make_steps(root: Path, numbers: Iterable[int], roles: Iterable[str] = BOTH) -> None:

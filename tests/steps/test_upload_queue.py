@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
-import fsspec
 import pytest
 from checkpoints import ROLE, make, stage
 from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
@@ -19,14 +18,14 @@ from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, RemoteError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import retries, tuning
-from mcore_ckpt.io.store import Store, public_url
+from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
-from mcore_ckpt.steps.upload import SentBytes, Upload, part_size
+from mcore_ckpt.steps.upload import Upload
 from mcore_ckpt.steps.upload_queue import UploadQueue
 
 POINTS = 20
@@ -385,12 +384,12 @@ def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(
     remote: RemoteSteps, root: Path
 ) -> None:
     save(root, 1, version=1)
-    run = Upload(remote, role_dir(root, 1), threading.Event())
-    real = remote.sizes
-    remote.sizes = lambda key: (remote.delete(key), real(key))[1]  # type: ignore[method-assign]
+    run = Upload(remote.store, role_dir(root, 1), threading.Event())
+    real = remote.store.sizes
+    remote.store.sizes = lambda key: (remote.delete(key), real(key))[1]  # type: ignore[method-assign]
     with pytest.raises(RemoteError, match="3 files are gone"):
         run.run()
-    remote.sizes = real  # type: ignore[method-assign]
+    remote.store.sizes = real  # type: ignore[method-assign]
     assert versions(remote) == {}
     run.run()
     assert versions(remote) == {1: 1}
@@ -524,7 +523,7 @@ def test_a_store_that_does_not_answer_is_told(remote: RemoteSteps, root: Path, m
     folder = folder_of(remote, root)
     monkeypatch.setattr(retries, "REMOTE_TRIES", 3)
     with failing(remote, before=from_operation(1)) as store:
-        with pytest.raises(RemoteError, match="has failed 3 times, at last with Outage"):
+        with pytest.raises(RemoteError, match="has failed 3 times; the last error: Outage"):
             checkpoints.read_folder(folder)
         assert store.count == 3
 
@@ -542,77 +541,7 @@ def test_foreign_things_in_the_root_are_left_alone(remote: RemoteSteps, root: Pa
     assert {"notes.txt", "global_steps_x/a", "global_steps_7/README"} <= set(files(remote))
 
 
-# -- names and words --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("url", "public"),
-    [
-        ("s3://bucket/prefix/", "s3://bucket/prefix"),
-        ("hdfs://user:pa55@host:8020/x?token=abc", "hdfs://host:8020/x"),
-        ("memory://x", "memory://x"),
-        ("file:///a/b", "file:///a/b"),
-    ],
-)
-def test_a_url_in_messages_has_no_credentials(url: str, public: str) -> None:
-    assert public_url(url) == public
-
-
-def test_an_error_of_the_store_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    remote = RemoteSteps(Store("memory://user:pa55word@x/y"))
-    with failing(remote, before=lambda *_: (_ for _ in ()).throw(Outage("no route for user:pa55word"))):
-        monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
-        with pytest.raises(RemoteError, match="no route for") as caught:
-            remote.steps()
-    assert "pa55word" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["/a/path", "bucket/prefix", "nosuch://x", "simplecache::s3://x"])
-def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="remote is"):
-        RemoteSteps(Store(url))
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: object, **kwargs: object) -> None:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(UnsupportedError, match=r"pip install 'mcore_ckpt\[s3\]'"):
-        RemoteSteps(Store("s3://key:secret@bucket/x"))
-
-
-def test_checksums_that_stores_tell() -> None:
-    one, two, whole = SentBytes(False), SentBytes(False), SentBytes(True)
-    one.add(b"abc")
-    for sent in (two, whole):
-        sent.add(b"ab")
-        sent.add(b"c")
-    assert one.is_what_came({"ETag": '"900150983cd24fb0d6963f7d28e17f72"'})
-    assert not one.is_what_came({"ETag": '"900150983cd24fb0d6963f7d28e17f73"'})
-    assert not two.is_what_came({"ETag": '"900150983cd24fb0d6963f7d28e17f72"'})
-    # md5(md5("ab") + md5("c")), of `md5sum` and `xxd`
-    assert two.is_what_came({"ETag": "f1a1d2f1c3ee6a1a4cc1d4b2b4c41f9e-2"}) is False
-    assert not two.is_what_came({})
-    assert whole.is_what_came({"md5Hash": "kAFQmDzST7DWlj99KOF/cg=="})
-    assert not whole.is_what_came({"md5Hash": "kAFQmDzST7DWlj99KOF/cQ=="})
-    assert one.crc32 == two.crc32 == 0x352441C2
-
-
-def test_a_large_file_goes_in_no_more_parts_than_stores_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    for size in (0, 1, 1 << 30, 10 << 40):
-        part = part_size(size)
-        assert part % (256 << 10) == 0
-        assert -(-size // part) <= 10_000
-    assert part_size(1 << 30) == 16 << 20
-
-
 def test_the_stage_of_a_save_is_no_checkpoint_to_upload(remote: RemoteSteps, root: Path) -> None:
     stage(role_dir(root, 1), 1)
     assert not upload(uploads_of(remote, root), 1).done
     assert files(remote) == []
-
-
-def test_errors_are_of_the_family() -> None:
-    assert issubclass(RemoteError, CheckpointError)

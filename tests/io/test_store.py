@@ -1,0 +1,51 @@
+"""URLs of remote stores: what is refused, and no message shows a secret."""
+
+import fsspec
+import pytest
+from remote_store import Outage, failing
+
+from mcore_ckpt.errors import CheckpointError, RemoteError, UnsupportedError
+from mcore_ckpt.io import retries
+from mcore_ckpt.io.store import Store, public_url
+from mcore_ckpt.steps.remote_steps import RemoteSteps
+
+
+@pytest.mark.parametrize(
+    ("url", "public"),
+    [
+        ("s3://bucket/prefix/", "s3://bucket/prefix"),
+        ("hdfs://user:pa55@host:8020/x?token=abc", "hdfs://host:8020/x"),
+        ("memory://x", "memory://x"),
+        ("file:///a/b", "file:///a/b"),
+    ],
+)
+def test_a_url_in_messages_has_no_credentials(url: str, public: str) -> None:
+    assert public_url(url) == public
+
+
+def test_an_error_of_the_store_is_told_without_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteSteps(Store("memory://user:pa55word@x/y"))
+    with failing(remote, before=lambda *_: (_ for _ in ()).throw(Outage("no route for user:pa55word"))):
+        monkeypatch.setattr(retries, "REMOTE_TRIES", 1)
+        with pytest.raises(RemoteError, match="no route for") as caught:
+            remote.steps()
+    assert "pa55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["/a/path", "bucket/prefix", "nosuch://x", "simplecache::s3://x"])
+def test_what_is_no_url_of_a_store_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="remote is"):
+        RemoteSteps(Store(url))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **kwargs: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(UnsupportedError, match=r"pip install 'mcore_ckpt\[s3\]'"):
+        RemoteSteps(Store("s3://key:secret@bucket/x"))
+
+
+def test_errors_are_of_the_family() -> None:
+    assert issubclass(RemoteError, CheckpointError)
