@@ -98,7 +98,8 @@ def configure(
             `finetune`, `no_load_optim`, `no_load_rng`, `no_save_optim`, `no_save_rng`, `async_save`,
             `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`; those left
             out have Megatron-LM's defaults. `consumed_train_samples`, `skipped_train_samples` and
-            `consumed_valid_samples` are read at each save and set by a load. None: `megatron.training.get_args()`, each time.
+            `consumed_valid_samples` are read at each save and set by a load. The default is what
+            `megatron.training.get_args()` returns at each call.
         config: our own options; `args` decides contents and `async_save`.
         role, hf_config, processing_class: see CheckpointManager.
 
