@@ -192,7 +192,7 @@ def exported(outcome: Outcome) -> str:
     """Returns one sentence that says whether the HuggingFace model is the model that was trained."""
     megatron, transformers = outcome.resumed.held_out_loss, outcome.generated.loss
     if megatron is None:
-        return "[bold red]The last stage has not told its loss on held-out text.[/]"
+        return "[bold red]The last stage has not reported its loss on held-out text.[/]"
     losses = f"loss on held-out text {transformers:.6f}, Megatron's {megatron:.6f}"
     if outcome.is_exported:
         return f"[bold green]The exported model is the trained one[/]: transformers' {losses}."
