@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.config import CheckpointConfig
@@ -27,28 +28,19 @@ __all__ = [
     "unpin",
 ]
 
-# These names are imported when they are first asked for (PEP 562). They need torch, which takes seconds to import, and
-# Python runs this file before any other of the package, so `mcore-ckpt --help` would wait for it.
-_MODULES = {
-    "CheckpointConfig": "config",
-    "CheckpointManager": "manager",
-    "HfLoadReport": "load.huggingface",
-    "LoadReport": "load.load",
-    "LoadResult": "load.load",
-    "SaveHandle": "save.background",
-    "SaveReport": "save.save_report",
-    "load_hf": "load.huggingface",
-    "pin": "steps.pins",
-    "unpin": "steps.pins",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value  # the next time it is found without asking here
-    return value
+# Imported on first use: they need torch, which takes seconds to import, and `mcore-ckpt --help` would wait for it.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "config": ("CheckpointConfig",),
+        "load.huggingface": ("HfLoadReport", "load_hf"),
+        "load.load": ("LoadReport", "LoadResult"),
+        "manager": ("CheckpointManager",),
+        "save.background": ("SaveHandle",),
+        "save.save_report": ("SaveReport",),
+        "steps.pins": ("pin", "unpin"),
+    },
+)
 
 
 def __dir__() -> list[str]:

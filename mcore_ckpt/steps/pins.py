@@ -24,7 +24,7 @@ def pin(root: str | Path, step: int) -> None:
     Example:
         >>> pin("checkpoints", 12000)  # doctest: +SKIP
     """
-    status = _status(Path(root), step)
+    status = _status(Path(root).expanduser(), step)
     if not status.is_complete:
         raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
     try:
@@ -48,7 +48,7 @@ def unpin(root: str | Path, step: int) -> None:
     Example:
         >>> unpin("checkpoints", 12000)  # doctest: +SKIP
     """
-    status = _status(Path(root), step)
+    status = _status(Path(root).expanduser(), step)
     (status.path / file_names.PINNED_FILE).unlink(missing_ok=True)
     sync_dir(status.path)
 

@@ -15,8 +15,10 @@ import pytest
 import mcore_ckpt
 
 PACKAGE = Path(mcore_ckpt.__file__).parent
-# A door shows a trainer all its names without an underscore.
+# All names of a door without an underscore are public.
 DOORS = ("mcore_ckpt.config", "mcore_ckpt.errors", "mcore_ckpt.manager", "mcore_ckpt.recover", "mcore_ckpt.schedule")
+# This module makes the public names of packages, those of integrations included.
+HELPERS = ("mcore_ckpt.public_names",)
 # The public names of this room are its modules: see its docstring.
 ROOM_OF_MODULES = "mcore_ckpt.tools"
 OUTSIDE = ("mcore_ckpt.integrations", "mcore_ckpt.cli")
@@ -45,6 +47,8 @@ def imports() -> Iterator[tuple[str, str, str]]:
 
 def is_public(module: str, name: str) -> bool:
     room, _, within = module.removeprefix("mcore_ckpt.").partition(".")
+    if module in HELPERS:
+        return True
     if module in DOORS or module.startswith(f"{ROOM_OF_MODULES}."):
         is_listed = module in DOORS or within.partition(".")[0] in importlib.import_module(ROOM_OF_MODULES).__all__
         return is_listed and not name.startswith("_") and hasattr(importlib.import_module(module), name)

@@ -1,1 +1,1 @@
-"""`mcore-ckpt demo`: a training is killed and comes back as if nothing had happened."""
+"""`mcore-ckpt demo`: kills a training and shows that it resumes with exactly the same losses."""

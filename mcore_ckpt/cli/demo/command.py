@@ -1,4 +1,4 @@
-"""The arguments of `mcore-ckpt demo`, and what it does with them."""
+"""Parses the arguments of `mcore-ckpt demo` and runs the demo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPU and no download, and takes about two minutes on two cores."""
 
 
 def add_to(subparsers: Subparsers) -> None:
-    """Add the parser of `demo`."""
+    """Adds the parser of `demo`."""
     parser = subparsers.add_parser("demo", help="kill a training and watch it come back", description=DESCRIPTION)
     parser.add_argument(
         "--dir", type=expanded_path, default=Path("demo_checkpoints"), help="where to write (%(default)s)"
@@ -37,7 +37,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Perform the demo; 0 if every loss is the same to the last bit, and transformers agrees on the exported model."""
+    """Runs the demo. Returns 0 if all losses have the same bits and transformers agrees on the exported model."""
     plan = make_plan(args.dir, args.steps, args.kill_after)
     prepare_directory(plan.directory)
     if args.json:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(directory: Path, steps: int, kill_after: int | None) -> Plan:
-    """A plan whose kill falls strictly between two saves, so that there is work to lose and to do again."""
+    """Returns a plan that kills strictly between two saves, so that some steps are lost and done again."""
     if steps < SAVE_EVERY + 2:
         raise InvalidArgumentError(
             f"--steps {steps} is too few: a save every {SAVE_EVERY} steps needs {SAVE_EVERY + 2} or more"
@@ -70,7 +70,7 @@ def make_plan(directory: Path, steps: int, kill_after: int | None) -> Plan:
 
 
 def as_json(outcome: Outcome) -> dict[str, object]:
-    """What a program may want to know; Python and JSON both carry the losses without rounding."""
+    """Returns the outcome as JSON values. Python and JSON both carry the losses without rounding."""
     return {
         "identical": outcome.identical,
         "steps": outcome.plan.steps,

@@ -1,4 +1,4 @@
-"""The demo's model as HuggingFace has it: configuration, tokenizer, and what transformers makes of the export."""
+"""Describes the demo's model for HuggingFace, and runs the exported model with transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """What transformers, which knows nothing of this package, makes of an exported folder.
+    """What transformers, which knows nothing of this package, computes with an exported folder.
 
     `loss`: on the held-out text, as Megatron computes it.
     """
@@ -29,7 +29,7 @@ class Generated:
 
 
 def hf_config() -> Qwen3Config:
-    """The decoder of `training.build_training_state`, in the words of transformers."""
+    """Returns the config of the decoder in `training.build_training_state` for transformers."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -48,7 +48,7 @@ def hf_config() -> Qwen3Config:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte of UTF-8, whose number is the byte.
+    """Returns a tokenizer with one token for each byte of UTF-8; a token's number is the byte.
 
     As GPT-2's and Qwen's tokenizers have it, each byte under the name of a printable character: bytes themselves
     where they are one in Latin-1, the others in order from 256 on. Decoding replaces only what is no UTF-8; with
@@ -67,7 +67,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_and_generate(folder: Path) -> Generated:
-    """Loads an exported folder with transformers alone, reads the held-out text, and writes some of its own.
+    """Loads an exported folder with transformers alone, computes the held-out loss, and generates some text.
 
     Raises:
         ValueError: transformers found tensors missing, left over, or of other shapes.

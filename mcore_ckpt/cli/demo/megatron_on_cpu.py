@@ -1,4 +1,4 @@
-"""Let megatron-core train on a machine without CUDA.
+"""Lets megatron-core train on a machine without CUDA.
 
 Megatron-core (seen with 0.16.1) says "cuda" in many places and never asks whether there is one. What it
 needs to run under gloo is mapped here and nowhere else, so that the demo and the tests train the real
@@ -17,7 +17,7 @@ _enabled = False
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Answer `device="cuda"`, `.cuda()` and `.type()` with CPU tensors."""
+    """Answers `device="cuda"`, `.cuda()` and `.type()` with CPU tensors."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ def _map_megatron() -> None:
 
 
 def enable_cpu() -> None:
-    """Map megatron's CUDA calls to the CPU, for the rest of the process. Does nothing where CUDA is available.
+    """Maps megatron's CUDA calls to the CPU for the rest of the process. Does nothing if CUDA is available.
 
     Call it before building a model, on the thread that trains (a TorchFunctionMode belongs to its thread).
 

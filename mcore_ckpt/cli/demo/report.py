@@ -1,4 +1,4 @@
-"""What the demo shows: bars while it trains, then the checkpoint, the losses and the verdict."""
+"""Shows the demo: bars while it trains, then the checkpoint, the losses and the result."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed":
 
 
 class NoReport:
-    """For `--json`: nothing is shown until the result is there."""
+    """Shows nothing while the demo runs. `--json` prints only the result."""
 
     def update(self, training: Training) -> None:
-        """Say nothing."""
+        """Shows nothing."""
 
     def ended(self, training: Training) -> None:
-        """Say nothing."""
+        """Shows nothing."""
 
     def exporting(self) -> None:
-        """Say nothing."""
+        """Shows nothing."""
 
 
 class LiveReport:
-    """One bar per training, with its newest loss."""
+    """Shows one bar for each training, with its newest loss."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self.plan = plan
@@ -79,7 +79,7 @@ class LiveReport:
 
 
 def show_plan(console: Console, plan: Plan) -> None:
-    """What is about to happen, for whoever started the demo without reading on."""
+    """Shows what the demo is about to do."""
     console.print(
         f"[bold]mcore-ckpt demo[/]: a 6-million-parameter decoder learns Python's own sources on {RANKS} ranks "
         f"(tensor parallel 2 x pipeline parallel 2) and saves every {SAVE_EVERY} steps. It trains {plan.steps} steps "
@@ -90,7 +90,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 
 
 def show_outcome(console: Console, outcome: Outcome) -> None:
-    """The checkpoint on disk, the losses side by side, the verdict."""
+    """Shows the checkpoint on disk, the losses side by side, and the result."""
     parts = (checkpoint_tree(outcome), loss_table(outcome), verdict(outcome), exported(outcome), sample(outcome))
     for part in parts:
         console.print()
@@ -98,7 +98,7 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def checkpoint_tree(outcome: Outcome) -> Tree:
-    """The newest checkpoint in full, the older ones as one line each."""
+    """Returns a tree with the newest checkpoint in full and each older one as one line."""
     root = outcome.plan.checkpoints
     tree = Tree(f"[bold]{escape(str(root))}/[/]")
     for path in sorted(root.iterdir(), key=by_number):
@@ -112,12 +112,12 @@ def checkpoint_tree(outcome: Outcome) -> Tree:
 
 
 def by_number(path: Path) -> list[tuple[str, int]]:
-    """Sorts step 8 before step 12."""
+    """Returns a sort key that puts step 8 before step 12."""
     return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)(\d*)", path.name)]
 
 
 def add_folder(tree: Tree, folder: Path) -> None:
-    """A folder and all below it, with sizes."""
+    """Adds a folder and everything below it to the tree, with sizes."""
     branch = tree.add(folder_line(folder))
     for path in sorted(folder.iterdir()):
         if path.is_dir():
@@ -127,17 +127,17 @@ def add_folder(tree: Tree, folder: Path) -> None:
 
 
 def folder_line(folder: Path) -> Text:
-    """A folder's name, and the size of all in it."""
+    """Returns a folder's name and the size of everything in it."""
     return Text.assemble((f"{folder.name}/", "bold"), (f"  {readable(folder_bytes(folder))}", "dim"))
 
 
 def file_line(path: Path) -> Text:
-    """A file's name and size."""
+    """Returns a file's name and size."""
     return Text.assemble(path.name, (f"  {readable(path.stat().st_size)}", "dim"))
 
 
 def readable(size: float) -> str:
-    """A size as people say it, in powers of 1000 as disks do.
+    """Formats a size for people, in powers of 1000 as disks do.
 
     >>> readable(999), readable(68_400_000)
     ('999 B', '68.4 MB')
@@ -149,7 +149,7 @@ def readable(size: float) -> str:
 
 
 def loss_table(outcome: Outcome) -> Table:
-    """The losses in the order they happened: up to the kill, again from the checkpoint, and the end."""
+    """Returns a table of the losses in the order of training: up to the kill, then from the checkpoint to the end."""
     table = Table("step", "uninterrupted", "killed and resumed", "same?")
     killed, resumed, steps = outcome.killed.losses, outcome.resumed.losses, outcome.plan.steps
     start = outcome.resumed.resumed_from or 0
@@ -167,14 +167,14 @@ def loss_table(outcome: Outcome) -> Table:
 
 
 def add_loss(table: Table, outcome: Outcome, step: int, loss: float) -> None:
-    """One row: a loss of an interrupted run beside the one expected, with all its digits."""
+    """Adds one row: a loss of an interrupted run beside the expected one, with all digits."""
     expected = outcome.uninterrupted.losses[step]
     same = "[green]yes[/]" if loss.hex() == expected.hex() else "[red]NO[/]"
     table.add_row(str(step), repr(expected), repr(loss), same)
 
 
 def verdict(outcome: Outcome) -> str:
-    """One sentence: did the training come back as if nothing had happened?"""
+    """Returns one sentence that says whether the training resumed with the same losses."""
     lost = max(outcome.killed.losses) - (outcome.resumed.resumed_from or 0)
     steps = "step" if lost == 1 else "steps"
     if outcome.identical:
@@ -189,10 +189,10 @@ def verdict(outcome: Outcome) -> str:
 
 
 def exported(outcome: Outcome) -> str:
-    """One sentence: is the HuggingFace model the model that was trained?"""
+    """Returns one sentence that says whether the HuggingFace model is the model that was trained."""
     megatron, transformers = outcome.resumed.held_out_loss, outcome.generated.loss
     if megatron is None:
-        return "[bold red]The last stage has not told its loss on held-out text.[/]"
+        return "[bold red]The last stage has not reported its loss on held-out text.[/]"
     losses = f"loss on held-out text {transformers:.6f}, Megatron's {megatron:.6f}"
     if outcome.is_exported:
         return f"[bold green]The exported model is the trained one[/]: transformers' {losses}."
@@ -200,5 +200,5 @@ def exported(outcome: Outcome) -> str:
 
 
 def sample(outcome: Outcome) -> Text:
-    """What the exported model writes, after so few steps."""
+    """Returns the text that the exported model generates after so few steps."""
     return Text.assemble(("It goes on, by transformers: ", "dim"), repr(outcome.generated.text))

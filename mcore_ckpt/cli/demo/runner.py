@@ -1,7 +1,7 @@
 """Starts the demo's three trainings, kills one of them, and compares what they report.
 
-The ranks write one JSON line per event (`training.Progress`): their process ids, each finished step with its loss,
-each save. The parent follows these lines, so it kills at a step and not at a time.
+The ranks write one JSON line for each event (`training.Progress`): their process ids, each finished step with its
+loss, each save. The parent follows these lines, so it can kill at a step instead of at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 if TYPE_CHECKING:
     from mcore_ckpt.cli.demo.huggingface import Generated
 
-RANKS = 4  # training.RANKS; importing that module would load Megatron into the parent
+RANKS = 4  # the same as training.RANKS, whose import would load Megatron into the parent
 SAVE_EVERY = 4
 POLL_SECONDS = 0.005
 LOSS_TOLERANCE = 1e-4
@@ -39,12 +39,12 @@ LOGS = "logs"
 
 
 class DemoError(CheckpointError):
-    """One of the trainings did not do what the demo needs of it."""
+    """A training failed, or did not report what the demo needs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, when to kill, and where everything lies."""
+    """How long to train, when to kill, and in which folder."""
 
     directory: Path
     steps: int
@@ -61,7 +61,7 @@ class Plan:
 
 @dataclass
 class Training:
-    """What one training reported."""
+    """The events that one training reported."""
 
     name: str
     losses: dict[int, float] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Training:
     processes: dict[int, int] = field(default_factory=dict)
 
     def record(self, event: dict[str, Any]) -> None:
-        """Take in one line of `training.Progress`."""
+        """Takes in one line of `training.Progress`."""
         if "pid" in event:
             self.processes[event["rank"]] = event["pid"]
         elif "loss" in event:
@@ -83,7 +83,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The three trainings, and the newest checkpoint they left."""
+    """The three trainings and the newest checkpoint they left."""
 
     plan: Plan
     uninterrupted: Training
@@ -93,13 +93,13 @@ class Outcome:
 
     @property
     def is_exported(self) -> bool:
-        """Whether transformers computes the loss that Megatron does, up to the order of sums in fp32."""
+        """True if transformers computes the same loss as Megatron, up to the order of sums in fp32."""
         expected = self.resumed.held_out_loss
         return expected is not None and abs(self.generated.loss - expected) <= LOSS_TOLERANCE
 
     @property
     def identical(self) -> bool:
-        """Whether every loss, of the steps done twice too, has exactly the bits of the uninterrupted run's."""
+        """True if every loss, also of the steps done twice, has exactly the bits of the uninterrupted run's."""
         expected = self.uninterrupted.losses
         interrupted = [*self.killed.losses.items(), *self.resumed.losses.items()]
         complete = {step for step, _ in interrupted} == set(expected) == set(range(1, self.plan.steps + 1))
@@ -115,7 +115,7 @@ class Outcome:
 
 
 class Report(Protocol):
-    """Who wants to be told while the trainings run."""
+    """Receives news while the trainings run."""
 
     def update(self, training: Training) -> None: ...
 
@@ -125,7 +125,10 @@ class Report(Protocol):
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make room for a new demo: an earlier demo's files go, anybody else's stay and are an error."""
+    """Deletes the files of an earlier demo. Files of anybody else stay, and are an error.
+
+    Raises InvalidArgumentError: the folder cannot be used.
+    """
     if directory.exists() and not directory.is_dir():
         raise InvalidArgumentError(f"{directory} is not a folder: name another one with --dir")
     if directory.exists() and any(directory.iterdir()):
@@ -147,7 +150,7 @@ def prepare_directory(directory: Path) -> None:
 
 
 def is_demo(directory: Path) -> bool:
-    """Whether an earlier demo made this folder."""
+    """True if an earlier demo made this folder."""
     try:
         marker = json.loads((directory / MARKER).read_text())
     except (OSError, ValueError):
@@ -156,7 +159,7 @@ def is_demo(directory: Path) -> bool:
 
 
 def perform(plan: Plan, report: Report) -> Outcome:
-    """All three trainings, one after the other, so that none of them slows another down; then the exported model."""
+    """Runs the three trainings one after the other, so that none slows another down, then the exported model."""
     # torch takes a second to import, which `--help` need not wait for.
     from mcore_ckpt.cli.demo.huggingface import load_and_generate
 
@@ -175,7 +178,7 @@ def perform(plan: Plan, report: Report) -> Outcome:
 
 
 def newest_checkpoint(plan: Plan) -> Path:
-    """The step that the tracker names."""
+    """Returns the folder of the step that the tracker names. Raises DemoError if it names none."""
     step = parse_tracker((plan.checkpoints / TRACKER_FILE).read_text())
     if step is None:
         raise DemoError(f"{plan.checkpoints / TRACKER_FILE} does not name a step")
@@ -185,7 +188,7 @@ def newest_checkpoint(plan: Plan) -> Path:
 def train(
     plan: Plan, name: str, report: Report, *, checkpoints: Path | None = None, kill_after: int | None = None
 ) -> Training:
-    """One training under torchrun, followed to its end, or to the kill once `kill_after` was reported."""
+    """Runs one training under torchrun to its end, or kills it once it has reported `kill_after`."""
     training = Training(name)
     events, log = plan.logs / f"{name}.jsonl", plan.logs / f"{name}.log"
     events.touch()
@@ -218,7 +221,7 @@ def train(
 
 
 def torchrun_command(steps: int, events: Path, checkpoints: Path | None) -> list[str]:
-    """How the ranks are started: as anybody would start them by hand."""
+    """Returns the command that starts the ranks, as one would type it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", "mcore_ckpt.cli.demo.training", "--steps", str(steps), "--save-every", str(SAVE_EVERY)]
     command += ["--progress", str(events)]
@@ -226,7 +229,7 @@ def torchrun_command(steps: int, events: Path, checkpoints: Path | None) -> list
 
 
 def environment() -> dict[str, str]:
-    """One thread per rank, and the settings under which a GPU repeats its sums in the same order."""
+    """Returns the environment: one thread for each rank, and settings that make a GPU sum in a fixed order."""
     import torch
 
     settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -237,7 +240,7 @@ def environment() -> dict[str, str]:
 
 
 def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterator[dict[str, Any]]:
-    """The events as they are written, until the launcher has ended."""
+    """Yields the events as they are written, until the launcher has ended."""
     heard = time.monotonic()
     rest = ""
     with open(events) as stream:
@@ -256,7 +259,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
 
 
 def kill(training: Training) -> None:
-    """SIGKILL all ranks: nothing of them gets a chance to clean up, as when a machine is lost."""
+    """Sends SIGKILL to all ranks, so that none can clean up, as when a machine is lost."""
     for process in training.processes.values():
         try:
             os.kill(process, signal.SIGKILL)
@@ -265,7 +268,7 @@ def kill(training: Training) -> None:
 
 
 def stop(launcher: subprocess.Popen[bytes], training: Training) -> None:
-    """Leave no process behind, however the training ended."""
+    """Ends all processes of a training, however it ended."""
     if launcher.poll() is not None:
         return
     launcher.terminate()
@@ -278,7 +281,7 @@ def stop(launcher: subprocess.Popen[bytes], training: Training) -> None:
 
 
 def excerpt(log: Path) -> str:
-    """The part of a log that tells what went wrong: one rank's traceback, without the launcher's own words."""
+    """Returns the part of a log that shows the error: one rank's traceback, without the launcher's own lines."""
     lines = log.read_text(errors="replace").splitlines()
     prefixes = [match[1] for line in lines if (match := re.match(r"(\[rank\d+\]: )Traceback", line))]
     if prefixes:
@@ -294,5 +297,5 @@ def excerpt(log: Path) -> str:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of all files below a folder."""
+    """Returns the bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

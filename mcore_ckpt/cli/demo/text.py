@@ -1,4 +1,4 @@
-"""What the demo learns from, byte by byte: the sources of Python's standard library."""
+"""Reads the text that the demo trains on, byte by byte: the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @cache
 def _source() -> torch.Tensor:
-    """All of it, as one long string of bytes."""
+    """Returns all of the text as one string of bytes."""
     source = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source += path.read_bytes()
@@ -40,7 +40,7 @@ def _batch(start: int, device: torch.device) -> Batch:
 
 
 class StandardLibraryText(Iterator[Batch]):
-    """What is trained on; `position` alone says what comes next."""
+    """The text that is trained on. `position` alone decides which batch comes next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class StandardLibraryText(Iterator[Batch]):
 
 
 class HeldOutText(Iterator[Batch]):
-    """The end of it, which is never trained on."""
+    """The end of the text, which is never trained on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

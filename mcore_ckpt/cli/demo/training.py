@@ -1,4 +1,4 @@
-"""What the demo trains, and an example of how a trainer uses the package.
+"""Trains the demo's model. It is also an example of a trainer that uses this package.
 
 A small Qwen-like decoder learns the sources of Python's standard library, byte by byte, on four ranks:
 tensor parallel 2 x pipeline parallel 2. Everything that has to do with checkpoints is in `main`.
@@ -48,7 +48,7 @@ PEAK_LEARNING_RATE = 2e-3
 
 
 def main() -> None:
-    """Train from the newest checkpoint, if there is one, to the last step."""
+    """Trains from the newest checkpoint, or from the beginning, to the last step."""
     args = parse_arguments()
     device = start_distributed()
     model, optimizer, lr_scheduler = build_training_state(device, args.steps)
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """What `runner.py`, or a person, may choose."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=4)
@@ -100,7 +100,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start_distributed() -> torch.device:
-    """NCCL if every rank can have a GPU of its own, gloo on the CPU if not."""
+    """Starts NCCL if there is a GPU for each rank, else gloo on the CPU. Returns the device."""
     on_gpu = torch.cuda.device_count() >= RANKS
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -118,7 +118,7 @@ def start_distributed() -> torch.device:
 def build_training_state(
     device: torch.device, steps: int
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler]:
-    """Model, optimizer and schedule of a 6-million-parameter decoder built like Qwen3: GQA, RMSNorm, SwiGLU, RoPE."""
+    """Builds a decoder of 6 million parameters like Qwen3 (GQA, RMSNorm, SwiGLU, RoPE), its optimizer and schedule."""
     config = TransformerConfig(
         num_layers=8,
         hidden_size=256,
@@ -191,7 +191,7 @@ def train_step(
     lr_scheduler: OptimizerParamScheduler,
     text: StandardLibraryText,
 ) -> float | None:
-    """One step of the optimizer; the loss is known to the last pipeline stage only."""
+    """Trains one step. Returns the loss on the last pipeline stage, None on the others."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -211,7 +211,7 @@ def train_step(
 
 
 def held_out_loss(model: Sequence[DistributedDataParallel], device: torch.device) -> float | None:
-    """The mean loss on text that is not trained on, without dropout; known to the last pipeline stage only."""
+    """Returns the mean loss on held-out text, without dropout, on the last pipeline stage; None on the others."""
     for chunk in model:
         chunk.eval()
     text = HeldOutText(device)
@@ -229,7 +229,7 @@ def held_out_loss(model: Sequence[DistributedDataParallel], device: torch.device
 
 
 def forward_step(text: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-    """What Megatron's schedule calls for each micro-batch: the output, and how to make a loss of it."""
+    """Computes the output of one micro-batch, and returns it with the function that makes a loss of it."""
     tokens, labels = next(text)
     positions = torch.arange(SEQUENCE_LENGTH, device=tokens.device).expand_as(tokens)
     # The local attention takes the mask as given, and True means "must not look".
@@ -242,14 +242,14 @@ def forward_step(text: Iterator[Batch], chunk: DistributedDataParallel) -> tuple
 
 
 class Progress:
-    """Tells the parent process, line by line, who runs here and how far the training has come."""
+    """Reports process ids, losses and saves to the parent process, one line for each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.append(rank=dist.get_rank(), pid=os.getpid())
 
     def report(self, **fields: Any) -> None:
-        """Append one line, from the one rank of the last stage that knows the loss and speaks for all."""
+        """Appends one line. Only one rank of the last pipeline stage does, because it knows the loss."""
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             self.append(**fields)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.integrations.areal.checkpointer import Checkpointer
@@ -35,24 +36,28 @@ __all__ = [
     "Saver",
 ]
 
-# Each name is imported when it is first used: AReaL's controllers do not need its engines, whose import takes seconds.
-_MODULES = {
-    "CheckpointedTrainer": "trainer",
-    "Checkpointer": "checkpointer",
-    "Evaluator": "evaluator",
-    "RecoverHandler": "recover",
-    "Saver": "saver",
-}
-
 if find_spec("areal") is None:
     raise ImportError(
         "mcore_ckpt.integrations.areal needs the package areal, which is not installed: see AReaL's installation guide"
     )
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'engine')}"), name)
-    globals()[name] = value
-    return value
+# AReaL's controllers do not need its engines, whose import takes seconds.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "checkpointer": ("Checkpointer",),
+        "engine": (
+            "CheckpointedEngine",
+            "MegatronDPOEngine",
+            "MegatronLMEngine",
+            "MegatronPPOActor",
+            "MegatronPPOCritic",
+            "MegatronRWEngine",
+        ),
+        "evaluator": ("Evaluator",),
+        "recover": ("RecoverHandler",),
+        "saver": ("Saver",),
+        "trainer": ("CheckpointedTrainer",),
+    },
+)

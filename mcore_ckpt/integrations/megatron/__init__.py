@@ -1,4 +1,4 @@
-"""Megatron-LM's `save_checkpoint` and `load_checkpoint`, for a loop that imports them from here.
+"""Offers Megatron-LM's `save_checkpoint` and `load_checkpoint` to a training loop that imports them from here.
 
     from mcore_ckpt.integrations.megatron import (
         configure,
@@ -8,9 +8,9 @@
     )
 
 Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16, and what has been added to
-it until 2026-08). What these functions take from Megatron's global arguments (`args.save`, `args.load`, ...) they take
-from there if `megatron.training` is installed, else from what `configure` was given. An argument that cannot be
-honoured is refused by name; none is passed over.
+it until 2026-08). The functions read Megatron's global arguments (`args.save`, `args.load`, ...) if
+`megatron.training` is installed, else those that were given to `configure`. An argument that cannot be honoured is
+refused by name. None is ignored silently.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ from mcore_ckpt.integrations.megatron.rerun import read_rerun_state, write_rerun
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_VERSION = 3.0  # Megatron-LM's (`set_checkpoint_version`): query, key and value are ordered as since 2021
-_KEY = "megatron"  # of what these functions keep in extra_state
+CHECKPOINT_VERSION = (
+    3.0  # Megatron-LM's `set_checkpoint_version`; it stands for the order of query, key and value since 2021
+)
+_KEY = "megatron"  # the key of these functions' own state in extra_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,7 @@ class _Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _Saving:
-    """The manager that saves, and what it was made for. Its host memory is as large as the state: there is one."""
+    """The manager that saves, and what it was made for. Only one, since its host memory is as large as the state."""
 
     manager: CheckpointManager
     made_for: tuple[Any, ...]
@@ -89,15 +91,16 @@ def configure(
     hf_config: Any = None,
     processing_class: Any = None,
 ) -> None:
-    """Says once, on every rank, before the first save or load, what Megatron's arguments do not.
+    """Sets what Megatron's arguments do not say. Call it once on every rank, before the first save or load.
 
     Args:
         args: any object with attributes named as Megatron-LM names its arguments: `save`, `load`, `ckpt_step`,
             `finetune`, `no_load_optim`, `no_load_rng`, `no_save_optim`, `no_save_rng`, `async_save`,
             `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`; those left
-            out are as in Megatron-LM. `consumed_train_samples`, `skipped_train_samples` and `consumed_valid_samples`
-            are read at each save and set by a load. None: `megatron.training.get_args()`, each time.
-        config: our own choices; contents and `async_save` are as `args` say.
+            out have Megatron-LM's defaults. `consumed_train_samples`, `skipped_train_samples` and
+            `consumed_valid_samples` are read at each save and set by a load. The default is what
+            `megatron.training.get_args()` returns at each call.
+        config: our own options; `args` decides contents and `async_save`.
         role, hf_config, processing_class: see CheckpointManager.
 
     Example:
@@ -143,12 +146,12 @@ def save_checkpoint(
             `save_state` returns, if `args.dataloader_save` is set: see `loaded_dataloader_state`.
         pipeline_rank, expert_rank, tensor_rank, pipeline_parallel, expert_parallel, tp_group, pp_group, dp_cp_group,
             dp_group, expt_dp_group: this rank's own, as in megatron's `parallel_state`, or None.
-        checkpointing_context, preprocess_common_state_dict_fn: of no use here, and left alone: nothing has to be kept
-            from save to save, and the ranks' own states may differ.
+        checkpointing_context, preprocess_common_state_dict_fn: ignored, because nothing has to be kept from save to
+            save, and the ranks' states may differ.
         non_persistent_ckpt, release, rng_state_key_prefix: refused.
 
     Raises:
-        UnsupportedError: an argument that cannot be honoured; nothing has been done.
+        UnsupportedError: an argument cannot be honoured. Nothing has been done.
         CheckpointError: see CheckpointManager.save.
     """
     args = _settings.arguments()
@@ -157,7 +160,7 @@ def save_checkpoint(
     manager = _saving_manager(args, _Trainer(_as_list(model), optimizer, opt_param_scheduler))
 
     def state() -> dict[str, Any]:
-        # What may be wrong on one rank alone is looked at where the others are told.
+        # Checks that may fail on one rank only run inside `save`, which then raises on all ranks.
         check_place(
             {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank},
             {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel},
@@ -194,19 +197,20 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """Loads the newest checkpoint of the folder `args.<load_arg>`, or that of `args.ckpt_step`. Every rank calls it.
 
-    Ours, and where that is the newer one Megatron-LM's own (`iter_0000100`, format torch_dist): a run goes on from it.
+    If the newest checkpoint is one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist), the run continues
+    from that.
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
         optimizer, opt_param_scheduler: or None.
         load_arg: the argument that names the folder.
         tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group: this rank's own, or None.
-        checkpointing_context: left alone.
+        checkpointing_context: ignored.
         strict: False is refused, and so are skip_load_to_model_and_opt and rng_state_key_prefix.
 
     Returns:
-        The iteration, 0 with `args.finetune`, and num_floating_point_operations_so_far; (0, 0) if there is nothing to
-        load, and never was.
+        The iteration (0 with `args.finetune`) and num_floating_point_operations_so_far; (0, 0) if there is nothing to
+        load and never was.
 
     Raises:
         CheckpointNotFoundError: there are checkpoints, but none is complete; or there is none, and
@@ -230,21 +234,21 @@ def load_checkpoint(
         logger.warning("%s: there is no checkpoint: training starts from the beginning", folders[0])
         return 0, 0
     if found["folder"] != str(args[load_arg]):
-        args["finetune"] = True  # as Megatron-LM does, for whoever reads the arguments later
+        args["finetune"] = True  # as Megatron-LM does, for code that reads the arguments later
     return _load(found, args, trainer)
 
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-    """Megatron-LM's (`megatron/training/async_utils.py`), which its loop calls at each iteration and at the end.
+    """Waits for an async save. Megatron-LM's loop calls it at each iteration and at the end (`async_utils.py`).
 
     Args:
-        blocking: returns when no save is under way. Without it nothing is left to do: a save commits by itself, on a
+        blocking: returns when no save is under way. Without it there is nothing to do, because a save commits on a
             thread of its own.
-        terminate: waits, too, and frees what saves need.
+        terminate: waits, too, and frees the memory that saves need.
 
     Raises:
-        CheckpointError: with `blocking` or `terminate`, the save that was under way has failed; on all ranks. Without
-            them the next save or load raises it.
+        CheckpointError: with `blocking` or `terminate`, the save that was under way failed; raised on all ranks.
+            Without them the next save or load raises it.
     """
     if terminate:
         _close()
@@ -253,10 +257,12 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 
 
 def loaded_dataloader_state() -> Any:
-    """What `train_data_iterator.iterable.save_state()` returned on this rank, of the checkpoint loaded last; or None.
+    """Returns the data loader state of the checkpoint loaded last, for this rank; or None.
 
-    Megatron-LM writes it below `args.dataloader_save`, in files of their own that can be of another iteration than the
-    weights. Here it is in the checkpoint.
+    It is what `train_data_iterator.iterable.save_state()` returned.
+
+    Megatron-LM writes it below `args.dataloader_save`, in separate files that may be of another iteration than the
+    weights. Here it is part of the checkpoint.
     """
     return _dataloader_state
 
@@ -266,7 +272,7 @@ def _as_list(model: Any) -> list[Any]:
 
 
 def _layout() -> dict[str, int]:
-    """The sizes a rerun state is bound to: Megatron-LM drops it where one of them has changed."""
+    """Returns the sizes that a rerun state is bound to. Megatron-LM drops the state if one of them has changed."""
     topology = read_topology(1)[1]
     return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
 
@@ -292,7 +298,7 @@ def _close() -> None:
 
 
 def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
-    """As `maybe_save_dataloader_state` asks for it."""
+    """Returns the data loader's state, which Megatron-LM reads in `maybe_save_dataloader_state`; or None."""
     if train_data_iterator is None or not args["dataloader_save"]:
         return None
     iterable: Any = getattr(train_data_iterator, "iterable", None)
@@ -308,9 +314,9 @@ def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
 
 
 def _find_together(folders: list[str], args: Arguments, trainer: _Trainer, check: Callable[[], None]) -> dict[str, Any]:
-    """What all ranks load; rank 0 looks, and tells the others. Empty if there never was anything.
+    """Returns what all ranks load, as rank 0 finds it; empty if there never was a checkpoint.
 
-    `check` raises what is wrong on this rank, which all are told.
+    If `check` raises on one rank, all ranks raise.
     """
     role, step = _settings.role, args["ckpt_step"]
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1

@@ -1,4 +1,4 @@
-"""What Megatron-LM's functions take from its global arguments, and what a loop of its own sets instead."""
+"""Reads the arguments that Megatron-LM's functions take from its global arguments, or that a loop sets itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 
-# Megatron-LM's own defaults (megatron/training/arguments.py), for arguments that a loop of its own leaves out.
+# Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out.
 _DEFAULTS: dict[str, Any] = {
     "save": None,
     "load": None,
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What `configure` was given; see there."""
+    """The arguments of `configure`; see there."""
 
     args: Any = None
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -41,17 +41,17 @@ class LoopSettings:
     processing_class: Any = None
 
     def arguments(self) -> Arguments:
-        """Those that `configure` was given, or Megatron-LM's.
+        """Returns the arguments given to `configure`, or Megatron-LM's.
 
-        Raises RuntimeError if there are neither.
+        Raises InvalidStateError if there are neither.
         """
         if self.args is not None:
             return Arguments(self.args)
         try:
             from megatron.training import get_args
         except ImportError:
-            raise RuntimeError(
-                "megatron.training is not installed, so nobody knows where to save: call "
+            raise InvalidStateError(
+                "megatron.training is not installed, so its arguments are unknown: call "
                 "mcore_ckpt.integrations.megatron.configure(args) once, with args.save, args.load, ... as Megatron-LM "
                 "names them"
             ) from None
@@ -59,7 +59,7 @@ class LoopSettings:
 
 
 class Arguments:
-    """Megatron-LM's arguments by their names, its defaults for those that are not there."""
+    """Megatron-LM's arguments by name, with its defaults for missing ones."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -71,17 +71,17 @@ class Arguments:
         setattr(self._namespace, name, value)
 
     def folder(self, name: str) -> str:
-        """Raises ValueError if there is none."""
+        """Returns the folder in an argument. Raises InvalidArgumentError if the argument is empty."""
         if not self[name]:
-            raise ValueError(f"args.{name} is {self[name]!r}: name the folder of all checkpoints")
+            raise InvalidArgumentError(f"args.{name} is {self[name]!r}: name the folder of all checkpoints")
         return str(self[name])
 
     def saving(self, config: CheckpointConfig, with_optimizer: bool) -> CheckpointConfig:
-        """Our choices, where Megatron's arguments say nothing else, for a manager that saves."""
+        """Returns our options for a manager that saves, overridden by Megatron's arguments."""
         without_optimizer = self["no_save_optim"] or not with_optimizer
         interval = self["save_retain_interval"]
         if interval is not None:
-            # finalize_fn in Megatron-LM's save_checkpoint keeps the newest, and the multiples of this.
+            # finalize_fn in Megatron-LM's save_checkpoint keeps the newest step and multiples of the interval.
             config = replace(config, max_to_keep=config.max_to_keep or 1, keep_every=int(interval))
         return replace(
             config,
@@ -91,13 +91,13 @@ class Arguments:
         )
 
     def loading(self, config: CheckpointConfig, with_optimizer: bool) -> CheckpointConfig:
-        """The same for a manager that loads."""
+        """Returns our options for a manager that loads, overridden by Megatron's arguments."""
         without_optimizer = self["no_load_optim"] or self["finetune"] or not with_optimizer
         words = tuple(word for word in config.load_contents if word != "optimizer" or not without_optimizer)
         return replace(config, save_contents=("model",), load_contents=words)
 
     def refuse_unsupported(self) -> None:
-        """Raises UnsupportedError for a kind of checkpoint that there is none of here."""
+        """Raises UnsupportedError if the arguments ask for non-persistent checkpoints."""
         if self["non_persistent_ckpt_type"] is not None:
             raise UnsupportedError(
                 f"args.non_persistent_ckpt_type is {self['non_persistent_ckpt_type']!r}: non-persistent checkpoints "

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder a loop of Megatron-LM goes on from: one of ours, or one that it wrote itself."""
+"""Finds the checkpoint that a loop of Megatron-LM resumes from: one of ours, or one that Megatron-LM wrote."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_s
 
 
 def find(root: Path, role: str, step: int | None) -> dict[str, Any] | None:
-    """What to load below a folder, in plain JSON values. One rank looks.
+    """Returns what to load below a folder, as JSON values. Only rank 0 calls it.
 
     Args:
         root: the folder of all checkpoints.
-        role: of ours.
-        step: this one; None for the newest.
+        role: the role in our steps.
+        step: the step to load; None for the newest.
 
     Returns:
-        {"step": step} of ours; {"theirs": folder, "state": {...}, "tp", "pp"} of Megatron-LM's; None if there never was
-        anything.
+        {"step": step} for a step of ours, {"theirs": folder, "state": {...}, "tp", "pp"} for one of Megatron-LM's,
+        None if there never was a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none that is complete; or not the one asked for.
-        CheckpointCorruptError: Megatron-LM's cannot be read.
+        CheckpointNotFoundError: there are checkpoints, but none is complete; or the step asked for is not there.
+        CheckpointCorruptError: Megatron-LM's checkpoint cannot be read.
     """
     ours = [status.step for status in complete_steps(root) if role in status.committed]
-    # Of Megatron-LM's folders only the one that the tracker names is known to be whole, unless one is asked for.
+    # Of Megatron-LM's folders, only the one that the tracker names is known to be complete. A step that the caller asks
+    # for is taken as it is.
     tracked = step or read_tracker(root)
     if tracked is not None and tracked not in ours and (step or not ours or ours[-1] < tracked):
         theirs = megatron_dir(root, tracked)
         if theirs.is_dir():
-            return {"theirs": str(theirs), **_told_by(theirs)}
+            return {"theirs": str(theirs), **_state_of_theirs(theirs)}
     found = resumable_steps(root, (role,), step or None)
-    # The newest is the manager's to find: it passes over one that is damaged.
+    # Let the manager find the newest step, because it skips damaged ones.
     return {"step": step or None} if found else None
 
 
-def _told_by(path: Path) -> dict[str, Any]:
-    """What all ranks share of it, as `save_checkpoint` of ours would have kept it. Nothing in it is executed."""
+def _state_of_theirs(path: Path) -> dict[str, Any]:
+    """Returns the state that all ranks share, in the form of our `save_checkpoint`. Runs nothing in the checkpoint."""
     common = TorchDistFiles(path, torch_dist_folders(path)).common
     args = vars(common["args"]) if "args" in common else {}
     state = {
@@ -53,7 +54,7 @@ def _told_by(path: Path) -> dict[str, Any]:
     }
     return {
         "state": state,
-        # By which it has kept the generators.
+        # Megatron-LM keeps the random number generators by these ranks.
         "tp": args.get("tensor_model_parallel_size", 1),
         "pp": args.get("pipeline_model_parallel_size", 1),
     }

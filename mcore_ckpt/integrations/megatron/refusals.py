@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM's functions that cannot be honoured: each is refused by name, and none passed over."""
+"""Refuses by name the arguments of Megatron-LM's functions that cannot be honoured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_ckpt.ranks import read_topology
 
 
 def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_prefix: str) -> None:
-    """Raises UnsupportedError for checkpoints that are not the training's own, whole state."""
+    """Raises UnsupportedError for any checkpoint other than the whole state of the training."""
     if non_persistent_ckpt:
         raise UnsupportedError(
             "save_checkpoint(non_persistent_ckpt=True): there are no checkpoints of another kind here. Save as often "
@@ -29,7 +29,7 @@ def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_p
 
 
 def refuse_partial_loads(strict: bool, skip_load_to_model_and_opt: bool) -> None:
-    """Raises UnsupportedError."""
+    """Raises UnsupportedError for a load of only a part of the checkpoint."""
     if not strict:
         raise UnsupportedError(
             "load_checkpoint(strict=False): a checkpoint fits the model, or is refused: leave the argument out"
@@ -42,7 +42,7 @@ def refuse_partial_loads(strict: bool, skip_load_to_model_and_opt: bool) -> None
 
 
 def check_place(ranks: dict[str, int | None], parallel: dict[str, bool | None]) -> None:
-    """Raises UnsupportedError for a rank that is not this one's: a checkpoint is where parallel_state says."""
+    """Raises UnsupportedError for coordinates that differ from those of this rank in parallel_state."""
     coordinates, topology = read_topology(1)
     own: dict[str, Any] = {
         "tensor_rank": coordinates.tp,
@@ -60,7 +60,7 @@ def check_place(ranks: dict[str, int | None], parallel: dict[str, bool | None]) 
 
 
 def check_groups(tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, expt_dp_group: Any) -> None:
-    """Raises UnsupportedError for a group that is not parallel_state's."""
+    """Raises UnsupportedError for a process group that differs from the one in parallel_state."""
     import torch.distributed as dist
 
     given = {

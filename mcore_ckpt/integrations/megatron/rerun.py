@@ -1,4 +1,4 @@
-"""The state of megatron-core's rerun state machine (0.16.1) as plain values.
+"""Translates the state of megatron-core's rerun state machine (0.16.1) into plain values and back.
 
 Its `state_dict` has enums and named tuples in it, which a checkpoint opens under `weights_only` cannot hold.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import rerun_state_machine as machines
 
-# By their names in what is stored; both are plain records.
+# The named tuples by the name that is stored; they hold only plain values.
 _TUPLES = {"Caller": machines.Caller, "Call": machines.Call}
 _ENUMS = {
     "RerunMode": machines.RerunMode,
@@ -20,21 +20,21 @@ _TAG = "class of megatron.core.rerun_state_machine"
 
 
 def read_rerun_state(data_iterator: Any) -> Any:
-    """What has to be kept of a step that is to be run again; None if none is, as in nearly all checkpoints.
+    """Returns the state of a step that is to be run again; None if there is none, as in nearly all checkpoints.
 
     Args:
-        data_iterator: the training's, or the list of those of its virtual stages.
+        data_iterator: the training's data iterator, or the list of those of its virtual stages.
     """
-    # get_rerun_state_machine would make one, and say so in the log, in a loop that has none.
+    # In a loop without such a machine, get_rerun_state_machine would make one and log that.
     if machines._GLOBAL_RERUN_STATE_MACHINE is None:
         return None
-    # Of Megatron's formats it names the one that keeps it at all.
+    # torch_dist is the only one of Megatron's formats for which `state_dict` returns a state.
     state = machines.get_rerun_state_machine().state_dict(data_iterator=data_iterator, ckpt_format="torch_dist")
     return None if state is None else _encode({**state, "sharded": state["sharded"].data})
 
 
 def write_rerun_state(state: Any) -> None:
-    """Puts it back. Where the machine is switched off (the default), it ignores the state, and says so."""
+    """Restores the state. A machine that is switched off, the default, ignores the state and logs that."""
     machines.get_rerun_state_machine().load_state_dict(_decode(state))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.integrations.verl.manager import MegatronCheckpointManager
+from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
     from mcore_ckpt.integrations.verl.config import McoreCkptConfig
@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LanguageModelEngine", "McoreCkptConfig", "MegatronCheckpointManager", "ValueModelEngine"]
 
-# They have base classes of verl's: the manager does without the package.
-_NEED_VERL = {"McoreCkptConfig": "config", "LanguageModelEngine": "engines", "ValueModelEngine": "engines"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_VERL:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEED_VERL[name]}"), name)
+# Unlike the manager, these have base classes of verl's and need verl to be installed.
+__getattr__ = lazy_names(
+    __name__, {"config": ("McoreCkptConfig",), "engines": ("LanguageModelEngine", "ValueModelEngine")}
+)

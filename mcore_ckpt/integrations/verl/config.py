@@ -1,4 +1,4 @@
-"""verl's options for megatron's checkpoints, and ours beside them."""
+"""Adds our options to verl's options for megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _OwnOptions: Any = dataclasses.make_dataclass(
 class McoreCkptConfig(_OwnOptions, McoreCheckpointConfig):
     """verl's McoreCheckpointConfig with those fields of mcore_ckpt.CheckpointConfig that it lacks.
 
-    Who names it as `actor_rollout_ref.actor.checkpoint._target_` (or `critic.checkpoint._target_`, or SFT's
-    `checkpoint._target_`) gets our engines, in each process that gets the options: nothing else needs to be set.
+    Name it as `actor_rollout_ref.actor.checkpoint._target_` (or `critic.checkpoint._target_`, or SFT's
+    `checkpoint._target_`). Then each process that gets the options takes our engines, and nothing else needs to be set.
     """
 
     def __post_init__(self) -> None:
         choose_engines()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Ray hands the options of an SFT run to its workers as they are (verl 0.9.1, sft_trainer_ray).
+        # Ray pickles the options of an SFT run for its workers (verl 0.9.1, sft_trainer_ray) and skips __post_init__.
         self.__dict__.update(state)
         choose_engines()
 
 
 def choose_engines() -> None:
-    """Registers our engines, and has verl take them unless VERL_ENGINE_VENDOR names others.
+    """Registers our engines, and makes verl take them unless VERL_ENGINE_VENDOR names others.
 
-    verl's `EngineRegistry.get_engine_cls` (0.9.1) knows nothing of the options: the environment is all it asks.
+    The environment is the only way: verl's `EngineRegistry.get_engine_cls` (0.9.1) does not look at the options.
     """
     from mcore_ckpt.integrations.verl import engines  # noqa: F401  (registers them)
 

@@ -1,4 +1,4 @@
-"""verl's megatron engines with our checkpoints. Importing this registers them, for VERL_ENGINE_VENDOR=mcore_ckpt."""
+"""Gives verl's megatron engines our checkpoints. Importing it registers them, for VERL_ENGINE_VENDOR=mcore_ckpt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mcore_ckpt.integrations.verl.vendor import VENDOR
 
 
 class _WithCheckpoints:
-    """Over one of verl's engines: what it does with checkpoints."""
+    """Replaces what one of verl's engines does with checkpoints. It comes first in the list of bases."""
 
     def initialize(self: Any) -> None:
         super().initialize()  # type: ignore[misc]
-        # The stock one has done nothing yet but keep what it was given. (The name is verl's.) None without training.
+        # verl's own manager has only stored its arguments so far. It is None without training. The name is verl's.
         stock = getattr(self, "checkpoint_mananager", None)
         if stock is None:
             return
@@ -46,15 +46,15 @@ class _WithCheckpoints:
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """As verl's, but what is offloaded stays so: on the GPU is the rollout's memory by now."""
+        """Saves as verl's engine does, but leaves offloaded state where it is: the rollout needs the GPU memory now."""
         manager = self.checkpoint_mananager
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.module):
-            # Offloaded, other ranks' shards of the parameters may be old: they are gathered on the GPU.
+            # Offloaded parameters may hold old values of other ranks' shards, which have to be gathered on the GPU.
             super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)  # type: ignore[misc]
         else:
             manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         if 0 < self.optimizer_config.total_training_steps <= global_step:
-            # Ray ends the workers when the trainer returns, without a word to them.
+            # Ray kills the workers when the trainer returns.
             manager.wait()
 
     def load_checkpoint(
@@ -64,15 +64,18 @@ class _WithCheckpoints:
         del_local_after_load: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As verl's, whose default is to delete: its SFT trainer leaves the argument out."""
+        """Loads as verl's engine does, but does not delete the checkpoint by default.
+
+        verl's default is to delete it, and verl's SFT trainer leaves the argument out.
+        """
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load, **kwargs)  # type: ignore[misc]
 
 
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR)
 class LanguageModelEngine(_WithCheckpoints, MegatronEngineWithLMHead):
-    """verl's engine of actors and SFT."""
+    """verl's engine of actors and SFT with our checkpoints."""
 
 
 @EngineRegistry.register(model_type="value_model", backend="megatron", device="cuda", vendor=VENDOR)
 class ValueModelEngine(_WithCheckpoints, MegatronEngineWithValueHead):
-    """verl's engine of critics."""
+    """verl's engine of critics with our checkpoints."""

@@ -1,4 +1,4 @@
-"""An SFT run that was saved at the end of an epoch goes on with the next one (verl-project/verl issue 7401)."""
+"""Lets an SFT run that was saved at the end of an epoch resume with the next one (verl-project/verl issue 7401)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class ResumesAtEpochEnd:
-    """Goes before verl's SFTTrainer (0.9.1, of `verl.trainer.sft_trainer` or `sft_trainer_ray`) among the bases.
+    """Corrects how verl's SFTTrainer resumes at the end of an epoch. It comes first in the list of bases.
 
-    There the state of the data loader says that all batches of its sampler have been taken. verl's CheckpointHandler
-    gives it to the loader that is to run the next epoch, which so ends before its first batch: the run skips an epoch,
-    or ends at once, and calls it a success.
+    This is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. At the end of an epoch the data loader's
+    state says that all batches have been taken. verl's CheckpointHandler loads that state into the loader of the next
+    epoch, which then ends before its first batch. The run skips an epoch, or ends at once and reports success.
     """
 
     # Of SFTTrainer.
@@ -24,8 +24,8 @@ class ResumesAtEpochEnd:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         step = self.resume_global_step
-        # At the last step of all the exhausted loader is what ends the run: the trainer looks for its end after a step.
+        # At the very last step the exhausted loader must stay: the trainer checks for its end only after a step.
         if 0 < step < self.total_training_steps and step % self.steps_per_epoch == 0:
-            # The epoch itself the trainer counts by the step.
+            # A new loader is enough, because the trainer computes the epoch from the step.
             self._build_dataloader()
             self.ckpt_handler.train_dataloader = self.train_dataloader

@@ -1,4 +1,4 @@
-"""The checkpoint manager that verl's engines and workers hold, in its words."""
+"""Replaces the checkpoint manager that verl's engines and workers hold."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from mcore_ckpt.steps import complete_steps, delete_step, step_status
 
 logger = logging.getLogger(__name__)
 
-# Of this process: with actor and critic in one, as verl has them by default, each knows that a step has both.
+# All managers in this process. If actor and critic share it, which is verl's default, each knows that a step has both.
 _managers: WeakSet[MegatronCheckpointManager] = WeakSet()
 
 
 class MegatronCheckpointManager:
-    """Takes the place of verl's class of this name. Made on every rank.
+    """Takes the place of verl's class of this name. Every rank makes one.
 
-    Nothing is touched before the first save or load: only these tell the folder of the steps.
+    It touches nothing on disk before the first save or load, because only these calls name the folder.
 
     Args:
         model: the list of virtual chunks.
         optimizer: megatron's, or None.
-        optimizer_scheduler: megatron's, or None. Its position comes back with the optimizer, whatever
-            `use_checkpoint_opt_param_scheduler` is: that decides whose schedule goes on from there.
+        optimizer_scheduler: megatron's, or None. Its position is loaded together with the optimizer.
+            `use_checkpoint_opt_param_scheduler` decides only whose schedule continues from there.
         checkpoint_config: `save_contents`, `load_contents` (None: model, optimizer, extra), `async_save`, and what
             McoreCkptConfig adds.
         checkpoint_contents: verl 0.4's `save_contents` and `load_contents` in one.
         role: "actor" or "critic".
         hf_config: written beside the checkpoint, and needed for `hf_model`.
         processing_class: a tokenizer or processor to write beside it; `tokenizer` in verl 0.4.
-        frees_memory: whether parameters or optimizer state are offloaded between the phases of a step: then they have
+        frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then they have
             been copied when `save_checkpoint` returns, whatever `async_mode` is.
-        peft_cls: with LoRA, the adapters alone are saved and loaded: the base model comes from its own files.
+        peft_cls: with LoRA, only the adapters are saved and loaded. The base model comes from its own files.
         use_megatron_fsdp: refused.
-        of_verl: what else verl hands over; a checkpoint needs none of it.
+        of_verl: other arguments that verl passes and a checkpoint does not need.
 
     Raises:
         UnsupportedError: Megatron-FSDP, or `hf_model` of a model with adapters.
-        ValueError: options that make no sense.
+        InvalidArgumentError: options that contradict each other or have impossible values.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MegatronCheckpointManager:
             "processing_class": tokenizer if processing_class is None else processing_class,
         }
         self._manager: CheckpointManager | None = None
-        self._config = self._with(None, None)  # now: what is wrong with it must not wait for the first save
+        self._config = self._with(None, None)  # now, so that wrong options raise here and not at the first save
         self._delete_later: Place | None = None
         _managers.add(self)
 
@@ -104,21 +104,23 @@ class MegatronCheckpointManager:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Saves to exactly `local_path`. Every rank calls it; returns when the checkpoint is committed, with
-        `async_save` as soon as the training state may change or be offloaded.
+        """Saves to exactly `local_path`. Every rank calls it.
+
+        Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change or be
+        offloaded.
 
         Args:
             local_path: `<root>/global_step_{N}/{role}`, or the step's folder itself (SFT). The tracker in the root
                 names the step once all its roles are committed.
-            hdfs_path: the same place in a remote store that fsspec knows, where it is copied to beside the training.
+            hdfs_path: the same place in a remote store that fsspec knows. The upload runs beside the training.
             global_step: N.
-            max_ckpt_to_keep: how many steps stay, counted on disk; None for all. At `hdfs_path` all stay.
+            max_ckpt_to_keep: how many steps stay, counted on disk; None keeps all. At `hdfs_path` all stay.
 
         Raises:
-            CheckpointError: the save, or an earlier one with `async_save`, has failed: the same on all ranks.
+            CheckpointError: this save, or an earlier one with `async_save`, failed; the same on all ranks.
         """
         place = Place.of(local_path, self.role)
-        # As verl has it, what is not positive keeps all.
+        # As in verl, a number that is not positive keeps all.
         max_to_keep = max_ckpt_to_keep if max_ckpt_to_keep and max_ckpt_to_keep > 0 else None
         manager = self._manager_of(place, self._with(hdfs_path, max_to_keep))
         manager.save(int(global_step), path=place.folder, roles=self._roles(place))
@@ -131,13 +133,13 @@ class MegatronCheckpointManager:
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Loads `local_path`, of ours or as verl's own managers have written it. Every rank calls it.
+        """Loads `local_path`, which this package or verl's own managers wrote. Every rank calls it.
 
         Args:
             local_path: as in `save_checkpoint`.
-            hdfs_path: where it is loaded from if it is not there.
-            del_local_after_load: delete its step as soon as a newer one is complete. Before that a crash would leave
-                nothing to come back to.
+            hdfs_path: where to load from if `local_path` does not exist.
+            del_local_after_load: delete the step as soon as a newer one is complete. Deleted earlier, a crash would
+                leave nothing to resume from.
 
         Raises:
             CheckpointNotFoundError: there is none, or its trainer died while saving the step. The message names the
@@ -148,7 +150,7 @@ class MegatronCheckpointManager:
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)
         if self._manager is not None and self._manager.root == place.root and not hdfs_path:
-            # With as many to keep as its saves were told.
+            # Keep the manager's `max_to_keep`, which its saves have set.
             config = replace(self._config, load_contents=config.load_contents)
         manager = self._manager_of(place, config)
         request = {"path": str(place.folder)}
@@ -167,10 +169,10 @@ class MegatronCheckpointManager:
             self._load(manager, place, seen)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             has_copies = self._config.remote is not None
-            told = (self._manager or manager).agree(
+            outcome = (self._manager or manager).agree(
                 "going back", request, lambda: {"advice": resume.send_back(place, has_copies)}
             )
-            raise type(error)(f"{error}; {told['advice']}") from error
+            raise type(error)(f"{error}; {outcome['advice']}") from error
         if del_local_after_load:
             self._delete_later = place
 
@@ -186,7 +188,7 @@ class MegatronCheckpointManager:
         load_hf(
             self._trainer["model"],
             seen["weights"],
-            # Loaded main parameters are these weights, and finer.
+            # The optimizer's fp32 main parameters, if they are loaded, are the same weights in higher precision.
             optimizer=None if "optimizer" in rest else self._trainer["optimizer"],
             timeout_s=self._config.timeout_s,
         )
@@ -194,17 +196,17 @@ class MegatronCheckpointManager:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
     def wait(self) -> None:
-        """Returns once no save is under way, and no upload. Every rank calls it.
+        """Waits until no save and no upload is under way. Every rank calls it.
 
-        Raises CheckpointError: the save has failed, and nobody was told yet.
+        Raises CheckpointError: the save failed, and no earlier call raised that.
         """
         if self._manager is not None:
             self._manager.wait()
 
     def close(self) -> None:
-        """Ends a save that is under way and frees the host memory that saves use. Every rank calls it.
+        """Waits for a save that is under way and frees the host memory that saves use. Every rank calls it.
 
-        Raises CheckpointError: as `wait`.
+        Raises CheckpointError: see `wait`.
         """
         _managers.discard(self)
         if self._manager is not None:
@@ -212,7 +214,7 @@ class MegatronCheckpointManager:
             self._manager = None
 
     def _manager_of(self, place: Place, config: CheckpointConfig) -> CheckpointManager:
-        """The one manager, made anew where paths or options are others."""
+        """Returns the manager, and makes a new one if the root or the options have changed."""
         if self._manager is not None and (self._manager.root, self._config) != (place.root, config):
             manager, self._manager = self._manager, None
             manager.close()
@@ -224,14 +226,14 @@ class MegatronCheckpointManager:
     def _with(self, hdfs_path: str | None, max_to_keep: int | None) -> CheckpointConfig:
         options = {**self._options, "max_to_keep": max_to_keep}
         if hdfs_path:
-            # verl's count is of local folders: what it has copied stays.
+            # verl counts only local folders, and never deletes remote copies.
             options.update(remote=remote_root(hdfs_path), prune_remote=False)
         if max_to_keep is None:
             options.pop("keep_every", None)  # verl keeps all
         return CheckpointConfig(**options)
 
     def _roles(self, place: Place) -> tuple[str, ...]:
-        """What the step is made of: it counts when all have committed."""
+        """Returns the roles that the step consists of. It counts when all are committed."""
         if place.is_flat:
             return (self.role,)
         if self._config.roles is not None:
@@ -240,17 +242,17 @@ class MegatronCheckpointManager:
         return tuple(sorted({self.role, *(other.role for other in here)}))
 
     def _delete_loaded(self, loaded: Place, saved: Place) -> None:
-        """Deletes the step that was loaded, if there is a newer one by now. Raises OSError."""
+        """Deletes the step that was loaded, once there is a newer one. Raises OSError."""
         if loaded.step_path is None or loaded.step is None:
             return
         others = [status for status in complete_steps(saved.root) if status.path != loaded.step_path]
-        # Steps of another run are counted from its own beginning.
+        # Step numbers of different runs cannot be compared.
         is_of_other_run = saved.root != loaded.root
         if not any(self.role in s.committed and (is_of_other_run or s.step > loaded.step) for s in others):
             return
         status = step_status(loaded.step_path)
         if not loaded.step_path.exists():
-            self._delete_later = None  # with the other role's part, or by retention
+            self._delete_later = None  # the other role's manager or retention has deleted it
         elif not status.is_complete:
             logger.warning("%s stays though it was to be deleted: %s", loaded.step_path, status.reason)
             self._delete_later = None

@@ -1,4 +1,4 @@
-"""Where a path of verl's trainers is: which step it is a part of, and below which root."""
+"""Finds the root and the step that a path of verl's trainers belongs to."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mcore_ckpt.checkpoint import parse_step, step_root
 
 @dataclass(frozen=True)
 class Place:
-    """One `local_path`.
+    """The place of one `local_path`.
 
     Attributes:
-        folder: what it names.
+        folder: the folder that the path names.
         root: the folder of the steps, where the tracker is. PPO saves to `<root>/global_step_{N}/actor`, SFT to
             `<root>/global_step_{N}` itself.
-        step_path: the step's folder; None for a path that is no step's.
+        step_path: the step's folder; None if the path is not in a step.
     """
 
     folder: Path
@@ -26,6 +26,7 @@ class Place:
 
     @staticmethod
     def of(local_path: str | os.PathLike[str], role: str) -> Place:
+        """Returns the place of a path for one role."""
         folder = Path(os.path.abspath(local_path))
         step_path = folder if parse_step(folder.name) is not None else folder.parent
         step = parse_step(step_path.name)
@@ -34,26 +35,27 @@ class Place:
 
     @property
     def step(self) -> int | None:
+        """The step's number; None if the path is not in a step."""
         return None if self.step_path is None else parse_step(self.step_path.name)
 
     @property
     def is_flat(self) -> bool:
-        """SFT's: a step of one model."""
+        """True if the step's folder is also its only role's folder, as for SFT."""
         return self.folder == self.step_path
 
     def in_step(self, step: int) -> Place | None:
-        """The same place in another step of the root; None if this one is in none."""
+        """Returns the same place in another step of the root; None if this place is not in a step."""
         if self.step_path is None:
             return None
-        # By verl's name of it: what is not called so it does not find.
+        # Use the same prefix as this step's folder, because verl finds steps only under its own name for them.
         step_path = self.root / f"{self.step_path.name.removesuffix(str(self.step))}{step}"
         return Place(step_path / self.folder.relative_to(self.step_path), self.root, step_path)
 
 
 def remote_root(hdfs_path: str) -> str:
-    """The URL of the folder of steps, from that of one role in a step (`trainer.default_hdfs_dir` and the like)."""
+    """Returns the URL of the folder of steps, given that of a role in a step (`trainer.default_hdfs_dir`)."""
     folder = hdfs_path.rstrip("/")
-    # verl copies to a path without a scheme as to a local folder (`hdfs_io.copy`).
+    # verl treats a path without a scheme as a local folder (`hdfs_io.copy`).
     url = folder if "://" in folder else Path(os.path.abspath(folder)).as_uri()
     above, _, name = url.rpartition("/")
     return above if parse_step(name) is not None else above.rpartition("/")[0]

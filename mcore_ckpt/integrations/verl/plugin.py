@@ -1,6 +1,6 @@
-"""verl imports this when it is imported itself (entry point `verl.plugins`).
+"""Registers our engines when verl is imported (entry point `verl.plugins`).
 
-Nothing comes of it but where VERL_ENGINE_VENDOR asks for our engines: they take seconds to import.
+Does so only if VERL_ENGINE_VENDOR asks for them, because their import takes seconds.
 """
 
 from __future__ import annotations

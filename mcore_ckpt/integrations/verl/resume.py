@@ -1,8 +1,8 @@
-"""What verl resumes from: whether it is a checkpoint, and if not, where it can come back to.
+"""Checks that the step verl resumes from is complete, and corrects the tracker if it is not.
 
-verl goes by its tracker, which its SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`) writes before an async save
-is committed. It has taken the step's number from the folder by the time it asks for the checkpoint, so another one must
-not be loaded in its place: the tracker is put right instead, and the next start finds a checkpoint.
+verl follows its tracker, which its SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`) writes before an async save
+is committed. When verl asks for the checkpoint it has already taken the step's number from the folder name, so another
+step must not be loaded in its place. Instead the tracker is corrected, and the next start finds a complete step.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from mcore_ckpt.steps import (
 
 logger = logging.getLogger(__name__)
 
-# The state of the data loader: PPO's one, SFT's one for each data-parallel rank.
+# Files with the state of the data loader: PPO has one, SFT one for each data-parallel rank.
 _DATA_FILE = re.compile(r"data(_\d+)?\.pt")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Ours, or of another program that we can read; sound or not."""
+    """True if a folder is a checkpoint of ours, or of another program that we can read, intact or not."""
     return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
 def why_not_whole(place: Place) -> str | None:
-    """What a step lacks whose trainer died while it saved it; None if nothing, or if there is no step to go back to.
+    """Returns what a step lacks because its trainer died while saving it.
 
-    A role's part alone can be loaded; but the trainer would fail at the next role, or begin its data anew without an
-    error. Only of the step that the tracker names: one that was asked for by its path is taken as it is.
+    One role of such a step could be loaded. But the trainer would then fail at the next role, or begin its data anew
+    without an error.
+
+    Returns:
+        None if nothing is missing, if there is no other step to go back to, or if the tracker does not name this step:
+        a step that was asked for by its path is taken as it is.
     """
     if place.step_path is None or read_tracker(place.root) != place.step:
         return None
@@ -55,25 +59,25 @@ def why_not_whole(place: Place) -> str | None:
     data = _data_files(place.step_path)
     if not data:
         return f"{place.step_path}: the state of the data loader is missing"
-    cut = _cut(data)
-    return f"{cut[0]}: is cut, so the trainer died while it wrote it" if cut else None
+    truncated = _truncated(data)
+    return f"{truncated[0]}: is cut, so the trainer died while it wrote it" if truncated else None
 
 
 def step_to_go_back_to(place: Place) -> int | None:
-    """The newest other step that is complete, with the state of the data loader if any has one."""
+    """Returns the newest other complete step; if any step has the state of the data loader, the newest of those."""
     found = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step)]
     with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
     return next(iter(with_data or found), None)
 
 
 def send_back(place: Place, has_copies: bool) -> str:
-    """Makes the tracker name a step that can be loaded, if it names the one that cannot. Returns what to do, in words.
+    """Corrects a tracker that names a step that cannot be loaded. Returns advice for the message.
 
     Args:
-        place: of what cannot be loaded.
-        has_copies: whether there may be other steps in a remote store, which verl does not find by the tracker.
+        place: the place that cannot be loaded.
+        has_copies: True if a remote store may have other steps, which verl does not find by the tracker.
 
-    Raises OSError.
+    Raises OSError: the tracker cannot be changed.
     """
     step, tracker_path = step_to_go_back_to(place), place.root / TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
@@ -83,7 +87,7 @@ def send_back(place: Place, has_copies: bool) -> str:
         return newest
     there = [status.path.name for status in list_steps(place.root) if holds_something(status)]
     if step is None and there:
-        # Damaged, of another role or another program: whoever starts anew beside it must say so.
+        # These steps are damaged, or of another role or program. Only the user may decide to start anew beside them.
         return (
             f"{newest} that {place.folder.name} can be loaded from, but there are {', '.join(there)}: load one by its "
             f"path, or delete or move them and {tracker_path} to begin from the beginning"
@@ -100,9 +104,9 @@ def _is_whole(place: Place, step: int) -> bool:
     if other is None or other.step_path is None or step == place.step or not is_checkpoint(other.folder):
         return False
     status = step_status(other.step_path)
-    # A checkpoint of another program has no manifest to say what is complete.
+    # A checkpoint of another program has no manifest, so its presence has to do.
     is_complete = status.is_complete if status.declared else True
-    return is_complete and not _cut(_data_files(other.step_path))
+    return is_complete and not _truncated(_data_files(other.step_path))
 
 
 def _data_files(step_path: Path | None) -> list[Path]:
@@ -111,6 +115,6 @@ def _data_files(step_path: Path | None) -> list[Path]:
     return sorted(path for path in step_path.iterdir() if _DATA_FILE.fullmatch(path.name))
 
 
-def _cut(files: list[Path]) -> list[Path]:
-    # torch.save writes the zip's directory last.
+def _truncated(files: list[Path]) -> list[Path]:
+    # torch.save writes the zip directory last, so a file that was cut has none.
     return [file for file in files if not zipfile.is_zipfile(file)]

@@ -1,4 +1,6 @@
-"""verl's SFT on every rank, with its configuration and command line, for runs that are saved at the end of an epoch.
+"""Runs verl's SFT trainer on every rank, and resumes correctly a run that was saved at the end of an epoch.
+
+Configuration and command line are verl's:
 
 torchrun --nproc_per_node 8 -m mcore_ckpt.integrations.verl.sft_trainer ...    (for -m verl.trainer.sft_trainer ...)
 """
@@ -19,7 +21,7 @@ from mcore_ckpt.integrations.verl.epochs import ResumesAtEpochEnd
 
 
 class SFTTrainer(ResumesAtEpochEnd, stock.SFTTrainer):
-    """verl's."""
+    """verl's trainer, corrected for runs that resume at the end of an epoch."""
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer_engine", version_base=None)

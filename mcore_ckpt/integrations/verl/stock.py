@@ -1,4 +1,4 @@
-"""Checkpoints of verl's own manager whose weights are a HuggingFace model, as they are unless it was told otherwise."""
+"""Finds the HuggingFace weights in checkpoints of verl's own manager, which writes them by default."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from mcore_ckpt.formats import TorchDistFiles, kind_of, torch_dist_folders
 
-# `get_hf_model_checkpoint_path` of verl 0.9, and of 0.5 to 0.7.
+# The folders of `get_hf_model_checkpoint_path` in verl 0.9, and in 0.5 to 0.7.
 _WEIGHTS = ("model/huggingface", "huggingface")
 
 
 def huggingface_weights(folder: Path) -> Path | None:
-    """The model beside optimizer and random states in megatron's format; None where that has the model, too.
+    """Returns the folder of the HuggingFace weights; None if the `torch_dist` shards beside it hold the model, too.
 
-    With a bridge, and `use_dist_checkpointing` off, verl writes no shards of the model; of one with adapters the
-    adapters alone.
+    With a bridge and without `use_dist_checkpointing`, verl writes no shards of the model; for a model with adapters,
+    it writes shards of the adapters only.
 
-    Raises CheckpointCorruptError: what lists the shards is damaged.
+    Raises CheckpointCorruptError: the list of shards is damaged.
     """
     if kind_of(folder) != "torch_dist":
         return None
@@ -26,5 +26,5 @@ def huggingface_weights(folder: Path) -> Path | None:
 
 def _has_model(folder: Path) -> bool:
     names = TorchDistFiles(folder, torch_dist_folders(folder)).names
-    # `optimizer.` and, of several chained ones, `chained_0.optimizer.`
+    # Names begin with `optimizer.`, or with `chained_0.optimizer.` if several optimizers are chained.
     return not all("optimizer" in name.split(".")[:2] for name in names)
