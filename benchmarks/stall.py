@@ -2,10 +2,15 @@
 
     python benchmarks/stall.py [--ranks 2] [--gigabytes 1.7] [--pairs 9] [--slow-pairs 3] [--folder DIR] [--json]
     python benchmarks/stall.py --ranks 1 --gigabytes 4 --train-steps 5
+    python benchmarks/stall.py --first [--first-after 10]
 
 Starts its own ranks. The stall is the time of the call `manager.save(step)`, compared with one parallel memcpy of the
 same bytes into warm memory, all ranks at once. For the slow-down, blocks of --train-steps steps are timed alone and
 with a save always in flight, in turn, --slow-pairs times; a step's time leaves out the call of `save` itself.
+
+`--first` measures instead the first save of a new manager, --pairs times: the manager is made, training goes on for
+--first-after seconds while its host memory is prepared, and the stall of the first save is compared with that of the
+third. The steps of these seconds are compared with as many steps that nothing runs beside.
 """
 
 from __future__ import annotations
@@ -35,11 +40,15 @@ from training_state import TrainingState, build, rank_tensors, shape_of_size, tr
 def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--train-steps", type=int, default=10, help="steps of each block of training")
+    parser.add_argument("--first", action="store_true", help="measure the first save of a new manager")
+    parser.add_argument("--first-after", type=float, default=10.0, help="seconds of training before the first save")
     run(parser, __file__, measure)
 
 
 def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     state = build(shape_of_size(arguments.gigabytes))
+    if arguments.first:
+        return measure_first(arguments, findings, state)
     ours = Ours(arguments.folder / "ours", state, async_save=True)
     ours.save()
     nbytes = bytes_of_all_ranks(ours.report.nbytes)
@@ -48,6 +57,57 @@ def measure(arguments: argparse.Namespace, findings: Findings) -> None:
     measure_stall(arguments, findings, ours, state, nbytes)
     measure_slow_down(arguments, findings, ours, state, nbytes)
     ours.manager.close()
+    return None
+
+
+# -- the first save ---------------------------------------------------------------------------------------
+
+
+def measure_first(arguments: argparse.Namespace, findings: Findings, state: TrainingState) -> None:
+    firsts, laters, beside, alone = [], [], [], []
+    steps = steps_that_take(state, arguments.first_after)
+    for number in range(arguments.pairs):
+        if number % 2 == 0:
+            alone.append(train(state, steps))
+        ours = Ours(arguments.folder / f"first{number}", state, async_save=True)
+        beside.append(train(state, steps))
+        firsts.append(stall_of(ours))
+        stall_of(ours)
+        laters.append(stall_of(ours))
+        nbytes = bytes_of_all_ranks(ours.report.nbytes)
+        ours.manager.close()
+        if number % 2 == 1:
+            alone.append(train(state, steps))
+        show(f"first saves: {number + 1} of {arguments.pairs}")
+    stalls = Comparison("stall of the first save", "stall of the third", "cost", nbytes, tuple(firsts), tuple(laters))
+    training = Comparison(
+        "training steps while host memory is prepared",
+        "training steps alone",
+        "cost",
+        nbytes,
+        tuple(beside),
+        tuple(alone),
+    )
+    findings.comparisons += [stalls, training]
+    findings.facts |= {"cores": os.cpu_count(), "steps_before_the_first_save": steps}
+    findings.at_most("stall of the first save / of a later one", stalls.ratio, 1.5)
+    findings.at_most("training beside the preparation / alone", training.ratio, 1.05)
+
+
+def steps_that_take(state: TrainingState, seconds: float) -> int:
+    """How many training steps take that long, on the slowest rank."""
+    train(state, 1)
+    return max(1, round(seconds / train(state, 2) * 2))
+
+
+def stall_of(ours: Ours) -> float:
+    """Seconds that `save` held up the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    ours.start()
+    elapsed = time.perf_counter() - start
+    ours.finish_and_forget()
+    return max(each_rank(elapsed))
 
 
 # -- how long training waits ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,6 +118,9 @@ class CheckpointConfig:
             raise InvalidArgumentError(
                 f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None"
             )
+        if self.remote is not None and self.remote.startswith("file://~"):
+            # fsspec would make a folder called "~".
+            object.__setattr__(self, "remote", "file://" + os.path.expanduser(self.remote.removeprefix("file://")))
         if self.roles is not None:
             object.__setattr__(self, "roles", _unique_roles(self.roles))
         for field, choices in _CHOICES.items():

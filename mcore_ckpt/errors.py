@@ -1,43 +1,68 @@
-"""The errors this package raises, and their form between ranks.
+"""The errors that this package raises, and their form between ranks.
 
-Every message says which file, tensor and rank, and what to do. An error one rank meets is raised on all
-ranks with the same type, so that a trainer can catch it anywhere.
+Every message says what happened, where (file, tensor, rank), and what to do. An error that one rank meets is raised on
+all ranks with the same type, so that a trainer can catch it anywhere.
+
+All errors of public calls derive from CheckpointError:
+
+| error | raised by |
+|---|---|
+| CheckpointNotFoundError | `load`, `recover`, `resumable_steps`, `pin`, `unpin`, `load_hf` |
+| CheckpointCorruptError | `load`, `recover`, `load_hf` |
+| CheckpointMismatchError | `CheckpointManager(...)` with `hf_model`, `load`, `recover`, `load_hf` |
+| UnsupportedError | `CheckpointManager(...)`, `save`, `load`, `load_hf` |
+| CommitError | `save`, `SaveHandle.wait`; after an async save also the next `save`, `load`, `wait` or `close` |
+| BusyError, LockedError | `save` |
+| RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover` |
+| AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
+| InvalidArgumentError | every public call; it is a ValueError, too |
+| InvalidTypeError | `CheckpointManager(...)`, `save`; it is a TypeError, too |
+| InvalidStateError | `CheckpointManager(...)`; it is a RuntimeError, too |
+
+These built-in errors come out of public calls as they are:
+
+- TimeoutError: `SaveHandle.wait(timeout)`. The save goes on, so nothing has failed.
+- MemoryError: `save` and `load`, on the rank that has no memory. The other ranks raise a CommitError or AgreementError.
+- OSError: `pin` and `unpin`, which work on one file of the user's; `resumable_steps`, if the root cannot be read now.
+- KeyboardInterrupt and SystemExit: every call that waits.
+- The errors of code that the caller hands over, such as the clock of a Schedule.
 """
 
 from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
-    `names_rank` is set on errors that came from a rank by way of rank 0: the message begins with it.
+    Attributes:
+        names_rank: True if the message begins with the rank that met the error, because rank 0 has passed it on.
     """
 
     names_rank = False
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no checkpoint where one was asked for."""
+    """There is no checkpoint at the place that was named."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint has a file that is missing, cut, foreign or has wrong bytes."""
+    """A file of a checkpoint is missing, cut, foreign, or has wrong bytes."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint is sound but does not fit this model, optimizer or parallel layout."""
+    """A checkpoint is intact but does not fit this model, optimizer or parallel layout."""
 
 
 class UnsupportedError(CheckpointError):
-    """Something this package refuses by name, before anything is written or changed."""
+    """The package refuses something by name, before anything is written or changed."""
 
 
 class CommitError(CheckpointError):
-    """A save did not become a checkpoint: a rank failed, died or was late. The previous checkpoint stays."""
+    """A save has produced no checkpoint: a rank failed, died or was late. The previous checkpoint stays."""
 
 
 class BusyError(CheckpointError):
-    """A save was asked for while another one is under way, and `if_busy` is "raise". Nothing has been done."""
+    """`save` was called while another save is under way, and `if_busy` is "raise". Nothing has been done."""
 
 
 class LockedError(CheckpointError):
@@ -45,7 +70,7 @@ class LockedError(CheckpointError):
 
 
 class RemoteError(CheckpointError):
-    """A remote store does not answer, or not what it was asked. Local checkpoints are untouched."""
+    """A remote store does not answer, or answers with an error. Local checkpoints are untouched."""
 
 
 class AgreementError(CheckpointError):
@@ -85,17 +110,17 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def to_record(error: BaseException, rank: int) -> dict[str, str]:
-    """An error as plain strings that travel to other ranks. Foreign errors (an OSError) keep their type in the text."""
+    """Turns an error into plain strings that can travel to other ranks. The text keeps the type of a foreign error."""
     name = type(error).__name__
     text = str(error) if name in _BY_NAME else f"{name}: {error}"
     if not getattr(error, "names_rank", False):
         text = f"rank {rank}: {text}"
-    # A file's name may be no text, and it must come through all the same.
+    # The name of a file may hold bytes that are not text; the message must be sent nevertheless.
     return {"type": name, "message": text.encode(errors="backslashreplace").decode()}
 
 
 def from_record(record: dict[str, str], default: type[CheckpointError]) -> CheckpointError:
-    """The error a record stands for; one that is not of this family becomes a `default`."""
+    """Makes the error that a record describes. An error of a foreign type becomes a `default`."""
     error = _BY_NAME.get(record["type"], default)(record["message"])
     error.names_rank = True
     return error

@@ -69,7 +69,8 @@ class CheckpointManager:
     Raises:
         UnsupportedError: the model or optimizer holds something that could only be half-saved; nothing has been
             touched.
-        TypeError, ValueError: arguments that make no sense.
+        InvalidArgumentError, InvalidTypeError: an argument has a value or a type that it may not have.
+        InvalidStateError: megatron's parallel state is not initialized, though torch.distributed is.
 
     Example:
         >>> manager = CheckpointManager("checkpoints", model, optimizer, lr_scheduler)  # doctest: +SKIP
@@ -154,7 +155,9 @@ class CheckpointManager:
             UnsupportedError: a value that cannot be stored without pickling a class; the message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer saves this role below this root; nothing has been done.
-            ValueError: arguments that make no sense: a path of another step, or the folder of all steps.
+            InvalidArgumentError: an argument has a value that it may not have; for example, `path` is the folder of
+                another step or of all steps.
+            MemoryError: this rank has no host memory for a copy of its state. The other ranks raise a CommitError.
             CheckpointError: an earlier save that was under way has failed, and nobody was told yet. This one has not
                 been made.
         """
@@ -305,7 +308,7 @@ class CheckpointManager:
         self._background.raise_failure()
 
     def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
-        """Where the checkpoint goes, and whether it is part of a step below the root. Raises ValueError."""
+        """Where the checkpoint goes, and whether it is part of a step below the root. Raises InvalidArgumentError."""
         root, role = self._trainer.root, self._trainer.role
         role_dir = (
             file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))

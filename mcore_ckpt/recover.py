@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.errors import (
+    AgreementError,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+)
 from mcore_ckpt.load.load import LoadResult
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps.listing import StepStatus, holds_something, list_steps
@@ -69,7 +75,7 @@ def recover(
         CheckpointCorruptError: none that was tried can be loaded. The message lists them, and says what state is left.
         CheckpointMismatchError: a checkpoint is sound, but is of another model. There is no older one to go to.
         AgreementError: a rank is missing, after all retries.
-        ValueError: arguments that make no sense.
+        InvalidArgumentError: an argument has a value that it may not have.
 
     Example:
         >>> recovery = recover([actor, critic], config.resume)  # doctest: +SKIP
@@ -77,14 +83,14 @@ def recover(
     """
     by_role = _by_role(managers)
     if isinstance(resume, bool):
-        raise ValueError(f"resume is {resume}: use 'auto', 'off', a step or a path")
+        raise InvalidArgumentError(f"resume is {resume}: use 'auto', 'off', a step or a path")
     first = next(iter(by_role.values()))
     request = {"resume": str(resume), "roles": list(by_role), "retries": retries}
     first.agree("resuming", request, dict)
     if resume == OFF:
         return Recovery()
     if resume != AUTO and not isinstance(resume, int):
-        return _from_path(by_role, Path(resume), retries)
+        return _from_path(by_role, Path(resume).expanduser(), retries)
     wanted = None if resume == AUTO else int(resume)
 
     found = retried(
@@ -125,7 +131,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         CheckpointNotFoundError: there are checkpoints, but none is complete with these roles; lists each with
             its reason. Or `step` is given, and is not.
     """
-    root = Path(root)
+    root = Path(root).expanduser()
     statuses = [status for status in list_steps(root) if step in (None, status.step)]
     good = [status for status in statuses if status.is_complete and set(roles) <= status.committed]
     if good:
@@ -160,10 +166,14 @@ def _by_role(managers: CheckpointManager | Sequence[CheckpointManager]) -> dict[
     listed = [managers] if isinstance(managers, CheckpointManager) else list(managers)
     by_role = {manager.role: manager for manager in listed}
     if not listed or len(by_role) != len(listed):
-        raise ValueError(f"managers of {[manager.role for manager in listed]}: use one for each role, and at least one")
+        raise InvalidArgumentError(
+            f"managers of {[manager.role for manager in listed]}: use one for each role, and at least one"
+        )
     roots = sorted({str(manager.root) for manager in listed})
     if len(roots) > 1:
-        raise ValueError(f"the managers have several roots: {', '.join(roots)}: a step is one unit below one root")
+        raise InvalidArgumentError(
+            f"the managers have several roots: {', '.join(roots)}: use one root, because a step is one unit"
+        )
     return by_role
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mcore_ckpt.errors import InvalidArgumentError
+
 Record = dict[str, Any]
 
 Agree = Callable[[str, Record, Callable[[], Record]], Record]
@@ -27,7 +29,7 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
 class Frequency:
     """Every `epochs` epochs, every `steps` steps, every `secs` seconds; None: not because of these.
 
-    Raises ValueError for what is not above 0.
+    Raises InvalidArgumentError for what is not above 0.
     """
 
     epochs: int | None = None
@@ -38,9 +40,9 @@ class Frequency:
         for name in ("epochs", "steps"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"freq_{name} is {value!r}: use 1 or more, or None")
+                raise InvalidArgumentError(f"freq_{name} is {value!r}: use 1 or more, or None")
         if self.secs is not None and not (_is_seconds(self.secs) and self.secs > 0):
-            raise ValueError(f"freq_secs is {self.secs!r}: use seconds above 0, or None")
+            raise InvalidArgumentError(f"freq_secs is {self.secs!r}: use seconds above 0, or None")
 
     @property
     def is_never(self) -> bool:
@@ -104,10 +106,16 @@ class Schedule:
         return {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting from there. Raises ValueError for what `state_dict` does not return; nothing has changed."""
+        """Goes on counting from a saved state.
+
+        Raises:
+            InvalidArgumentError: `state` is nothing that `state_dict` returns. Nothing has changed.
+        """
         epochs, steps, secs = (state.get(name) for name in ("epochs", "steps", "secs"))
         if not _is_count(epochs) or not _is_count(steps) or not _is_seconds(secs):
-            raise ValueError(f"{dict(state)!r} is not the state of a schedule: epochs, steps and secs, none below 0")
+            raise InvalidArgumentError(
+                f"{dict(state)!r} is not the state of a schedule: epochs, steps and secs, none below 0"
+            )
         self._epochs, self._steps = int(epochs), int(steps)  # type: ignore[arg-type]
         self._began = self._clock() - float(secs)  # type: ignore[arg-type]
 
@@ -131,11 +139,11 @@ class RoleSchedules:
         return {role: schedule.state_dict() for role, schedule in self._schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Roles that are not in the state begin anew. Raises ValueError; nothing has changed."""
+        """Roles that are not in the state begin anew. Raises InvalidArgumentError; nothing has changed."""
         loaded: dict[str, Schedule] = {}
         for role, of_role in state.items():
             if not isinstance(of_role, Mapping):
-                raise ValueError(f"the schedule of {role} is {of_role!r}, not its counts")
+                raise InvalidArgumentError(f"the schedule of {role} is {of_role!r}, not its counts")
             loaded[role] = Schedule(self._frequency, self._clock)
             loaded[role].load_state_dict(of_role)
         self._schedules = loaded

@@ -77,12 +77,7 @@ class HostMemory:
             MemoryError: the system does not have the memory.
             RuntimeError: CUDA cannot pin the memory.
         """
-        if self._limit is not None and nbytes > self._limit:
-            raise UnsupportedError(
-                f"this rank's part of the checkpoint takes {nbytes} bytes of host memory, and max_host_bytes is "
-                f"{self._limit}: raise it; a state in CPU memory can also be saved with async_save=False, which "
-                "needs none"
-            )
+        self.check_limit(nbytes)
         if self._preparation is not None and self._buffer is not None and nbytes <= self._buffer.nbytes:
             self._take_prepared(self._preparation, self._buffer, nbytes, pinned)
         elif self._buffer is None or self._buffer.nbytes < nbytes:
@@ -90,6 +85,15 @@ class HostMemory:
             self._buffer = _native.HostBuffer(nbytes, pinned=torch.cuda.is_available(), threads=tuning.HOST_THREADS)
         assert self._buffer is not None
         return self._buffer.address
+
+    def check_limit(self, nbytes: int) -> None:
+        """Raises UnsupportedError if `nbytes` bytes are above the limit."""
+        if self._limit is not None and nbytes > self._limit:
+            raise UnsupportedError(
+                f"this rank's part of the checkpoint takes {nbytes} bytes of host memory, and max_host_bytes is "
+                f"{self._limit}: raise it; a state in CPU memory can also be saved with async_save=False, which "
+                "needs none"
+            )
 
     def release(self) -> None:
         """Frees the memory, and ends its preparation."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, InvalidArgumentError
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.locate import Locator, Wanted
@@ -160,7 +160,7 @@ def _read_contents_together(here: _Here, path: Path, source: str, ignore: Sequen
 
     def work() -> Record:
         if source not in ("shared", "rank0"):
-            raise ValueError(f"source is {source!r}: use 'shared' or 'rank0'")
+            raise InvalidArgumentError(f"source is {source!r}: use 'shared' or 'rank0'")
         where = str(path.absolute()) if source == "shared" else None
         return {"path": where, "source": source, "ignore": list(ignore)}
 

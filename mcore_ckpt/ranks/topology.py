@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from mcore_ckpt.errors import InvalidStateError
+
 
 def has_process_group() -> bool:
     """Returns True if torch.distributed is initialized in this process."""
@@ -109,7 +111,7 @@ def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
 
     A process without a process group is the only rank: all coordinates are 0 and all sizes are 1.
 
-    Raises RuntimeError if there is a process group but megatron's model parallelism is not initialized.
+    Raises InvalidStateError if there is a process group but megatron's model parallelism is not initialized.
     """
     import torch.distributed as dist
 
@@ -118,7 +120,7 @@ def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
     from megatron.core import parallel_state as ps
 
     if not ps.model_parallel_is_initialized():
-        raise RuntimeError(
+        raise InvalidStateError(
             "torch.distributed is initialized but megatron's parallel_state is not: call "
             "parallel_state.initialize_model_parallel(...) first"
         )

@@ -41,11 +41,11 @@ class HostImages:
         """Begins to fetch host memory of that size, beside the training. Raises nothing."""
         self._memory.prepare(nbytes)
 
-    def reserve(self, files: Sequence[FilePlan], on_gpu: bool) -> ReservedImages:
-        """Reserves host memory for this rank's parts of the files. What was captured before is lost.
+    def reserve(self, files: Sequence[FilePlan]) -> int:
+        """The address of host memory for this rank's parts of the files. What was captured before is lost.
 
-        While the memory is still being prepared, only some files may have room. A state on a GPU always waits for all
-        of the memory, because copies from a GPU need it pinned, and memory is pinned as a whole.
+        Waits for memory that is still being prepared. A state on a GPU has to wait: copies from a GPU need pinned
+        memory, and memory is pinned as a whole.
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
@@ -53,12 +53,24 @@ class HostImages:
             RuntimeError: CUDA cannot pin it.
         """
         self.wait()  # a save that failed may have left copies under way into that memory
-        needed, at_once = arena_bytes(files), self._memory.bytes_at_once
-        nearly_there = at_once is None or needed - at_once <= needed // tuning.WAIT_FOR_PART
-        if on_gpu or nearly_there:
-            return ReservedImages(self._memory.take(needed, pinned=on_gpu), tuple(range(len(files))))
-        assert at_once is not None
-        fitting = _largest_that_fit(files, at_once)
+        return self._memory.take(arena_bytes(files))
+
+    def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
+        """Reserves host memory for the files of a state in CPU memory, without waiting long for it.
+
+        While the memory is still being prepared, only some files may have room. All have it if nearly all of the memory
+        is ready, because the rest is then there sooner than the files could be written.
+
+        Raises:
+            UnsupportedError: the files need more bytes than the limit.
+            MemoryError: the system does not have the memory.
+        """
+        self.wait()
+        needed, ready = arena_bytes(files), self._memory.bytes_at_once
+        if ready is None or needed - ready <= needed // tuning.WAIT_FOR_PART:
+            return ReservedImages(self._memory.take(needed, pinned=False), tuple(range(len(files))))
+        self._memory.check_limit(needed)
+        fitting = _largest_that_fit(files, ready)
         nbytes = arena_bytes([files[number] for number in fitting])
         return ReservedImages(self._memory.take(nbytes, pinned=False) if fitting else 0, fitting)
 
@@ -105,7 +117,7 @@ class HostImages:
 
 
 def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]:
-    """The numbers of files whose images fit into `nbytes` bytes together, the largest first."""
+    """The numbers of files whose images fit into `nbytes` bytes together; larger files come first."""
     fitting: list[int] = []
     for number in sorted(range(len(files)), key=lambda number: -files[number].nbytes):
         size = page_ceil(files[number].nbytes)

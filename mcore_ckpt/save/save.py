@@ -40,7 +40,8 @@ from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
-from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
@@ -123,6 +124,7 @@ class Save:
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
         self._writer: ImageWriter | None = None
+        self._old_steps: list[StepStatus] = []
         self._times: dict[str, float] = {}
 
     def begin(self, attempt: Attempt) -> None:
@@ -193,7 +195,9 @@ class Save:
                 self._writer.close()
         self._context.names.mark_sent(self._plan.files)
         # Files with an index are counted by this rank's part (`_nbytes`), because several ranks may share one.
-        return self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
+        report = self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
+        self._old_steps = self._find_old_steps()
+        return report
 
     def upload(self) -> UploadHandle | None:
         """Queues the copy of the committed checkpoint to the remote store. None without a store, and beside rank 0."""
@@ -204,8 +208,10 @@ class Save:
 
     def after_commit(self) -> None:
         """Deletes old steps. It may take long, so all ranks know of the commit before it begins."""
-        if self._trainer.agreement.is_coordinator and self._policy is not None:
-            _delete_old(self._trainer.root, self._policy, self.step)
+        for status in self._old_steps:
+            obstacle = delete_step(status)
+            if obstacle is not None:
+                logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
 
     def progress(self) -> tuple[int, int]:
         """The bytes of tensors that this rank has written, and the bytes that it has to write."""
@@ -216,7 +222,10 @@ class Save:
     def _reserve_images(self) -> ReservedImages:
         if not self._has_images:
             return ReservedImages(0, ())
-        return self._context.host_images.reserve(self._plan.files, self._plan.on_gpu)
+        images, files = self._context.host_images, self._plan.files
+        if self._plan.on_gpu:
+            return ReservedImages(images.reserve(files), tuple(range(len(files))))
+        return images.reserve_ready(files)
 
     def _captured(self) -> Capture:
         """Copies the tensors of files that have an image; the bytes of other files are read where they are."""
@@ -302,6 +311,21 @@ class Save:
         """Raises LockedError if another trainer has taken this one for dead. Then nothing may be put in its place."""
         self._context.lock.take(patience_s=0)
 
+    def _find_old_steps(self) -> list[StepStatus]:
+        """The steps to delete after this commit.
+
+        They are chosen now, and not when the deletion begins: later saves may be committed by then, and may follow
+        another policy.
+        """
+        root, policy = self._trainer.root, self._policy
+        if not self._trainer.agreement.is_coordinator or policy is None or policy.max_to_keep is None:
+            return []
+        try:
+            return too_old(list_steps(root), policy, self.step)
+        except OSError as error:
+            logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
+            return []
+
     def _move_tracker(self) -> None:
         if self._policy is None:
             return
@@ -380,12 +404,3 @@ def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:
         logger.warning(
             "step %d is saved, but load() takes the newer step %d: delete that one to go on from here", step, newest
         )
-
-
-def _delete_old(root: Path, policy: PreservationPolicy, step: int) -> None:
-    if policy.max_to_keep is None:
-        return
-    try:
-        delete_old_steps(root, policy, step)
-    except OSError as error:
-        logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)

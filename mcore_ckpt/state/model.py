@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
@@ -33,15 +33,15 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
-    """A model or a list of virtual chunks, as a tuple. Raises TypeError for anything else."""
+    """A model or a list of virtual chunks, as a tuple. Raises InvalidTypeError for anything else."""
     chunks = tuple(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else (model,)
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module) or not hasattr(unwrap(chunk), "sharded_state_dict"):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"model has a {type(chunk).__name__}: hand over a megatron-core model or a list of its virtual chunks"
             )
     if not chunks:
-        raise TypeError("model is an empty list")
+        raise InvalidTypeError("model is an empty list")
     return chunks
 
 

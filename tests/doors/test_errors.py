@@ -1,0 +1,126 @@
+"""What public calls raise derives from CheckpointError, and `~` means the home folder."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_ckpt import CheckpointConfig, CheckpointManager, errors
+from mcore_ckpt.errors import CheckpointError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.recover import recover, resumable_steps
+from mcore_ckpt.schedule import Frequency, RoleSchedules, Schedule
+
+
+class Model(torch.nn.Module):
+    """As much of a megatron model as saving looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_layers=1)
+        self.weight = torch.nn.Parameter(torch.rand(4, 4))
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        value = self.weight
+        place = {"prepend_axis_num": 0, "global_offset": (0, 0), "replica_id": (0, 0, 0)}
+        shapes = {"local_shape": value.shape, "global_shape": value.shape}
+        return {"weight": SimpleNamespace(data=value, key="weight", **place, **shapes)}
+
+
+def manager_of(root: Any, **choices: Any) -> CheckpointManager:
+    config = CheckpointConfig(save_contents=("model",), load_contents=("model",), **choices)
+    return CheckpointManager(root, Model(), config=config)
+
+
+def closed(root: Path) -> CheckpointManager:
+    manager = manager_of(root)
+    manager.close()
+    return manager
+
+
+CALLS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
+    "config": (lambda root: CheckpointConfig(max_to_keep=0), ValueError),
+    "model": (lambda root: CheckpointManager(root, object()), TypeError),
+    "no model": (lambda root: CheckpointManager(root, []), TypeError),
+    "role": (lambda root: CheckpointManager(root, Model(), role="a/b"), ValueError),
+    "hf_config": (
+        lambda root: CheckpointManager(root, Model(), config=CheckpointConfig(save_contents=("hf_model",))),
+        ValueError,
+    ),
+    "no optimizer": (lambda root: CheckpointManager(root, Model()).save(1), ValueError),
+    "remote": (lambda root: manager_of(root, remote="no-url"), ValueError),
+    "step": (lambda root: manager_of(root).save(-1), ValueError),
+    "extra_state": (lambda root: manager_of(root).save(1, extra_state=[1]), TypeError),  # type: ignore[arg-type]
+    "save path": (lambda root: manager_of(root).save(1, path=root), ValueError),
+    "max_to_keep": (lambda root: manager_of(root).save(1, max_to_keep=0), ValueError),
+    "roles": (lambda root: manager_of(root).save(1, roles=["a/b"]), ValueError),
+    "step and path": (lambda root: manager_of(root).load(step=1, path=root), ValueError),
+    "verify": (lambda root: manager_of(root).load(verify="perhaps"), ValueError),
+    "no checkpoint": (lambda root: manager_of(root).load(), CheckpointError),
+    "closed, save": (lambda root: closed(root).save(1), ValueError),
+    "closed, load": (lambda root: closed(root).load(), ValueError),
+    "closed, wait": (lambda root: closed(root).wait(), ValueError),
+    "recover nothing": (lambda root: recover([]), ValueError),
+    "recover twice": (lambda root: recover([manager_of(root), manager_of(root)]), ValueError),
+    "resume": (lambda root: recover(manager_of(root), True), ValueError),
+    "resume path": (lambda root: recover(manager_of(root), root / "none"), CheckpointError),
+    "resumable_steps": (lambda root: resumable_steps(root, ["actor"], step=3), CheckpointError),
+    "frequency": (lambda root: Frequency(steps=0), ValueError),
+    "seconds": (lambda root: Frequency(secs=-1.0), ValueError),
+    "schedule": (lambda root: Schedule(Frequency()).load_state_dict({}), ValueError),
+    "role schedules": (lambda root: RoleSchedules(Frequency()).load_state_dict({"actor": 1}), ValueError),
+    "pin": (lambda root: mcore_ckpt.pin(root, 1), CheckpointError),
+    "unpin": (lambda root: mcore_ckpt.unpin(root, 1), CheckpointError),
+    "load_hf": (lambda root: mcore_ckpt.load_hf(Model(), root, source="both"), ValueError),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_error_of_a_public_call_is_a_checkpoint_error(name: str, tmp_path: Path) -> None:
+    call, built_in = CALLS[name]
+    with pytest.raises(built_in) as caught:
+        call(tmp_path)
+    assert isinstance(caught.value, CheckpointError), repr(caught.value)
+
+
+def test_every_error_is_documented_and_travels_between_ranks() -> None:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, CheckpointError)]
+    for kind in kinds:
+        assert kind is CheckpointError or kind.__name__ in (errors.__doc__ or "")
+        assert type(errors.from_record(errors.to_record(kind("x"), 3), CheckpointError)) is kind
+
+
+def test_the_built_in_counterparts() -> None:
+    assert issubclass(InvalidArgumentError, ValueError)
+    assert issubclass(InvalidTypeError, TypeError)
+    assert issubclass(errors.InvalidStateError, RuntimeError)
+
+
+# -- the home folder ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    return home
+
+
+def test_a_tilde_is_the_home_folder(home: Path) -> None:
+    manager = manager_of("~/steps", remote="file://~/remote", async_save=True)
+    handle = manager.save(1)
+    assert handle.wait().path == home / "steps/global_steps_1/actor"
+    assert manager.save(2, path="~/apart/actor").wait().path == home / "apart/actor"
+    assert manager.load(path="~/apart/actor").step == 2
+    assert recover(manager, "~/steps/global_steps_1").step == 1
+    assert [status.step for status in resumable_steps("~/steps", ["actor"])] == [1]
+    manager.close()
+    assert (home / "remote").is_dir()
+    assert not list(Path.cwd().iterdir()), "nothing is called ~"

@@ -1,0 +1,359 @@
+"""The first async save finds its host memory prepared, takes what is ready, or writes in place."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.io import _native, host_memory, tuning
+from mcore_ckpt.io.host_memory import HostMemory
+from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
+from mcore_ckpt.save.plan import SavePlanner, estimated_bytes
+from mcore_ckpt.state.trainer import Trainer
+
+LONG_S = 30.0
+PIECE = tuning.PREPARE_BYTES
+
+
+class Gate:
+    """Stands before a buffer's `fetch`: the preparing thread passes as often as the test lets it."""
+
+    def __init__(self) -> None:
+        self.passes = threading.Semaphore(0)
+        self.fetched: list[tuple[int, int, str]] = []
+        self.fails_at: int | None = None
+
+    def fetch(self, buffer: Any, begin: int, nbytes: int, threads: int = 1) -> None:
+        name = threading.current_thread().name
+        if name == "mcore_ckpt host memory":
+            assert self.passes.acquire(timeout=LONG_S)
+        if self.fails_at is not None and begin >= self.fails_at:
+            raise MemoryError("no bytes of host memory")
+        buffer.fetch(begin, nbytes, threads=threads)
+        self.fetched.append((begin, nbytes, name))
+
+    def let(self, pieces: int) -> None:
+        for _ in range(pieces):
+            self.passes.release()
+
+    def open(self) -> None:
+        self.let(10_000)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+
+    class Buffer:
+        def __init__(self, native: Any) -> None:
+            self.native, self.address, self.nbytes, self.pinned = native, native.address, native.nbytes, False
+
+        @staticmethod
+        def reserve(nbytes: int, *, to_pin: bool = False) -> "Buffer":
+            return Buffer(_native.HostBuffer.reserve(nbytes))
+
+        def fetch(self, begin: int, nbytes: int, *, threads: int = 1) -> None:
+            gate.fetch(self.native, begin, nbytes, threads)
+
+    native = SimpleNamespace(HostBuffer=Buffer)
+    native.HostBuffer.__new__ = lambda cls, *a, **k: object.__new__(cls)
+    monkeypatch.setattr(host_memory, "_native", native)
+    stop = host_memory._Preparation.stop
+
+    def stop_at_gate(preparation: Any) -> None:
+        """Ends the piece that is under way: else the thread would stand before the gate for ever."""
+        preparation._is_stopped.set()
+        gate.let(1)
+        stop(preparation)
+
+    monkeypatch.setattr(host_memory._Preparation, "stop", stop_at_gate)
+    yield gate
+    gate.open()
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# -- the memory ---------------------------------------------------------------------------------------------------
+
+
+def test_all_bytes_are_fetched_in_small_pieces_before_they_are_taken(gate: Gate) -> None:
+    memory = HostMemory()
+    memory.prepare(3 * PIECE + 4096)
+    gate.open()
+    wait_for(lambda: memory.bytes_at_once is None)
+    thread = "mcore_ckpt host memory"
+    assert gate.fetched == [(n * PIECE, PIECE, thread) for n in range(3)] + [(3 * PIECE, 4096, thread)]
+    assert memory.take(3 * PIECE + 4096) % 4096 == 0
+    assert len(gate.fetched) == 4, "take has nothing left to fetch"
+    memory.release()
+
+
+def test_take_fetches_only_what_is_missing(gate: Gate) -> None:
+    memory = HostMemory()
+    memory.prepare(8 * PIECE)
+    gate.let(2)
+    wait_for(lambda: memory.bytes_at_once == 2 * PIECE)
+    first = memory.take(2 * PIECE)
+    assert memory.bytes_at_once == 2 * PIECE, "the thread goes on for a taker of what is ready"
+    assert memory.take(7 * PIECE) == first
+    begin, nbytes, name = gate.fetched[-1]
+    assert begin == sum(nbytes for _, nbytes, _ in gate.fetched[:-1]) >= 2 * PIECE
+    assert (begin + nbytes, name) == (7 * PIECE, "MainThread")
+    assert memory.take(8 * PIECE) == first
+    assert gate.fetched[-1] == (7 * PIECE, PIECE, "MainThread")
+    memory.release()
+
+
+def test_an_estimate_that_is_somewhat_too_small_costs_the_difference(gate: Gate) -> None:
+    memory = HostMemory()
+    memory.prepare(4 * PIECE)
+    gate.open()
+    wait_for(lambda: memory.bytes_at_once is None)
+    memory.take(5 * PIECE)
+    assert gate.fetched[-1] == (4 * PIECE, PIECE, "MainThread")
+    memory.release()
+
+
+def test_an_estimate_that_is_far_too_small_makes_the_memory_grow() -> None:
+    memory = HostMemory()
+    memory.prepare(4096)
+    nbytes = 2 * tuning.PREPARE_SPARE_BYTES
+    address = memory.take(nbytes)
+    assert address % 4096 == 0
+    _native.copy_host([address + nbytes - 8], [torch.ones(1, dtype=torch.int64).data_ptr()], [8], 1)
+    memory.release()
+
+
+def test_no_memory_on_the_thread_is_the_save_s_error(gate: Gate) -> None:
+    gate.fails_at = PIECE
+    memory = HostMemory()
+    memory.prepare(4 * PIECE)
+    gate.open()
+    wait_for(lambda: memory.bytes_at_once is None)
+    assert memory.take(PIECE)
+    with pytest.raises(MemoryError, match="no bytes of host memory"):
+        memory.take(2 * PIECE)
+    gate.fails_at = None
+    memory.take(2 * PIECE)
+    memory.release()
+
+
+def test_no_address_space_or_no_thread_leaves_everything_to_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory()
+    memory.prepare(1 << 62)
+    assert memory.take(4096) % 4096 == 0
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory = HostMemory()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        memory.prepare(4096)
+    assert memory.take(4096) % 4096 == 0
+
+
+def test_the_limit_bounds_what_is_prepared(gate: Gate) -> None:
+    memory = HostMemory(limit=2 * PIECE)
+    memory.prepare(100 * PIECE)
+    gate.open()
+    wait_for(lambda: memory.bytes_at_once is None)
+    assert sum(nbytes for _, nbytes, _ in gate.fetched) == 2 * PIECE
+    with pytest.raises(UnsupportedError, match="max_host_bytes"):
+        memory.take(2 * PIECE + 1)
+    memory.release()
+
+
+def test_releasing_ends_the_thread(gate: Gate) -> None:
+    memory = HostMemory()
+    memory.prepare(1000 * PIECE)
+    gate.let(1)
+    memory.release()
+    assert len(gate.fetched) <= 2
+    assert not [t for t in threading.enumerate() if t.name == "mcore_ckpt host memory"]
+
+
+@pytest.mark.parametrize("how", ["pass", "sys.exit(3)", "raise ValueError"])
+def test_the_end_of_the_interpreter_ends_the_thread(how: str) -> None:
+    program = (
+        "import sys, threading, mcore_ckpt.io.host_memory as m\n"
+        "memory = m.HostMemory(); memory.prepare(8 << 30)\n"
+        "print(memory.bytes_at_once < 8 << 30)\n" + how
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S * 4)
+    assert done.returncode == {"pass": 0, "sys.exit(3)": 3, "raise ValueError": 1}[how], done.stderr
+    assert done.stdout == "True\n"
+    assert "Fatal" not in done.stderr
+
+
+# -- the estimate -------------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """As much of a megatron model as saving looks at."""
+
+    def __init__(self, rows: int = 256) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_layers=1)
+        for number in range(4):
+            setattr(self, f"weight{number}", torch.nn.Parameter(torch.rand(rows, 1024)))
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: SimpleNamespace(
+                data=value,
+                key=name,
+                replica_id=(0, 0, 0),
+                prepend_axis_num=0,
+                local_shape=value.shape,
+                global_offset=(0,) * value.dim(),
+                global_shape=value.shape,
+            )
+            for name, value in self.state_dict(keep_vars=True).items()
+        }
+
+
+def trainer_of(model: Model, adam: torch.optim.Adam, contents: tuple[str, ...]) -> Trainer:
+    return Trainer(
+        root=Path("unused"),
+        role="actor",
+        chunks=(model,),
+        optimizer=SimpleNamespace(optimizer=adam),
+        lr_scheduler=None,
+        hf_config=None,
+        processing_class=None,
+        config=CheckpointConfig(save_contents=contents),
+        coordinates=RankCoordinates(),
+        topology=Topology(),
+        replicas=Replicas(),
+        stages=(),
+        first_instance=True,
+        num_layers=1,
+        vocab_size=None,
+        agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("contents", [("model",), ("optimizer",), ("model", "optimizer")], ids="+".join)
+def test_the_estimate_is_close_before_the_first_step_and_after_it(contents: tuple[str, ...]) -> None:
+    model = Model()
+    adam = torch.optim.Adam(model.parameters())
+    trainer = trainer_of(model, adam, contents)
+    before = estimated_bytes(trainer)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    adam.step()
+    after = estimated_bytes(trainer)
+    actual = sum(plan.nbytes for plan in SavePlanner().plan(trainer).files)
+    assert actual <= before <= 1.02 * actual
+    assert actual <= after <= 1.02 * actual
+
+
+# -- the first save -----------------------------------------------------------------------------------------------
+
+
+def manager_of(root: Path, model: Model, **choices: Any) -> CheckpointManager:
+    config = CheckpointConfig(save_contents=("model",), load_contents=("model",), async_save=True, **choices)
+    return CheckpointManager(root, model, config=config)
+
+
+def change(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-1.0)
+
+
+def check_saved(manager: CheckpointManager, model: Model, saved: dict[str, torch.Tensor], path: Path) -> None:
+    manager.load(path=path, verify="full")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 10_000], ids=["nothing ready", "some ready", "all ready"])
+def test_a_save_has_the_state_of_its_call_whatever_is_ready(pieces: int, gate: Gate, tmp_path: Path) -> None:
+    model = Model()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    manager = manager_of(tmp_path, model)
+    gate.let(pieces)
+    memory = manager._context.host_images._memory
+    if pieces:
+        wait_for(lambda: memory.bytes_at_once is None or memory.bytes_at_once >= PIECE)
+    handle = manager.save(1)
+    if pieces < 10_000:
+        # The one file has no image, so it is on the disk although the thread has not gone on.
+        assert handle.progress == (manager._context.planner.plan(manager._trainer).files[0].nbytes,) * 2
+        assert all(name == "mcore_ckpt host memory" for _, _, name in gate.fetched), "save fetched nothing itself"
+    change(model)
+    path = handle.wait().path
+    assert all(name == "mcore_ckpt host memory" for _, _, name in gate.fetched), "save fetched nothing itself"
+    gate.open()
+    check_saved(manager, model, saved, path)
+    wait_for(lambda: memory.bytes_at_once is None)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = manager.save(2)
+    change(model)
+    check_saved(manager, model, saved, handle.wait().path)
+    manager.close()
+
+
+def test_a_save_waits_for_the_rest_if_nearly_all_is_ready(gate: Gate, tmp_path: Path) -> None:
+    model = Model(rows=2048)  # 32 MiB: 17 pieces with the margin of the estimate
+    manager = manager_of(tmp_path, model)
+    gate.let(15)
+    memory = manager._context.host_images._memory
+    wait_for(lambda: memory.bytes_at_once == 15 * PIECE)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = manager.save(1)
+    change(model)
+    assert gate.fetched[-1][2] == "MainThread"
+    check_saved(manager, model, saved, handle.wait().path)
+    manager.close()
+
+
+def test_only_async_saves_prepare(gate: Gate, tmp_path: Path) -> None:
+    config = CheckpointConfig(save_contents=("model",), load_contents=("model",))
+    manager = CheckpointManager(tmp_path, Model(), config=config)
+    gate.open()
+    manager.save(1)
+    assert not gate.fetched
+    manager.close()
+
+
+def test_closing_the_manager_ends_the_thread(gate: Gate, tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, Model(rows=4096))
+    gate.let(1)
+    manager.close()
+    assert not [t for t in threading.enumerate() if t.name == "mcore_ckpt host memory"]
+
+
+def test_a_full_disk_under_files_in_place_fails_the_handle_and_not_the_call(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks must learn of it together, at the commit."""
+    from mcore_ckpt.errors import CommitError
+    from mcore_ckpt.formats.native.writer import ImageWriter
+
+    def fail(writer: ImageWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    manager = manager_of(tmp_path, Model())
+    monkeypatch.setattr(ImageWriter, "wait_for_sources", fail)
+    handle = manager.save(1)
+    with pytest.raises(CommitError, match="No space left"):
+        handle.wait()
+    gate.open()
+    manager.close()
