@@ -30,8 +30,14 @@ command -v "${CXX:-g++}" >/dev/null || stop "the C++ compiler ${CXX:-g++} is mis
 
 "$python" -m pytest -q tests/gpu tests/native
 if "$python" -c 'import megatron.core' 2>/dev/null; then
-    # Whole trainings, saved in every mode while they go on; as many ranks as there are GPUs can be tested this way.
-    OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc_per_node 1 -m pytest -q tests/distributed
+    # Whole trainings, saved in every mode while they go on, in every world size for which there is a GPU for each rank.
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    for world in 1 2 4 8; do
+        [ "$world" -le "$gpus" ] || break
+        echo "gpu_check: $world of $gpus GPUs, a rank on each, over NCCL"
+        OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone --nproc_per_node "$world" \
+            -m pytest -q -p no:cacheprovider --durations=20 --full tests/distributed
+    done
 else
     echo "gpu_check: $python has no megatron-core: trainings on the GPU are not tested."
 fi

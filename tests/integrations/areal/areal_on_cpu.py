@@ -10,13 +10,14 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import logging
+import os
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[3] / ".venv" / "areal"
+FOLDER = Path(os.environ.get("MCORE_CKPT_AREAL", Path(__file__).parents[3] / ".venv" / "areal"))
 
 _STOOD_IN_FOR = frozenset(
     {
