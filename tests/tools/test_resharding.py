@@ -332,9 +332,9 @@ def test_a_killed_run_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of())
     script = (
         "import os\nfrom pathlib import Path\nfrom mcore_ckpt.tools.reshard import reshard as module\n"
-        "from mcore_ckpt.tools.reshard.target import WantedLayout\n"
+        "from mcore_ckpt.tools.find import select\nfrom mcore_ckpt.tools.reshard.target import WantedLayout\n"
         "module.commit.write_manifest = lambda *_: os.kill(os.getpid(), 9)\n"
-        f"module.reshard(module.select(Path({str(source)!r})), Path({str(tmp_path / 'b')!r}), WantedLayout(tp=2))"
+        f"module.reshard(select(Path({str(source)!r})), Path({str(tmp_path / 'b')!r}), WantedLayout(tp=2))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert not steps.complete_steps(tmp_path / "b")
