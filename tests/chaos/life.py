@@ -153,7 +153,7 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
         os.write(ready, b"x")
         watch.watch_io()
         watch.name_phase(commit, "publish", "commit")
-        watch.name_phase(saving, "delete_old_steps", "retention")
+        watch.name_phase(saving, "delete_step", "retention")
         report["in"] = "start"
         with watch.during("start"):
             manager = _manager(life, training)

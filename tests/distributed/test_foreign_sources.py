@@ -15,7 +15,8 @@ from tiers import marks
 from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.formats.contract import PartRead, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, RegionRead, weights_of
+from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.verl_ranks.reader import open_verl_ranks
 from mcore_ckpt.sharding.regions import Region
@@ -70,12 +71,15 @@ def model_of(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removesuffix(" model"): tensor for name, tensor in state.items() if name.endswith(" model")}
 
 
-def assert_has(source: TensorSource, wanted: Mapping[str, torch.Tensor]) -> None:
-    found = source.tensors()
+def assert_has(reader: CheckpointReader, wanted: Mapping[str, torch.Tensor]) -> None:
+    found = weights_of(reader)
     used = {name: found_as(name, found) for name in wanted}
     assert {*used.values()} == {*found}, sorted({*map(str, used.values())} ^ {*found})[:8]
     memory = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
-    source.read(PartRead(str(used[name]), Region.whole(tuple(tensor.shape)), tensor) for name, tensor in memory.items())
+    read_regions(
+        reader,
+        (RegionRead(str(used[name]), Region.whole(tuple(tensor.shape)), tensor) for name, tensor in memory.items()),
+    )
     for name, tensor in wanted.items():
         assert found[str(used[name])].shape == tuple(tensor.shape), name
         assert found[str(used[name])].dtype == tensor.dtype, name

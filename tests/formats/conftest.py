@@ -13,7 +13,7 @@ __all__ = ["opened", "small_knobs"]
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of the files whose indexes a catalog reads, in order."""
+    """The paths of the files whose indexes a reader reads, in order."""
     paths: list[str] = []
     read = folder.read_index
 

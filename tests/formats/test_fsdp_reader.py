@@ -26,8 +26,9 @@ from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     UnsupportedError,
 )
-from mcore_ckpt.formats.contract import PartRead, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, RegionRead, weights_of
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, is_fsdp, open_fsdp, read_copied_model
+from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.sharding.regions import Region
 
@@ -61,12 +62,12 @@ def rank_file(folder: Path, rank: int, world: int = WORLD) -> Path:
     return folder / f"model_world_size_{world}_rank_{rank}.pt"
 
 
-def read(source: TensorSource, name: str, region: Region | None = None) -> torch.Tensor:
-    info = source.tensors()[name]
+def read(reader: CheckpointReader, name: str, region: Region | None = None) -> torch.Tensor:
+    info = weights_of(reader)[name]
     region = region or Region.whole(info.shape)
     memory = torch.empty(region.local_shape, dtype=info.dtype)
     memory.view(-1).view(torch.uint8).fill_(0xFF)
-    source.read([PartRead(name, region, memory.view(-1)[: region.numel])])
+    read_regions(reader, [RegionRead(name, region, memory.view(-1)[: region.numel])])
     return memory
 
 
@@ -89,28 +90,28 @@ def refused(folder: Path, error: type[CheckpointError], *words: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_is_what_it_was(kind: str, saved: Path) -> None:
-    source = open_fsdp(saved / kind)
+    reader = open_fsdp(saved / kind)
     expected = model_of(2 if kind == "otherwise" else 1).state_dict()
-    assert set(source.tensors()) == set(expected)
+    assert set(weights_of(reader)) == set(expected)
     for name, tensor in expected.items():
-        assert (source.tensors()[name].dtype, source.tensors()[name].shape) == (tensor.dtype, tuple(tensor.shape))
-        assert torch.equal(read(source, name), tensor), name
+        assert (weights_of(reader)[name].dtype, weights_of(reader)[name].shape) == (tensor.dtype, tuple(tensor.shape))
+        assert torch.equal(read(reader, name), tensor), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_tensors(kind: str, saved: Path) -> None:
-    source = open_fsdp(saved / kind)
+    reader = open_fsdp(saved / kind)
     embedding = model_of(2 if kind == "otherwise" else 1).embed.weight.detach()
     for start, stop in ((0, 7), (5, 31), (29, 78), (40, 40)):
-        found = read(source, "embed.weight", Region.whole((13, 6)).with_flat(start, stop))
+        found = read(reader, "embed.weight", Region.whole((13, 6)).with_flat(start, stop))
         assert torch.equal(found.view(-1)[: stop - start], embedding.view(-1)[start:stop])
 
 
 def test_what_replicas_hold_is_read_once(saved: Path) -> None:
-    source = open_fsdp(saved / "hsdp")
+    reader = open_fsdp(saved / "hsdp")
     memory = torch.empty(13, 6)
     # Files are read in pages; the two replicas' shards would be four.
-    assert source.read([PartRead("embed.weight", Region.whole((13, 6)), memory)]) <= 4 * 4096
+    assert read_regions(reader, [RegionRead("embed.weight", Region.whole((13, 6)), memory)]) <= 4 * 4096
 
 
 def test_nothing_of_torch_distributed_is_needed(saved: Path) -> None:
@@ -137,9 +138,9 @@ def unknown_model(**fields: Any) -> HfModel:
 
 
 def test_an_architecture_without_a_table_is_copied(saved: Path) -> None:
-    source = open_fsdp(saved / "fsdp")
-    tensors = fsdp_tensors(source, unknown_model())
-    assert [tensor.name for tensor in tensors] == list(source.tensors())
+    reader = open_fsdp(saved / "fsdp")
+    tensors = fsdp_tensors(reader, unknown_model())
+    assert [tensor.name for tensor in tensors] == list(weights_of(reader))
     for tensor in tensors:
         (slab,) = tensor.slabs
         assert (slab.start, slab.mcore, slab.region) == (0, tensor.name, Region.whole(tensor.shape))
@@ -160,10 +161,10 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
         "lm_head.weight": embedding.clone(),
         "a.rotary_emb.inv_freq": embedding,
     }
-    source = open_fsdp(save(tmp_path / "a", state))
+    reader = open_fsdp(save(tmp_path / "a", state))
     tied = unknown_model(tie_word_embeddings=True)
-    assert [tensor.name for tensor in fsdp_tensors(source, tied)] == ["model.embed_tokens.weight"]
-    assert len(fsdp_tensors(source, unknown_model())) == 2
+    assert [tensor.name for tensor in fsdp_tensors(reader, tied)] == ["model.embed_tokens.weight"]
+    assert len(fsdp_tensors(reader, unknown_model())) == 2
     state["lm_head.weight"][4, 2] += 1
     with pytest.raises(CheckpointMismatchError, match="tie_word_embeddings"):
         fsdp_tensors(open_fsdp(save(tmp_path / "b", state)), tied)
@@ -321,9 +322,9 @@ def test_a_mesh_without_the_rank(tmp_path: Path) -> None:
 
 def test_a_part_that_no_rank_has(tmp_path: Path) -> None:
     state = {"a": pickled(torch.ones(2), (4,), [0, 1], Shard(0))}
-    source = open_fsdp(save(tmp_path / "a", state))
+    reader = open_fsdp(save(tmp_path / "a", state))
     with pytest.raises(CheckpointCorruptError, match=r"tensor a: .*2 elements of it are in no file"):
-        read(source, "a")
+        read(reader, "a")
 
 
 def test_partial_sums_are_refused(tmp_path: Path) -> None:
@@ -348,9 +349,9 @@ def test_views_and_parameters(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(base[1:3])
     parameter.tensor_model_parallel = True
     state = {"view": base[1:3], "parameter": parameter, "empty": torch.ones(0, 4), "scalar": torch.tensor(3)}
-    source = open_fsdp(save(tmp_path / "a", state))
+    reader = open_fsdp(save(tmp_path / "a", state))
     for name, tensor in state.items():
-        assert torch.equal(read(source, name), tensor), name
+        assert torch.equal(read(reader, name), tensor), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.bool, torch.float64, torch.complex64])
@@ -365,7 +366,7 @@ def test_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(saved: Path) -> None:
-    source = open_fsdp(saved / "fsdp")
+    reader = open_fsdp(saved / "fsdp")
     for name, region, dtype in (
         ("embed", Region.whole((13, 6)), torch.float32),
         ("embed.weight", Region.whole((14, 6)), torch.float32),
@@ -373,15 +374,15 @@ def test_what_does_not_fit_is_refused(saved: Path) -> None:
         ("embed.weight", Region.whole((13, 6)), torch.bfloat16),
     ):
         with pytest.raises(CheckpointMismatchError, match=f"tensor {name}: wanted"):
-            source.read([PartRead(name, region, torch.empty(region.local_shape, dtype=dtype))])
+            read_regions(reader, [RegionRead(name, region, torch.empty(region.local_shape, dtype=dtype))])
 
 
 def test_a_file_that_is_cut_later(folder: Path) -> None:
-    source = open_fsdp(folder)
+    reader = open_fsdp(folder)
     os.truncate(rank_file(folder, 1), 4096)
     parts = [
-        PartRead(name, Region.whole(info.shape), torch.empty(info.shape, dtype=info.dtype))
-        for name, info in source.tensors().items()
+        RegionRead(name, Region.whole(info.shape), torch.empty(info.shape, dtype=info.dtype))
+        for name, info in weights_of(reader).items()
     ]
     with pytest.raises(CheckpointCorruptError, match=r"rank_1\.pt.*cut"):
-        source.read(parts)
+        read_regions(reader, parts)

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_hf_folder
 
-from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog, FolderContents, all_of, read_contents
+from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, all_of, read_contents
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
-from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.formats.locate import Locator, Wanted
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -54,14 +52,13 @@ def change(folder: Path, **tensors: torch.Tensor) -> None:
     save_file({**load_file(file), **{name.replace("__", "."): t for name, t in tensors.items()}}, file)
 
 
-def read(catalog: FolderCatalog, name: str, region: Region) -> torch.Tensor:
-    sources = Sources(catalog, Topology(), RankCoordinates(), catalog.model.sizes["vocab"])
-    source = sources.find(Wanted(ShardKey(name, MODEL), region, False, "here"))
-    assert source is not None
-    memory = torch.full((region.numel,), torch.nan, dtype=torch_dtype(source.dtype))
-    if source.outside:
+def read(reader: HuggingFaceReader, name: str, region: Region) -> torch.Tensor:
+    located = Locator(reader, None).find(Wanted(ShardKey(name, MODEL), region, "here"))
+    assert located is not None
+    memory = torch.full((region.numel,), torch.nan, dtype=located.dtype)
+    if located.outside:
         memory.zero_()
-    catalog.read((part, memory) for part in source.reads)
+    reader.read((part, memory) for part in located.reads)
     return memory
 
 
@@ -75,10 +72,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor_is_a_part_of_the_whole(data: st.DataObject, folders: dict[str, Path]) -> None:
-    catalog = FolderCatalog(read_contents(folders[data.draw(st.sampled_from(sorted(folders)))]))
-    name = data.draw(st.sampled_from(catalog.manifest.tensors))
-    shape = catalog.parts_of(name)[0].region.global_shape
-    whole = read(catalog, name, Region.whole(shape)).view(shape)
+    reader = HuggingFaceReader(read_contents(folders[data.draw(st.sampled_from(sorted(folders)))]))
+    name = data.draw(st.sampled_from(list(reader.names)))
+    shape = reader.parts_of(name)[0].region.global_shape
+    whole = read(reader, name, Region.whole(shape)).view(shape)
     assert not whole.isnan().any()
     axis = data.draw(st.sampled_from(range(len(shape))))
     sections = 2 if axis == 0 and shape[0] % 4 == 0 else 1
@@ -88,21 +85,21 @@ def test_any_part_of_any_tensor_is_a_part_of_the_whole(data: st.DataObject, fold
     part = torch.cat([section.chunk(size, axis)[rank] for section in whole.chunk(sections, axis)], axis).reshape(-1)
     start = data.draw(st.integers(0, part.numel()))
     stop = data.draw(st.integers(start, part.numel()))
-    assert torch.equal(read(catalog, name, region.with_flat(start, stop)), part[start:stop])
+    assert torch.equal(read(reader, name, region.with_flat(start, stop)), part[start:stop])
 
 
 def test_values_that_change_are_changed_back(folders: dict[str, Path]) -> None:
-    catalog = FolderCatalog(read_contents(folders["gpt_oss"]))
+    reader = HuggingFaceReader(read_contents(folders["gpt_oss"]))
     stored = load_file(folders["gpt_oss"] / "model.safetensors")
     both = stored["model.layers.1.mlp.experts.gate_up_proj"][2]
     name = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
-    found = read(catalog, name, Region.whole((48, 32))).view(48, 32)
+    found = read(reader, name, Region.whole((48, 32))).view(48, 32)
     assert torch.equal(found, torch.cat([both[:, 0::2].T, both[:, 1::2].T]))
 
 
 def test_a_vocabulary_is_padded_with_zeros(folders: dict[str, Path]) -> None:
-    catalog = FolderCatalog(read_contents(folders["qwen3"]))
-    found = read(catalog, "output_layer.weight", Region.whole((136, 64))).view(136, 64)
+    reader = HuggingFaceReader(read_contents(folders["qwen3"]))
+    found = read(reader, "output_layer.weight", Region.whole((136, 64))).view(136, 64)
     assert torch.equal(found[:131], load_file(folders["qwen3"] / "model.safetensors")["lm_head.weight"])
     assert not found[131:].any()
 
@@ -119,18 +116,18 @@ def test_what_is_not_a_number_is_named(tmp_path: Path) -> None:
     broken = load_file(folder / "model.safetensors")["model.norm.weight"]
     broken[3] = torch.nan
     change(folder, model__norm__weight=broken)
-    catalog = FolderCatalog(read_contents(folder))
-    (part,) = catalog.parts_of("decoder.final_layernorm.weight")
+    reader = HuggingFaceReader(read_contents(folder))
+    (part,) = reader.parts_of("decoder.final_layernorm.weight")
     with pytest.raises(CheckpointCorruptError, match=r"final_layernorm.*NaN"):
-        catalog.read_numbers([(all_of(part), torch.empty(64))])
+        reader.read_numbers([(all_of(part), torch.empty(64))])
 
 
 def test_what_megatron_does_not_have_must_be_zero(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3-value")
-    FolderCatalog(read_contents(folder)).check_left_out()
+    HuggingFaceReader(read_contents(folder)).check_left_out()
     change(folder, score__bias=torch.ones(1))
     with pytest.raises(CheckpointMismatchError, match="not zero"):
-        FolderCatalog(read_contents(folder)).check_left_out()
+        HuggingFaceReader(read_contents(folder)).check_left_out()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -138,19 +135,19 @@ def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> No
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
     change(folder, model__norm__weight=torch.ones(64).to(dtype))
     with pytest.raises(UnsupportedError, match=r"model\.norm\.weight.*quantized"):
-        FolderCatalog(read_contents(folder))
+        HuggingFaceReader(read_contents(folder))
 
 
 def test_files_that_this_process_does_not_see_are_named(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
-    catalog = FolderCatalog(read_contents(folder))
+    reader = HuggingFaceReader(read_contents(folder))
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes() + b"1")
     with pytest.raises(CheckpointCorruptError, match="bytes here"):
-        catalog.check_visible(["model.safetensors"])
+        reader.check_visible(["model.safetensors"])
     file.unlink()
     with pytest.raises(CheckpointCorruptError, match="rank0"):
-        catalog.check_visible(["model.safetensors"])
+        reader.check_visible(["model.safetensors"])
 
 
 @pytest.mark.parametrize(
@@ -173,22 +170,22 @@ def test_a_tied_head_that_is_there_all_the_same_is_the_embedding(tmp_path: Path)
     folder = make_hf_folder(tmp_path / "hf", "qwen3-tied")
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     change(folder, lm_head__weight=embedding)
-    catalog = FolderCatalog(read_contents(folder))
-    catalog.check_left_out()
-    assert "output_layer.weight" not in catalog.positions
+    reader = HuggingFaceReader(read_contents(folder))
+    reader.check_left_out()
+    assert "output_layer.weight" not in reader.names
     change(folder, lm_head__weight=embedding * 2)
     with pytest.raises(CheckpointMismatchError, match=r"lm_head\.weight.*differ.*tie_word_embeddings"):
-        FolderCatalog(read_contents(folder)).check_left_out()
-    FolderCatalog(read_contents(folder), [r"lm_head\.weight"]).check_left_out()
+        HuggingFaceReader(read_contents(folder)).check_left_out()
+    HuggingFaceReader(read_contents(folder), [r"lm_head\.weight"]).check_left_out()
 
 
 def test_copies_in_multi_token_prediction_are_copies(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "deepseek_v3-mtp")
-    FolderCatalog(read_contents(folder)).check_left_out()
+    HuggingFaceReader(read_contents(folder)).check_left_out()
     head = load_file(folder / "model.safetensors")["lm_head.weight"]
     change(folder, model__layers__4__shared_head__head__weight=head + 1)
     with pytest.raises(CheckpointMismatchError, match=r"layers\.4\.shared_head\.head\.weight.*lm_head\.weight.*differ"):
-        FolderCatalog(read_contents(folder)).check_left_out()
+        HuggingFaceReader(read_contents(folder)).check_left_out()
 
 
 def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint's tensors as HuggingFace's, in files that the safetensors library opens: the same bits."""
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,47 +17,65 @@ from mcore_checkpoints import (
     pad_vocabulary,
     weights,
 )
-from mcore_ckpt.formats.native.source import CheckpointSource
 from tiny_models import NAMES, make_hf_folder
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.contract import PartRead, TensorInfo, TensorSource
+from mcore_ckpt.formats.contract import CheckpointReader, Fill, RankPosition, TensorInfo, weights_of
 from mcore_ckpt.formats.huggingface import writer as writing
 from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export, plan_tensors
 from mcore_ckpt.formats.huggingface.safetensors_files import read_file
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
+from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.sharding.placement import share_of
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
 
 
 class Memory:
-    """A source of tensors in memory."""
+    """Reads tensors that are in memory; implements `formats.contract.CheckpointReader`."""
+
+    weight_kind = MODEL
+    place = "memory"
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.held = tensors
+        self.held = {name: tensor.contiguous() for name, tensor in tensors.items()}
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.held.items()}
+    @property
+    def names(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.held)}
 
-    def read(self, parts: Iterable[PartRead]) -> int:
+    def info(self, key: ShardKey) -> TensorInfo | None:
+        tensor = self.held.get(key.name)
+        return None if tensor is None else TensorInfo(tensor.dtype, tuple(tensor.shape))
+
+    def kinds(self, name: str, position: RankPosition | None = None) -> tuple[str, ...]:
+        return ()
+
+    def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
+        tensor = self.held.get(key.name)
+        if tensor is not None:
+            region = Region.whole(tuple(tensor.shape))
+            yield [StoredShard(key, region, dtype_name(tensor.dtype), key.name, 0, tensor.nbytes, None)]
+
+    def tp_size(self, expert: bool) -> int:
+        return 1
+
+    def read(self, ranges: Fill, check: bool = True) -> int:
         nbytes = 0
-        for part in parts:
-            assert part.memory.dtype == self.held[part.name].dtype, "a source does not cast"
-            local = torch.empty(part.region.local_shape, dtype=part.memory.dtype)
-            for inner, outer in replace(part.region, flat=(0, local.numel())).boxes():
-                of, to = (tuple(map(_slice, box.offset, box.shape)) for box in (outer, inner))
-                local[to] = self.held[part.name][of]
-            part.memory.copy_(local.reshape(-1)[slice(*part.region.flat)])
-            nbytes += part.memory.nbytes
+        for wanted, memory in ranges:
+            held, rows = self.held[wanted.stored.file].view(-1), wanted.rows
+            assert memory.dtype == held.dtype, "a reader does not cast"
+            shape = (rows.rows, rows.row)
+            target = memory.as_strided(shape, (rows.destination_stride, 1), memory.storage_offset() + rows.destination)
+            target.copy_(held.as_strided(shape, (rows.source_stride, 1), held.storage_offset() + rows.start))
+            nbytes += target.nbytes
         return nbytes
-
-
-def _slice(at: int, length: int) -> slice:
-    return slice(at, at + length)
 
 
 @pytest.fixture
@@ -78,13 +96,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return folder
 
 
-def source_of(role_dir: Path) -> CheckpointSource:
-    return CheckpointSource(role_dir, read_manifest(role_dir))
-
-
-def exported(plan: ExportPlan, source: TensorSource, folder: Path) -> dict[str, torch.Tensor]:
+def exported(plan: ExportPlan, reader: CheckpointReader, folder: Path) -> dict[str, torch.Tensor]:
     folder.mkdir()
-    written = write_weights(plan, range(len(plan.files)), source, folder)
+    written = write_weights(plan, range(len(plan.files)), reader, folder)
     for file in written:
         data = (folder / file.path).read_bytes()
         assert (len(data), zlib.crc32(data)) == (file.size, file.crc32)
@@ -105,9 +119,9 @@ def test_every_architecture_comes_back(name: str, folder_of: Callable[[str], Pat
     tensors = mcore_tensors(folder_of(name))
     pad_vocabulary(tensors)
     for number, held in enumerate((tensors, as_transformer_engine(tensors))):
-        source = Memory(held | {"decoder.layers.0.self_attention._extra_state": torch.zeros(3, dtype=torch.uint8)})
-        plan = plan_export(model_of(folder_of(name)), source.tensors(), max_shard_bytes=100_000)
-        assert_same(exported(plan, source, tmp_path / str(number)), weights(folder_of(name)))
+        reader = Memory(held | {"decoder.layers.0.self_attention._extra_state": torch.zeros(3, dtype=torch.uint8)})
+        plan = plan_export(model_of(folder_of(name)), weights_of(reader), max_shard_bytes=100_000)
+        assert_same(exported(plan, reader, tmp_path / str(number)), weights(folder_of(name)))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +138,9 @@ def test_a_checkpoint_of_any_layout_comes_back(
     name: str, tp: int, sizes: dict[str, int], folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     role_dir = make_checkpoint(tmp_path, folder_of(name), tp, **sizes)
-    source = source_of(role_dir)
-    plan = plan_export(model_of(folder_of(name)), source.tensors())
-    assert_same(exported(plan, source, tmp_path / "hf"), weights(folder_of(name)))
+    reader = NativeReader.open(role_dir)
+    plan = plan_export(model_of(folder_of(name)), weights_of(reader))
+    assert_same(exported(plan, reader, tmp_path / "hf"), weights(folder_of(name)))
 
 
 def test_a_checkpoint_without_the_model_has_its_main_parameters(
@@ -135,11 +149,11 @@ def test_a_checkpoint_without_the_model_has_its_main_parameters(
     role_dir = make_checkpoint(tmp_path, folder_of("qwen3"))
     manifest = read_manifest(role_dir)
     files = tuple(file for file in manifest.files if file.kind != "model")
-    source = CheckpointSource(role_dir, replace(manifest, contents=("optimizer",), files=files))
-    plan = plan_export(model_of(folder_of("qwen3")), source.tensors(), dtype=torch.bfloat16)
+    reader = NativeReader(LocalFolder(role_dir), replace(manifest, contents=("optimizer",), files=files))
+    plan = plan_export(model_of(folder_of("qwen3")), weights_of(reader), dtype=torch.bfloat16)
     wanted = {name: tensor.to(torch.bfloat16) for name, tensor in weights(folder_of("qwen3")).items()}
-    assert not source.has_model
-    assert_same(exported(plan, source, tmp_path / "hf"), wanted)
+    assert reader.weight_kind == PARAM
+    assert_same(exported(plan, reader, tmp_path / "hf"), wanted)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -148,19 +162,19 @@ def test_another_dtype_but_for_the_routers_bias(
     dtype: torch.dtype, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = folder_of("deepseek_v3")
-    source = Memory(mcore_tensors(folder))
-    plan = plan_export(model_of(folder), source.tensors(), dtype=dtype, max_shard_bytes=150_000)
+    reader = Memory(mcore_tensors(folder))
+    plan = plan_export(model_of(folder), weights_of(reader), dtype=dtype, max_shard_bytes=150_000)
     assert plan.dtype == dtype
     wanted = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
         for name, tensor in weights(folder).items()
     }
-    assert_same(exported(plan, source, tmp_path / "hf"), wanted)
+    assert_same(exported(plan, reader, tmp_path / "hf"), wanted)
 
 
 def test_files_are_in_order_and_as_large_as_allowed(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    source = Memory(mcore_tensors(folder_of("qwen3")))
-    plan = plan_export(model_of(folder_of("qwen3")), source.tensors(), max_shard_bytes=100_000)
+    reader = Memory(mcore_tensors(folder_of("qwen3")))
+    plan = plan_export(model_of(folder_of("qwen3")), weights_of(reader), max_shard_bytes=100_000)
     assert len(plan.files) > 3
     assert plan.files[0].name == f"model-00001-of-{len(plan.files):05d}.safetensors"
     assert plan.files[0].tensors[0].name == "model.embed_tokens.weight"
@@ -172,7 +186,7 @@ def test_files_are_in_order_and_as_large_as_allowed(folder_of: Callable[[str], P
     assert index is not None
     data = (tmp_path / "hf" / index.path).read_bytes()
     assert (len(data), zlib.crc32(data)) == (index.size, index.crc32)
-    alone = plan_export(model_of(folder_of("qwen3")), source.tensors())
+    alone = plan_export(model_of(folder_of("qwen3")), weights_of(reader))
     assert [file.name for file in alone.files] == ["model.safetensors"]
     assert write_index(alone, tmp_path / "hf") is None
 
@@ -223,20 +237,20 @@ def test_a_model_that_is_another_is_refused(
 
 
 def test_a_head_that_a_tied_model_cannot_have(folder_of: Callable[[str], Path]) -> None:
-    source = Memory(mcore_tensors(folder_of("qwen3")))
+    reader = Memory(mcore_tensors(folder_of("qwen3")))
     with pytest.raises(CheckpointMismatchError, match=r"has output_layer.weight, .*\(tied\) has no place"):
-        plan_export(model_of(folder_of("qwen3-tied")), source.tensors())
+        plan_export(model_of(folder_of("qwen3-tied")), weights_of(reader))
 
 
 def test_multi_token_prediction_that_is_not_there_is_left_out(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folder_of("deepseek_v3-mtp")
     tensors = mcore_tensors(folder)
     assert plan_export(model_of(folder), Memory(tensors).tensors()).has_mtp
-    source = Memory({name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")})
-    plan = plan_export(model_of(folder), source.tensors())
+    reader = Memory({name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")})
+    plan = plan_export(model_of(folder), weights_of(reader))
     assert not plan.has_mtp
     wanted = {name: tensor for name, tensor in weights(folder).items() if not name.startswith("model.layers.4.")}
-    assert_same(exported(plan, source, tmp_path / "hf"), wanted)
+    assert_same(exported(plan, reader, tmp_path / "hf"), wanted)
     del tensors["mtp.layers.0.enorm.weight"]
     with pytest.raises(CheckpointMismatchError, match=r"lacks mtp\.layers\.0\.enorm\.weight"):
         plan_export(model_of(folder), Memory(tensors).tensors())
@@ -264,22 +278,22 @@ def test_what_is_not_a_number(
 
 def test_a_damaged_block_is_never_written(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     role_dir = make_checkpoint(tmp_path, folder_of("qwen3"))
-    source = source_of(role_dir)
-    plan = plan_export(model_of(folder_of("qwen3")), source.tensors())
+    reader = NativeReader.open(role_dir)
+    plan = plan_export(model_of(folder_of("qwen3")), weights_of(reader))
     path = role_dir / file_names.model_file(0, 0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointCorruptError, match=r"model_states.pt: tensor .* wrong CRC"):
-        exported(plan, source, tmp_path / "hf")
+        exported(plan, reader, tmp_path / "hf")
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_tensors_that_have_their_names_already(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    source = Memory(weights(folder_of("qwen3")))
-    wanted = [HfTensor(n, i.shape, (Slab(0, n, Region.whole(i.shape)),)) for n, i in source.tensors().items()]
-    plan = plan_tensors(wanted, source.tensors(), max_shard_bytes=100_000)
-    assert_same(exported(plan, source, tmp_path / "hf"), source.held)
+    reader = Memory(weights(folder_of("qwen3")))
+    wanted = [HfTensor(n, i.shape, (Slab(0, n, Region.whole(i.shape)),)) for n, i in weights_of(reader).items()]
+    plan = plan_tensors(wanted, weights_of(reader), max_shard_bytes=100_000)
+    assert_same(exported(plan, reader, tmp_path / "hf"), reader.held)
 
 
 def test_parts_of_several_dtypes(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from sparse import rows, shard, write
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
-from mcore_ckpt.formats.locate import Source, Sources, Wanted
-from mcore_ckpt.formats.native import catalog
+from mcore_ckpt.formats.contract import RankPosition
+from mcore_ckpt.formats.locate import Located, Locator, Wanted
+from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region
@@ -37,19 +39,20 @@ class Saved:
         self.role_dir, self.manifest = role_dir, write(role_dir, topology, files)
         self.paths = list(files)
 
-    def sources(self, tp: int = 1, rank: int = 0, vocab_size: int | None = None) -> Sources:
+    def locator(self, tp: int = 1, rank: int = 0, vocab_size: int | None = None) -> Locator:
         wanted = Topology(world_size=tp, tp=tp, etp=tp)
         at = RankCoordinates(tp=rank, etp=rank)
-        return Sources(catalog.Catalog(self.role_dir, self.manifest), wanted, at, vocab_size)
+        reader = NativeReader(LocalFolder(self.role_dir), self.manifest)
+        return Locator(reader, RankPosition(wanted, at), vocab_size)
 
 
-def wanted(name: str, region: Region, kind: str = "model", expert: bool = False) -> Wanted:
-    return Wanted(ShardKey(name, kind), region, expert, "mine.pt")
+def wanted(name: str, region: Region, kind: str = "model") -> Wanted:
+    return Wanted(ShardKey(name, kind), region, "mine.pt")
 
 
-def files_of(source: Source | None) -> list[str]:
-    assert source is not None
-    return [read.stored.file for read in source.reads]
+def files_of(located: Located | None) -> list[str]:
+    assert located is not None
+    return [read.stored.file for read in located.reads]
 
 
 @pytest.mark.parametrize("expert", [False, True])
@@ -61,14 +64,14 @@ def test_ranks_that_have_the_part_are_asked_alone(
 ) -> None:
     name = ROUTED if expert else WEIGHT
     there = Saved(tmp_path, saved, [[shard(name, "model", rows(SHAPE, r, saved))] for r in range(saved)])
-    source = there.sources(mine, rank).find(wanted(name, rows(SHAPE, rank, mine), expert=expert))
-    assert files_of(source) == [there.paths[r] for r in near]
+    located = there.locator(mine, rank).find(wanted(name, rows(SHAPE, rank, mine)))
+    assert files_of(located) == [there.paths[r] for r in near]
     assert sorted(opened) == [there.paths[r] for r in near]
 
 
 def test_all_ranks_are_asked_for_what_is_cut_unlike_the_rest(tmp_path: Path, opened: list[str]) -> None:
     there = Saved(tmp_path, 4, [[shard(WEIGHT, "model", rows(SHAPE, 3 - r, 4))] for r in range(4)])
-    assert files_of(there.sources(4, 0).find(wanted(WEIGHT, rows(SHAPE, 0, 4)))) == [there.paths[3]]
+    assert files_of(there.locator(4, 0).find(wanted(WEIGHT, rows(SHAPE, 0, 4)))) == [there.paths[3]]
     assert opened == there.paths
 
 
@@ -79,9 +82,9 @@ def test_every_part_of_a_replicated_tensor_is_of_one_rank(tmp_path: Path) -> Non
     there = Saved(tmp_path, 2, [[shard(NORM, "exp_avg", halves[r // 2])] for r in range(4)], "optimizer")
     *others, last = there.manifest.files
     there.manifest = replace(there.manifest, files=(last, *others))
-    source = there.sources().find(wanted(NORM, norm, "exp_avg"))
-    assert files_of(source) == [file_names.optimizer_file(0, 0, 0, 0), file_names.optimizer_file(0, 0, 0, 1)]
-    (own,) = set(files_of(there.sources(2, 1).find(wanted(NORM, halves[1], "exp_avg"))))
+    located = there.locator().find(wanted(NORM, norm, "exp_avg"))
+    assert files_of(located) == [file_names.optimizer_file(0, 0, 0, 0), file_names.optimizer_file(0, 0, 0, 1)]
+    (own,) = set(files_of(there.locator(2, 1).find(wanted(NORM, halves[1], "exp_avg"))))
     assert own == file_names.optimizer_file(0, 1, 0, 1)
 
 
@@ -95,30 +98,30 @@ def test_an_alias_is_read_from_the_models_tensor(tmp_path: Path) -> None:
         optimizer: ("optimizer", at, [alias, shard(WEIGHT, "exp_avg", whole), shard(NORM, "exp_avg", whole)]),
     }
     manifest = write(tmp_path, Topology(), files)
-    sources = Sources(catalog.Catalog(tmp_path, manifest), Topology(), at, None)
-    assert files_of(sources.find(wanted(WEIGHT, whole.with_flat(7, 30), "param"))) == [file_names.model_file(0, 0)]
-    assert sources.find(wanted(NORM, whole, "param")) is None
-    assert sources.moments(WEIGHT, False) == sources.moments(NORM, False) == ("exp_avg",)
-    assert sources.moments("another", False) == ()
+    locator = Locator(NativeReader(LocalFolder(tmp_path), manifest), RankPosition(Topology(), at))
+    assert files_of(locator.find(wanted(WEIGHT, whole.with_flat(7, 30), "param"))) == [file_names.model_file(0, 0)]
+    assert locator.find(wanted(NORM, whole, "param")) is None
+    assert locator.moments(WEIGHT) == locator.moments(NORM) == ("exp_avg",)
+    assert locator.moments("another") == ()
 
 
 def test_other_names_of_the_tensor_are_found(tmp_path: Path) -> None:
     fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
     there = Saved(tmp_path, 1, [[shard(fused, "model", Region.whole((6,)))]])
-    sources = there.sources()
-    assert files_of(sources.find(wanted(NORM, Region.whole((6,))))) == there.paths
-    assert sources.stored_key(ShardKey(NORM, "model")) == ShardKey(fused, "model")
-    assert sources.find(wanted(WEIGHT, Region.whole((6,)))) is None
+    locator = there.locator()
+    assert files_of(locator.find(wanted(NORM, Region.whole((6,))))) == there.paths
+    assert locator.stored_key(ShardKey(NORM, "model")) == ShardKey(fused, "model")
+    assert locator.find(wanted(WEIGHT, Region.whole((6,)))) is None
 
 
 @pytest.mark.parametrize(("mine", "vocab_size", "outside"), [(32, None, 48), (28, 23, 24), (20, 19, 0), (24, 99, 0)])
 def test_padding_of_a_vocabulary_may_differ(tmp_path: Path, mine: int, vocab_size: int | None, outside: int) -> None:
     there = Saved(tmp_path, 1, [[shard(EMBEDDING, "model", Region.whole(SHAPE))]])
     whole = Region.whole((mine, 6))
-    source = there.sources(4, 0, vocab_size).find(wanted(EMBEDDING, whole))
-    assert source is not None
-    assert source.outside == outside
-    assert sum(read.rows.numel for read in source.reads) == min(mine, 24) * 6
+    located = there.locator(4, 0, vocab_size).find(wanted(EMBEDDING, whole))
+    assert located is not None
+    assert located.outside == outside
+    assert sum(read.rows.numel for read in located.reads) == min(mine, 24) * 6
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_another_shape_is_refused(
 ) -> None:
     there = Saved(tmp_path, 1, [[shard(name, "model", Region.whole(SHAPE))]])
     with pytest.raises(CheckpointMismatchError) as raised:
-        there.sources(tp, 0, vocab_size).find(wanted(name, Region.whole(shape)))
+        there.locator(tp, 0, vocab_size).find(wanted(name, Region.whole(shape)))
     start = f"{there.paths[0]}: tensor {name}: wanted global shape {list(shape)}, found global shape [24, 6]"
     assert re.fullmatch(re.escape(start) + (".*" + re.escape(reason) + ".*" if reason else ""), str(raised.value))
 
@@ -145,7 +148,7 @@ def test_several_dtypes_of_one_tensor_are_damage(tmp_path: Path) -> None:
     halves = [shard(WEIGHT, "model", rows(SHAPE, r, 2), dtype) for r, dtype in enumerate(("float32", "bfloat16"))]
     there = Saved(tmp_path, 2, [[half] for half in halves])
     with pytest.raises(CheckpointCorruptError, match=f"{re.escape(WEIGHT)} is stored with .* bfloat16, float32"):
-        there.sources().find(wanted(WEIGHT, Region.whole(SHAPE)))
+        there.locator().find(wanted(WEIGHT, Region.whole(SHAPE)))
 
 
 def test_elements_in_no_file_are_damage(tmp_path: Path) -> None:
@@ -153,13 +156,13 @@ def test_elements_in_no_file_are_damage(tmp_path: Path) -> None:
         tmp_path, 2, [[shard(WEIGHT, "model", rows(SHAPE, 0, 2))], [shard(NORM, "model", Region.whole((6,)))]]
     )
     with pytest.raises(CheckpointCorruptError, match=rf"{there.paths[0]}: tensor {re.escape(WEIGHT)}: 72 elements of"):
-        there.sources().find(wanted(WEIGHT, Region.whole(SHAPE)))
+        there.locator().find(wanted(WEIGHT, Region.whole(SHAPE)))
 
 
 def test_opaque_bytes_are_the_own_ranks_or_the_first_there_are(tmp_path: Path) -> None:
     name = "decoder.layers.0.mlp.linear_fc1._extra_state"
     state = shard(name, OPAQUE, Region.whole((5,)), "uint8")
     there = Saved(tmp_path, 2, [[state], [replace(state, nbytes=3, region=Region.whole((3,)))]])
-    found = [there.sources(2, rank).opaque(wanted(name, Region.whole((9,)), OPAQUE)) for rank in (0, 1)]
+    found = [there.locator(2, rank).opaque(ShardKey(name, OPAQUE)) for rank in (0, 1)]
     assert [shard and shard.file for shard in found] == there.paths
-    assert there.sources().opaque(wanted("another", Region.whole((9,)), OPAQUE)) is None
+    assert there.locator().opaque(ShardKey("another", OPAQUE)) is None

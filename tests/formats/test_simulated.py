@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcore_ckpt.formats.native.catalog import Catalog
 
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.formats.locate import Sources, Wanted
+from mcore_ckpt.formats.contract import RankPosition
+from mcore_ckpt.formats.locate import Locator, Wanted
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.plan import ShardKey
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -29,16 +30,16 @@ def test_every_part_of_another_layout_is_there_once(tmp_path: Path, simulated: A
     manifest = read_manifest(tmp_path)
     assert len(manifest.files) == 2 * 3 * 3 + 2 * 3
     assert len(manifest.tensors) == 3 * 6 + 3
-    catalog = Catalog(tmp_path, manifest)
+    reader = NativeReader.open(tmp_path)
     seen = {"model": 0, "exp_avg": 0}
     for at in wanted.ranks():
-        sources = Sources(catalog, wanted.topology, at, None)
+        locator = Locator(reader, RankPosition(wanted.topology, at))
         model_parts = wanted.model_parts(model, at)
         for kind, parts in (("model", model_parts), ("exp_avg", wanted.optimizer_parts(model_parts, at.dp))):
             for part in parts:
-                source = sources.find(Wanted(ShardKey(part.name, kind), part.region, False, ""))
-                assert source is not None
-                assert sum(read.rows.numel for read in source.reads) == part.region.numel
+                located = locator.find(Wanted(ShardKey(part.name, kind), part.region, ""))
+                assert located is not None
+                assert sum(read.rows.numel for read in located.reads) == part.region.numel
                 seen[kind] += part.region.numel
     norms = 3 * 2 * 16 + 16
     elements = 3 * (1 + 1.5 + 6 + 3) * 16 * 16 + 2 * 96 * 16

@@ -35,18 +35,19 @@ from torch.distributed.checkpoint.metadata import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from checkpoints import ROLE, make, tensors
-from mcore_ckpt.formats.native.catalog import Catalog
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointError
-from mcore_ckpt.formats.contract import PartRead
+from mcore_ckpt.formats.contract import RegionRead, weights_of
 from mcore_ckpt.formats.foreign_pickles import load_safely
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog, read_contents
+from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.safetensors_files import encode_header, read_folder, read_weight_map
+from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.native.ranges import read_ranges
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.formats.torch_save_files import read_pt
@@ -189,7 +190,7 @@ def _expect(found: Any, wanted: Any, what: str) -> None:
 def _read_all(role_dir: Path) -> None:
     """Everything that a manifest speaks of."""
     manifest = read_manifest(role_dir)
-    catalog = Catalog(role_dir, manifest)
+    reader = NativeReader.open(role_dir)
     str(manifest.topology), manifest.nbytes
     for file in manifest.files:
         if file.index is None:
@@ -200,7 +201,7 @@ def _read_all(role_dir: Path) -> None:
     for name in manifest.tensors:
         for kind in ("model", "param", "exp_avg"):
             key = ShardKey(name, kind)
-            catalog.shards(key, catalog.files(key))
+            reader.shards(key, reader.files(key))
 
 
 def _read_shard(role_dir: Path, file: FileRecord, shard: Any) -> torch.Tensor:
@@ -433,7 +434,7 @@ def safetensors(sample: Sample) -> Case:
         def read() -> None:
             refused(lambda: read_weight_map(folder / "index.json"))
             read_folder(folder)
-            FolderCatalog(read_contents(folder))
+            HuggingFaceReader(read_contents(folder))
 
         return read
 
@@ -452,7 +453,7 @@ def torch_dist(sample: Sample) -> Case:
         (folder / name).write_bytes(damage(files[name], rng))
 
         def read() -> None:
-            refused(lambda: _read_as_source(folder))
+            refused(lambda: _read_regions_of(folder))
             opened = TorchDistFiles(folder, [folder])
             wanted = WantedPart("decoder.layers.mlp.linear_fc2.weight", (2, 4, 3), (0, 0, 0), torch.zeros(1, 4, 3))
             refused(lambda: opened.read(wanted))
@@ -463,12 +464,12 @@ def torch_dist(sample: Sample) -> Case:
     return case
 
 
-def _read_as_source(folder: Path) -> None:
-    source = open_torch_dist(folder)
-    for name, info in source.tensors().items():
+def _read_regions_of(folder: Path) -> None:
+    reader = open_torch_dist(folder)
+    for name, info in weights_of(reader).items():
         if torch.Size(info.shape).numel() < 10_000:
             memory = torch.empty(info.shape, dtype=info.dtype).view(-1)
-            source.read([PartRead(name, Region.whole(info.shape), memory)])
+            read_regions(reader, [RegionRead(name, Region.whole(info.shape), memory)])
 
 
 def make_torch_dist(folder: Path) -> None:

@@ -19,7 +19,7 @@ from mcore_ckpt.checkpoint.reading import read_index, read_manifest, read_plain
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats import kinds
 from mcore_ckpt.formats.foreign_pickles import load_safely
-from mcore_ckpt.formats.huggingface.reader import FolderCatalog, read_contents
+from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.formats.torch_dist import reader as torch_dist_source
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
@@ -79,7 +79,7 @@ def read_dist(folder: Path) -> None:
 
 def read_hf(folder: Path) -> None:
     attempt(lambda: open_folder(folder))
-    attempt(lambda: FolderCatalog(read_contents(folder)))
+    attempt(lambda: HuggingFaceReader(read_contents(folder)))
 
 
 def read_all(folder: Path) -> None:

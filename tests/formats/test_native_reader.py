@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 from checkpoints import ROLE
-from mcore_ckpt.formats.native.catalog import Catalog
 from sparse import shard, write
 
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.sharding.plan import OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -48,39 +49,39 @@ def manifest(tmp_path: Path) -> Manifest:
 def test_files_that_may_hold_a_tensor(
     tmp_path: Path, manifest: Manifest, name: str, kind: str, paths: list[str]
 ) -> None:
-    files = Catalog(tmp_path / ROLE, manifest).files(ShardKey(name, kind))
+    files = NativeReader(LocalFolder(tmp_path / ROLE), manifest).files(ShardKey(name, kind))
     assert [file.path for file in files] == paths
 
 
 def test_an_index_is_read_once_and_only_if_it_is_asked_for(
     tmp_path: Path, manifest: Manifest, opened: list[str]
 ) -> None:
-    there = Catalog(tmp_path / ROLE, manifest)
+    reader = NativeReader(LocalFolder(tmp_path / ROLE), manifest)
     key = ShardKey("a", "exp_avg")
-    files = there.files(key)
+    files = reader.files(key)
     assert opened == [], "a manifest says which files"
-    assert [shard.region for shard in there.shards(key, files[1:])] == [HALVES[1]]
+    assert [shard.region for shard in reader.shards(key, files[1:])] == [HALVES[1]]
     assert opened == ["o1"]
     for _ in range(2):
-        assert [(shard.file, shard.region) for shard in there.shards(key, files)] == [
+        assert [(shard.file, shard.region) for shard in reader.shards(key, files)] == [
             ("o0", HALVES[0]),
             ("o1", HALVES[1]),
         ]
-        there.kinds("a", files), there.alias(key, files)
+        reader.kinds_in("a", files), reader.is_alias(key)
     assert opened == ["o1", "o0"]
 
 
 def test_kinds_and_aliases(tmp_path: Path, manifest: Manifest) -> None:
-    there = Catalog(tmp_path / ROLE, manifest)
+    reader = NativeReader(LocalFolder(tmp_path / ROLE), manifest)
     main = ShardKey("a", "param")
-    files = there.files(main)
-    assert there.kinds("a", files) == ("exp_avg", "exp_avg_sq")
-    assert there.kinds("a", files[1:]) == ("exp_avg",)
-    assert there.kinds("b", files) == ("param", "exp_avg")
-    assert there.kinds("c", files) == ()
-    assert there.alias(main, files) == ShardKey("a", "model")
-    assert there.shards(main, files) == []
-    assert there.alias(ShardKey("b", "param"), files) is None
+    files = reader.files(main)
+    assert reader.kinds_in("a", files) == ("exp_avg", "exp_avg_sq")
+    assert reader.kinds_in("a", files[1:]) == ("exp_avg",)
+    assert reader.kinds_in("b", files) == ("param", "exp_avg")
+    assert reader.kinds_in("c", files) == ()
+    assert reader.is_alias(main)
+    assert reader.shards(main, files) == []
+    assert not reader.is_alias(ShardKey("b", "param"))
 
 
 def test_a_damaged_index_is_told_when_it_is_asked_for(tmp_path: Path, manifest: Manifest) -> None:
@@ -90,14 +91,13 @@ def test_a_damaged_index_is_told_when_it_is_asked_for(tmp_path: Path, manifest: 
     data = bytearray(path.read_bytes())
     data[place.offset + 9] ^= 1
     path.write_bytes(data)
-    there = Catalog(tmp_path / ROLE, manifest)
+    reader = NativeReader(LocalFolder(tmp_path / ROLE), manifest)
     key = ShardKey("a", "exp_avg")
-    first, second = there.files(key)
-    assert there.shards(key, [second])
+    first, second = reader.files(key)
+    assert reader.shards(key, [second])
     for ask in (
-        lambda: there.shards(key, [first]),
-        lambda: there.alias(key, [first]),
-        lambda: there.kinds("a", [first]),
+        lambda: reader.shards(key, [first]),
+        lambda: reader.kinds_in("a", [first]),
     ):
         with pytest.raises(CheckpointCorruptError, match=r"o0: its index .* has a wrong CRC"):
             ask()
