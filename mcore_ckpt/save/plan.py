@@ -147,7 +147,7 @@ class SavePlanner:
 
     def __init__(self) -> None:
         self._images = StructureCache()
-        self._kept: _PlanBetweenSaves | None = None
+        self._last_plan: _PlanBetweenSaves | None = None
 
     def plan(self, trainer: Trainer) -> SavePlan:
         """This rank's plan. Nothing is copied or communicated.
@@ -155,12 +155,12 @@ class SavePlanner:
         Raises:
             UnsupportedError: something cannot be saved whole, or a tensor has no memory because it is offloaded.
         """
-        plan = None if self._kept is None else self._kept.plan()
+        plan = None if self._last_plan is None else self._last_plan.plan()
         if plan is None:
-            self._kept = None
+            self._last_plan = None
             live = LiveObjects(trainer.chunks, trainer.optimizer)
             plan = _new_plan(trainer, self._images)
-            self._kept = _PlanBetweenSaves.of(plan, live)
+            self._last_plan = _PlanBetweenSaves.of(plan, live)
         plan = _with_host_copies(plan, host_copies(trainer.chunks))
         for file, members in zip(plan.files, plan.tensors, strict=True):
             _refuse_freed_memory(file.request, members)
