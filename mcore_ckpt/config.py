@@ -1,4 +1,4 @@
-"""What a trainer may choose."""
+"""Configuration of a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -21,49 +21,54 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Choices of one CheckpointManager.
+    """Configuration of one CheckpointManager.
 
     Attributes:
-        save_contents: of `model`, `optimizer` (with the LR scheduler), `extra` (RNG and the trainer's extra state),
-            `hf_model` (the model as HuggingFace has it, in `huggingface/`; needs the manager's `hf_config`).
-        load_contents: the same words; what is asked for must be in the checkpoint. With `model`, `hf_model` asks for
-            nothing more; without it, the weights are those in `huggingface/`.
-        async_save: `save` returns as soon as the training state may change again; the rest goes on beside training.
-        async_mode: with async_save, when that is. "snapshot": when the state has been copied. "lazy": at once; a state
-            on a GPU is copied under the next forward and backward pass, and what changes it next (`optimizer.step()`,
-            a parameter gather, loading) waits for that on its stream. What else changes it must call
-            `manager.before_step()` first. A state in CPU memory is copied before `save` returns in both modes.
-        if_busy: what `save` does while an earlier one is still under way: "wait" for it, or "raise" BusyError.
-        if_failed: what the next call does when a save that was under way has failed: "raise" its error on every rank,
+        save_contents: what to save: `model`, `optimizer` (with the LR scheduler), `extra` (random state and the
+            trainer's extra state), `hf_model` (the model in HuggingFace's format, in `huggingface/`; needs the
+            manager's `hf_config`).
+        load_contents: what to load, in the same words. The checkpoint must have all of it. `hf_model` adds nothing to
+            `model`; without `model` it loads the weights in `huggingface/`.
+        async_save: `save` returns as soon as the training state may change again; the rest of the save goes on beside
+            the training. The manager then prepares host memory for the copies from the moment it is made.
+        async_mode: when an async `save` returns. "snapshot": when the state has been copied. "lazy": at once; a state
+            on a GPU is copied during the next forward and backward pass, and megatron's methods that change it
+            (`optimizer.step()`, parameter gathers, loading) wait for the copy on their stream. Other code that changes
+            it must call `manager.before_step()` first. In both modes a state in CPU memory is copied before `save`
+            returns.
+        if_busy: what `save` does while an earlier save is under way: "wait" for it, or "raise" BusyError.
+        if_failed: what the next call does if a save has failed beside the training: "raise" its error on every rank,
             or "warn" in the log and go on.
-        shared_writes: replicas of data and context parallelism write a part of each replicated file; off, the first
-            replica writes it all.
-        load_replicas: what ranks load alike (the model, over data and context parallelism; the state of an optimizer
-            that is not distributed): each may "read" it, or one of them does and they "broadcast" it, which is faster
-            where the network between ranks is, and the file system is not.
-        max_host_bytes: most host memory this rank may keep for copies of its state; None for as much as it takes.
-        max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all. Older ones are deleted after
-            the commit, beside the training; pinned ones (`mcore_ckpt.pin`) stay.
-        keep_every: steps that are multiples of this stay too, whatever their age; needs max_to_keep.
-        remote: where checkpoints are copied to once they are committed, beside the training, and loaded from where they
-            are newer than the local ones, or these are gone: a URL that fsspec knows, such as s3://bucket/prefix,
-            gs://..., hdfs://host/path, file:///folder. None: nowhere. Credentials come from the environment, as the
-            store's own tools have them.
-        prune_remote: whether `max_to_keep` and `keep_every` count there, too; off, it keeps all.
-        upload_timeout_s: how long `wait` and `close` wait for uploads under way, in seconds. Only rank 0 does: keep it
-            below the process group's timeout where training goes on after `wait`.
-        roles: the roles every step is made of; a step counts when all have committed. None: this manager's role alone.
-        vocab_size: how many tokens there are, without the rows that megatron pads embeddings with; needed only to load
-            under another tensor-parallel size what padding alone does not explain. None: the HuggingFace config's.
-        timeout_s: deadline of every wait for another rank, in seconds.
-        assume_optimizer_step: for checkpoints of other programs that do not say it (verl up to 0.4): how many steps the
-            optimizer had done when it was saved. None: such a checkpoint's optimizer state is refused.
-        skip_frozen: parameters that do not train (the model below LoRA adapters) are neither saved nor loaded: the
-            trainer has them from elsewhere.
-        strict: raise on a checkpoint that turns out bad while it is read, instead of loading the next older one.
+        shared_writes: whether each replica of data and context parallelism writes a part of each replicated file. If
+            not, the first replica writes all of it.
+        load_replicas: how ranks load what is the same on several ranks (the model, over data and context parallelism;
+            the state of an optimizer that is not distributed). "read": each rank reads it. "broadcast": one rank reads
+            it and sends it to the others, which is faster if the network is faster than the file system.
+        max_host_bytes: the most bytes of host memory that this rank keeps for copies of its state; None: no limit.
+        max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all. Older steps are deleted
+            after the commit, beside the training. Pinned steps (`mcore_ckpt.pin`) stay.
+        keep_every: steps that are multiples of this number stay too, whatever their age; needs max_to_keep.
+        remote: the URL of a remote store that fsspec knows: s3://bucket/prefix, gs://..., hdfs://host/path,
+            file:///folder. Committed checkpoints are uploaded to it beside the training. They are loaded from it if
+            they are newer than the local ones, or the local ones are gone. None: there is no store. Credentials come
+            from the environment, as for the store's own tools. `~` in file://~/folder is the home folder.
+        prune_remote: whether `max_to_keep` and `keep_every` apply to the remote store, too. If not, it keeps all.
+        upload_timeout_s: how long `wait` and `close` wait for uploads under way, in seconds. Only rank 0 waits, so keep
+            it below the process group's timeout if training goes on after `wait`.
+        roles: the roles that every step consists of. A step is complete when all have committed. None: this manager's
+            role alone.
+        vocab_size: the number of tokens, without the rows that megatron pads embeddings with. It is needed only to load
+            under another tensor-parallel size, if padding alone does not explain the difference. None: the value in the
+            HuggingFace config.
+        timeout_s: the deadline of every wait for another rank, in seconds.
+        assume_optimizer_step: how many steps the optimizer had done, for checkpoints of other programs that do not say
+            it (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
+        skip_frozen: parameters that do not train (the model below LoRA adapters) are neither saved nor loaded, because
+            the trainer has them from elsewhere.
+        strict: raise if a checkpoint turns out to be damaged while it is read, instead of loading the next older one.
 
     Raises:
-        InvalidArgumentError: a value is outside what it may be.
+        InvalidArgumentError: a value is not allowed, or two values contradict each other.
 
     Example:
         >>> CheckpointConfig(save_contents=("model", "optimizer", "extra"), max_to_keep=2).max_to_keep
@@ -81,7 +86,7 @@ class CheckpointConfig:
     max_host_bytes: int | None = None
     max_to_keep: int | None = None
     keep_every: int | None = None
-    remote: str | None = dataclasses.field(default=None, repr=False)  # it may hold a password
+    remote: str | None = dataclasses.field(default=None, repr=False)  # the URL may hold a password
     prune_remote: bool = True
     upload_timeout_s: float = 300.0
     roles: tuple[str, ...] | None = None
@@ -139,7 +144,7 @@ def _is_step_count(value: object) -> bool:
 
 
 def _unique_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles, each once. Whether they can be folder names, `checkpoint.file_names.check_roles` says."""
+    """The roles, each once. `checkpoint.file_names.check_roles` checks that they can be folder names."""
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
     return tuple(dict.fromkeys(roles))
@@ -155,5 +160,5 @@ def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str
         if word not in CONTENT_WORDS:
             raise InvalidArgumentError(f"{field} has {word!r}: the words are {', '.join(CONTENT_WORDS)}")
     if not words:
-        raise InvalidArgumentError(f"{field} is empty: nothing would be done")
+        raise InvalidArgumentError(f"{field} is empty: name at least one of {', '.join(CONTENT_WORDS)}")
     return words

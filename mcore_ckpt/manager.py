@@ -1,4 +1,4 @@
-"""The one object a trainer holds."""
+"""The CheckpointManager: the one object that a trainer holds."""
 
 from __future__ import annotations
 
@@ -54,17 +54,22 @@ LARGEST_STEP = 10**18  # what the tracker can hold (file_names.parse_tracker)
 class CheckpointManager:
     """Saves and loads one role's training state.
 
-    Made on every rank, with the same arguments, after megatron's setup: making it waits for the other ranks.
+    Make it on every rank with the same arguments, after megatron's setup. The constructor waits for the other ranks.
+
+    With `async_save` it prepares host memory for the copies of the state on a low-priority thread, from the moment it
+    is made. An async save that comes before the memory is ready copies the files that fit into it, and writes the
+    others to the disk before `save` returns. If the state is on a GPU, such an early save waits for all of the memory,
+    because copies from a GPU need pinned memory.
 
     Args:
-        root: folder of all steps; the same shared folder on every rank.
+        root: the folder of all steps: one shared folder, the same on every rank. `~` is the home folder.
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
-        optimizer: what `get_megatron_optimizer` returned, or None.
+        optimizer: the optimizer that `get_megatron_optimizer` returned, or None.
         lr_scheduler: `OptimizerParamScheduler` or any object with state_dict and load_state_dict, or None.
         role: the folder's name in each step: actor, critic, ...
-        hf_config: a transformers config to write beside the checkpoint, or None; what `hf_model` is written with.
+        hf_config: a transformers config to write beside the checkpoint, or None. `hf_model` needs it.
         processing_class: a transformers tokenizer or processor to write beside it, or None.
-        config: choices; see CheckpointConfig.
+        config: the configuration; None: CheckpointConfig().
 
     Raises:
         UnsupportedError: the model or optimizer holds something that could only be half-saved; nothing has been
@@ -91,7 +96,7 @@ class CheckpointManager:
         config: CheckpointConfig | None = None,
     ) -> None:
         config = config or CheckpointConfig()
-        # First: what one rank fails in after that all are told.
+        # Join the agreements first, so that later failures reach all ranks.
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         commits = rendezvous(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
@@ -119,7 +124,7 @@ class CheckpointManager:
             trainer, commits, HostImages(config.max_host_bytes), lock, _upload_queue(trainer, remote)
         )
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
-        self._guards = Guards(_changers(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
+        self._guards = Guards(_changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
         self._has_saved = False
         self._prepare_host_images()
@@ -138,28 +143,29 @@ class CheckpointManager:
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
 
         Args:
-            step: at least 0. An older checkpoint of the same step stays until the new one is committed.
+            step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
+                committed.
             extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks
-                may differ. Or a function that returns it: what that raises on one rank is a CommitError on all, which
-                would wait for that rank until `timeout_s` otherwise.
-            roles: the roles this step is made of, if not `config.roles`.
-            path: the folder to write, if not `<root>/global_steps_{step}/{role}`. `<root>/global_step_{step}/{role}`
-                and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too);
-                any other folder is written as safely, and that is all: neither is the tracker moved, nor does it count
-                for `load()` and `max_to_keep`, nor is it copied to the remote store. What a trainer has put into the
-                folder stays, unless a save writes a file or folder of that name (docs/format.md).
-            max_to_keep: this time, if not `config.max_to_keep`.
+                may differ. It may be a function that returns the state. If the function raises on one rank, all ranks
+                raise a CommitError; an error before the call of `save` would let them wait until `timeout_s`.
+            roles: the roles that this step consists of; None: `config.roles`.
+            path: the folder to write; None: `<root>/global_steps_{step}/{role}`. `<root>/global_step_{step}/{role}`
+                and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too).
+                A checkpoint in any other folder is as safe, but it is no step: the tracker does not move, `load()` and
+                `max_to_keep` ignore it, and it is not uploaded to the remote store. Files that a trainer has put into
+                the folder stay, unless the save writes a file or folder of that name (docs/format.md).
+            max_to_keep: how many steps to keep after this save; None: `config.max_to_keep`.
 
         Raises:
             CommitError: a rank failed, died or was late. The same on all ranks; the previous checkpoint stays.
-            UnsupportedError: a value that cannot be stored without pickling a class; the message names the field.
+            UnsupportedError: a value cannot be stored without pickling a class; the message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
-            LockedError: another trainer saves this role below this root; nothing has been done.
+            LockedError: another trainer saves this role below this root. Nothing has been done.
             InvalidArgumentError: an argument has a value that it may not have; for example, `path` is the folder of
                 another step or of all steps.
             MemoryError: this rank has no host memory for a copy of its state. The other ranks raise a CommitError.
-            CheckpointError: an earlier save that was under way has failed, and nobody was told yet. This one has not
-                been made.
+            CheckpointError: an earlier save has failed beside the training, and no call has raised its error yet. This
+                save has not been made.
         """
         topic = f"saving step {step} of {self._trainer.role}"
         started = time.perf_counter()
@@ -173,12 +179,12 @@ class CheckpointManager:
             busy, failure = self._earlier_save()
             self._wait_for_deletion_of(step)
             parts = (self._context, step, extra_state, declared, started, policy if counts else None)
-            # While another save is under way the host memory is its own.
+            # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)
-        with self._telling_of_earlier_save():
+        with self._raising_earlier_failure():
             prepare = partial(self._take_place, step, role_dir, counts)
             attempt = open_together(self._trainer.agreement, topic, role_dir, busy, failure, prepare)
-        assert save is not None, "a rank that has none has told the others, and all have raised"
+        assert save is not None, "a rank without a save has failed the round, and all ranks have raised"
         save.begin(attempt)
         handle = SaveHandle(save)
         if self._trainer.config.async_save:
@@ -189,22 +195,24 @@ class CheckpointManager:
         return handle
 
     def load(self, *, step: int | None = None, path: str | Path | None = None, verify: str = "read") -> LoadResult:
-        """Loads what `load_contents` names: the newest complete step, `step`, or the role's folder `path`. Every rank
-        calls it.
+        """Loads what `load_contents` names. Every rank calls it.
 
         Args:
-            step, path: which checkpoint; not both. With neither, a damaged one is passed over for the next older.
-            verify: "read": each block's CRC is compared before its bytes are applied. "full": all of the checkpoint's
-                files are read and compared first, those that nobody needs included, so that a damaged one changes
-                nothing. "off": bytes of tensors are taken as they are; sizes, indexes and small files are checked.
-                For checkpoints of other programs, which have no CRCs, it makes no difference.
+            step: the step to load.
+            path: the role's folder to load, instead of a step. Without `step` and `path` the newest complete step is
+                loaded; if it is damaged, the next older one.
+            verify: "read": each block's CRC is compared before its bytes are applied. "full": all files of the
+                checkpoint are read and compared first, even those that no rank needs, so that a damaged checkpoint
+                changes nothing. "off": bytes of tensors are not compared; sizes, indexes and small files are checked.
+                It makes no difference for checkpoints of other programs, which have no CRCs.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            CheckpointMismatchError: it does not fit this model, optimizer or layout; nothing has been changed.
-            CheckpointCorruptError: it is damaged, and there is no other to take; the message says what state is left.
-            CheckpointError: an earlier save that was under way has failed, and nobody was told yet; nothing has been
-                loaded.
+            CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
+            CheckpointCorruptError: the checkpoint is damaged, and there is no other to load. The message says in which
+                state model and optimizer are now.
+            CheckpointError: an earlier save has failed beside the training, and no call has raised its error yet.
+                Nothing has been loaded.
         """
         with self._in_step("finding a checkpoint"):
             self._check_open()
@@ -214,7 +222,7 @@ class CheckpointManager:
                 raise InvalidArgumentError("step and path are both given: use one")
             if verify not in VERIFY_WORDS:
                 raise InvalidArgumentError(f"verify is {verify!r}: use one of {', '.join(map(repr, VERIFY_WORDS))}")
-        with self._telling_of_earlier_save():
+        with self._raising_earlier_failure():
             return load_state(self._trainer, self._remote, step, _full_path(path), self._background.failure(), verify)
 
     @property
@@ -228,9 +236,13 @@ class CheckpointManager:
         return self._trainer.role
 
     def agree(self, topic: str, request: Record | Callable[[], Record], answer: Callable[[], Record]) -> Record:
-        """What rank 0 answers, on every rank. Every rank calls it, with the same request, of plain JSON values.
+        """Returns rank 0's answer on every rank. Every rank calls it with the same request.
 
-        `request` may be a function that returns it, after it has looked at what can be wrong on one rank alone.
+        Args:
+            topic: what is being agreed on, for messages.
+            request: plain JSON values, the same on all ranks; or a function that returns them, after it has checked
+                what can be wrong on one rank alone.
+            answer: called on rank 0; returns plain JSON values.
 
         Raises:
             AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
@@ -239,10 +251,12 @@ class CheckpointManager:
         return agree(self._trainer.agreement, topic, request, answer)
 
     def latest_step(self) -> int | None:
-        """The newest complete step of this role, here or in the remote store, or None. What one rank sees: no
-        agreement, no check of the bytes.
+        """The newest complete step of this role, here or in the remote store; None if there is none.
 
-        Raises RemoteError if there is none here and the store does not answer: it may have one.
+        It is what this rank sees: the ranks do not agree on it, and the bytes are not checked.
+
+        Raises:
+            RemoteError: there is no step here, and the store, which may have one, does not answer.
         """
         role = self._trainer.role
         here = [status for status in steps.complete_steps(self._trainer.root) if role in status.committed]
@@ -250,33 +264,36 @@ class CheckpointManager:
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
     def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
-        """The complete steps with all these roles in the remote store, the oldest first; none where there is no store.
-        What one rank sees.
+        """The complete steps that have all these roles in the remote store, the oldest first.
+
+        It is what this rank sees. Without a store the list is empty.
 
         Args:
-            roles: those that are to be there.
-            step: only this one; None for all.
-            required: a store that does not answer is an error: it may have one.
+            roles: the roles that a step must have.
+            step: only this step; None: all steps.
+            required: whether it is an error if the store does not answer.
 
-        Raises RemoteError.
+        Raises:
+            RemoteError: the store does not answer, and `required` is set.
         """
         there = remote_steps(self._remote, self._trainer.root, step, required)
         return [found.step for found in there if found.is_complete and set(roles) <= set(found.committed)]
 
     def before_step(self) -> None:
-        """What the current CUDA stream is given from now on waits until a lazy save has copied the state.
+        """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
 
-        For trainers that change parameters by other means than `optimizer.step()`, parameter gathers and loading,
-        which call it by themselves. The host does not wait; without a copy under way nothing happens.
+        Call it before changing parameters by other means than `optimizer.step()`, parameter gathers and loading, which
+        call it themselves. The host does not wait. If no copy is under way, nothing happens.
         """
         self._context.host_images.hold()
 
     def wait(self) -> None:
-        """Returns once no save is under way, on rank 0 no upload either, or after `upload_timeout_s`. Every rank calls
-        it.
+        """Waits until no save is under way and no old step is being deleted. Every rank calls it.
+
+        Rank 0 also waits for uploads, for at most `upload_timeout_s`.
 
         Raises:
-            CheckpointError: the save that was under way has failed, and nobody was told yet.
+            CheckpointError: a save has failed beside the training, and no call has raised its error yet.
         """
         self._check_open()
         self._background.wait_until_idle()
@@ -286,12 +303,12 @@ class CheckpointManager:
         self._background.raise_failure()
 
     def close(self) -> None:
-        """Ends a save that is under way, and frees the host memory that saves use. The manager cannot be used after.
+        """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
-        An upload has until `upload_timeout_s`; what is not in the remote store then, the next run's saves take there.
+        Rank 0 waits for uploads, for at most `upload_timeout_s`. The next run uploads what is not in the store by then.
 
         Raises:
-            CheckpointError: as `wait`; the manager is closed all the same.
+            CheckpointError: as for `wait`; the manager is closed nevertheless.
         """
         if self._closed:
             return
@@ -303,19 +320,19 @@ class CheckpointManager:
             if self._context.uploads is not None:
                 self._context.uploads.close(self._trainer.config.upload_timeout_s)
         finally:
-            # Not before: the role's next trainer takes what is half uploaded for nobody's.
+            # Release the lock last: the role's next trainer removes half uploaded steps as leftovers.
             self._context.lock.release()
         self._background.raise_failure()
 
     def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
-        """Where the checkpoint goes, and whether it is part of a step below the root. Raises InvalidArgumentError."""
+        """The checkpoint's folder, and whether it is part of a step below the root. Raises InvalidArgumentError."""
         root, role = self._trainer.root, self._trainer.role
         role_dir = (
             file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))
         )
         if role_dir.resolve() in (root.resolve(), *root.resolve().parents):
             raise InvalidArgumentError(
-                f"path {role_dir} is the folder of all steps, or above it: name the checkpoint's own"
+                f"path {role_dir} is the folder of all steps, or above it: pass the checkpoint's own folder"
             )
         of = file_names.step_root(role_dir, role, step)
         if of is not None and of.resolve() == root.resolve():
@@ -330,7 +347,7 @@ class CheckpointManager:
         return role_dir, False
 
     def _take_place(self, step: int, role_dir: Path, counts: bool) -> None:
-        """On rank 0: from here on this process is the role's trainer, so what others have left is nobody's."""
+        """Makes this process the role's trainer, on rank 0. Leftovers of dead processes may be removed then."""
         # The other ranks wait for this one by their deadlines.
         self._context.lock.take(self._trainer.config.timeout_s / 2)
         if not self._has_saved:
@@ -342,16 +359,16 @@ class CheckpointManager:
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
-        """What fails on this rank alone, before the first round, is told to the ranks that will wait there."""
+        """Reports a failure before the first round to the ranks that will wait in that round."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C too: this rank must not be one round behind the others after
+        except BaseException as error:  # Ctrl-C too: otherwise this rank would be one round behind
             self._trainer.agreement.fail_next_round(topic, error)
             raise
 
     @contextmanager
-    def _telling_of_earlier_save(self) -> Iterator[None]:
-        """The trainer learns from this call that an earlier save has failed, and will not be told again."""
+    def _raising_earlier_failure(self) -> Iterator[None]:
+        """Raises the error of an earlier save that failed, and marks it as seen."""
         try:
             yield
         except EarlierSaveError as earlier:
@@ -359,7 +376,7 @@ class CheckpointManager:
             raise earlier.error from None
 
     def _earlier_save(self) -> tuple[bool, Record | None]:
-        """Whether an earlier save is still under way, or has failed without anyone being told."""
+        """Whether an earlier save is still under way, and how it failed if no call has raised its error yet."""
         if self._trainer.config.if_busy == "raise" and self._background.busy:
             return True, None
         self._background.wait_for_save()
@@ -397,7 +414,7 @@ class CheckpointManager:
     def _check_contents(self, field: str) -> None:
         if self._trainer.optimizer is None and "optimizer" in getattr(self._trainer.config, field):
             raise InvalidArgumentError(
-                f"{field} has 'optimizer', but there is none: hand one over or leave the word out"
+                f"{field} has 'optimizer', but the manager has no optimizer: pass one, or leave the word out"
             )
 
     def _check_open(self) -> None:
@@ -411,7 +428,8 @@ def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[s
     except CheckpointError:
         raise
     except Exception as error:
-        # As on the other ranks: a loop that goes on after our errors must do so on all.
+        # The other ranks raise a CommitError. This rank does the same, so that a loop that goes on after an error of
+        # this package goes on on all ranks.
         raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
@@ -427,13 +445,17 @@ def _read_trainer(
     config: CheckpointConfig,
     objects: dict[str, Any],
 ) -> tuple[Trainer, RemoteSteps | None]:
-    """Reads what this rank can tell alone. Raises InvalidArgumentError, InvalidStateError, UnsupportedError."""
+    """Reads what this rank knows without other ranks.
+
+    Raises:
+        InvalidArgumentError, InvalidStateError, UnsupportedError.
+    """
     file_names.check_roles((role, *(config.roles or ())))
     if role not in (config.roles or (role,)):
         raise InvalidArgumentError(f"config.roles is {config.roles}, which does not have this manager's role {role!r}")
     if "hf_model" in config.save_contents and objects["hf_config"] is None:
         raise InvalidArgumentError(
-            "save_contents has 'hf_model', but there is no hf_config: hand one over or leave the word out"
+            "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
         )
     coordinates, topology = read_topology(len(chunks))
     # The store is opened now, not at the first upload, because its package may be missing.
@@ -466,7 +488,11 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue |
 
 
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> None:
-    """One rank's stage may hold what another's does not: all must refuse, or the others would wait for it later."""
+    """Checks the model and the arguments on all ranks together.
+
+    One pipeline stage may hold something unsupported that other stages do not hold. All ranks must refuse it, because
+    otherwise they would wait for the refusing rank later.
+    """
     config, chunks, optimizer = trainer.config, trainer.chunks, trainer.optimizer
 
     def work() -> Record:
@@ -506,7 +532,7 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
 
 
 def _vocab_size(hf_config: Any) -> int | None:
-    # Multimodal models keep it with their language model's.
+    # Multimodal models keep it in the config of their language model.
     text = getattr(hf_config, "text_config", hf_config)
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) else None
@@ -524,8 +550,8 @@ def _is_lazy(config: CheckpointConfig) -> bool:
     return config.async_save and config.async_mode == "lazy" and torch.cuda.is_available()
 
 
-def _changers(trainer: Trainer) -> list[tuple[Any, str]]:
-    """Methods of megatron (0.16.1) that write to parameters or to the optimizer's state."""
+def _changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
+    """The methods of megatron (0.16.1) that write to parameters or to the optimizer's state, as (object, name)."""
     optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
     optimizers += [part.megatron for part in optimizer_parts(trainer.optimizer)] if optimizers else []
     by_optimizer = ("step", "step_with_ready_grads", "reload_model_params", "load_state_dict")

@@ -1,6 +1,6 @@
-"""How a trainer comes back by itself: the newest step that all its roles can be loaded from, together.
+"""Recovers a training from the newest step that all its roles can be loaded from together.
 
-`recover` loads; `resumable_steps` only looks, for a driver whose roles live in other processes.
+`recover` loads the step. `resumable_steps` only lists steps, for a driver whose roles live in other processes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ RETRY_FIRST_S = 1.0
 
 @dataclass(frozen=True)
 class Recovery:
-    """Where training goes on.
+    """The result of `recover`.
 
     Attributes:
-        step: the step that every role was loaded from; None: start from the beginning, nothing has been loaded.
-        results: by role, what its manager has loaded.
-        skipped: why newer steps were not taken, the newest first.
+        step: the step that every role was loaded from. None: nothing has been loaded; start from the beginning.
+        results: what the manager of each role has loaded, by role.
+        skipped: why newer steps were not loaded, the newest first.
     """
 
     step: int | None = None
@@ -57,23 +57,27 @@ def recover(
     *,
     retries: int = 1,
 ) -> Recovery:
-    """Loads all managers from one and the same step. Every rank calls it, with the same arguments.
+    """Loads all managers from the same step. Every rank calls it, with the same arguments.
 
-    If a role's part of a step is damaged, all roles go to the next older step together. What may pass (a rank that is
-    late, a file that cannot be opened just now) is tried again with growing pauses first.
+    If a role's part of a step is damaged, all roles load the next older step. Failures that may pass (a rank is late, a
+    file cannot be opened now) are retried first, with growing pauses.
 
     Args:
-        managers: one for each role, all of one root, and of one remote store or none.
-        resume: "auto": the newest step that is complete and has all roles, or the beginning if there is no checkpoint
-            at all, neither here nor in the remote store. "off": the beginning. A step, or a path (of a step's folder,
-            or for one manager of its role's folder, of other programs' too): that one and no other.
+        managers: one for each role, all with the same root and the same remote store, or none.
+        resume: "auto": the newest step that is complete and has all roles; the beginning if there is no checkpoint at
+            all, neither here nor in the remote store. "off": the beginning. A step's number: only that step. A path:
+            only that step's folder; for one manager also its role's folder, even of another program.
         retries: how often each step is tried again.
 
+    Returns:
+        The step and what each role has loaded.
+
     Raises:
-        CheckpointNotFoundError: what was asked for is not there; or, with "auto", there are checkpoints but no step is
-            complete for these roles. The message lists them all. Nothing has been changed.
-        CheckpointCorruptError: none that was tried can be loaded. The message lists them, and says what state is left.
-        CheckpointMismatchError: a checkpoint is sound, but is of another model. There is no older one to go to.
+        CheckpointNotFoundError: the step or path is missing; or, with "auto", there are checkpoints but no step is
+            complete for these roles. The message lists them all. Nothing has changed.
+        CheckpointCorruptError: no step that was tried can be loaded. The message lists them, and says in which state
+            models and optimizers are now.
+        CheckpointMismatchError: a checkpoint is intact, but belongs to another model. Older steps are not tried.
         AgreementError: a rank is missing, after all retries.
         InvalidArgumentError: an argument has a value that it may not have.
 
@@ -102,7 +106,7 @@ def recover(
 
 
 def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None) -> dict[str, Any]:
-    """Steps to try, here or in the remote store, the newest first, each with its roles' local folders."""
+    """The steps to try, here and in the remote store, the newest first, each with its roles' local folders."""
     nothing: CheckpointNotFoundError | None = None
     try:
         here = {status.step: status for status in resumable_steps(manager.root, roles, step)}
@@ -116,20 +120,27 @@ def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None)
 
 
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
-    """The steps that are complete and have all these roles, the newest first. Looks at manifests alone, on one rank.
+    """Lists the steps that are complete and have all these roles, the newest first.
+
+    It reads manifests only, and needs no other rank.
 
     Args:
         root: the folder of the steps.
-        roles: those that are to be loaded.
-        step: this one only.
+        roles: the roles that are to be loaded.
+        step: only this step; None: all steps.
 
     Returns:
-        None of them only if nothing below `root` says that there ever was a checkpoint: then, and only then, may
+        The steps. The list is empty only if nothing below `root` shows that there ever was a checkpoint. Only then may
         training start from the beginning.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete with these roles; lists each with
-            its reason. Or `step` is given, and is not.
+        CheckpointNotFoundError: there are checkpoints, but none is complete with these roles; the message lists each
+            with its reason. Or `step` is given, and is not complete with these roles.
+        OSError: the root cannot be read now.
+
+    Example:
+        >>> resumable_steps("/no/such/folder", ["actor"])
+        []
     """
     root = Path(root).expanduser()
     statuses = [status for status in list_steps(root) if step in (None, status.step)]
@@ -178,12 +189,12 @@ def _by_role(managers: CheckpointManager | Sequence[CheckpointManager]) -> dict[
 
 
 def _from_path(by_role: Mapping[str, CheckpointManager], path: Path, retries: int) -> Recovery:
-    # A step's folder, or what a single role has.
+    # The path of a step's folder, or of a single role's folder.
     of_step = len(by_role) > 1 or (path / next(iter(by_role))).is_dir()
     results = _load_all(by_role, {role: {"path": path / role if of_step else path} for role in by_role}, retries)
     steps = {role: result.step for role, result in results.items()}
     if len(set(steps.values())) > 1:
-        raise CheckpointCorruptError(f"{path}: its roles are of several steps, {steps}, and do not belong together")
+        raise CheckpointCorruptError(f"{path}: its roles are of different steps, {steps}: load another folder")
     return Recovery(next(iter(steps.values())), results)
 
 
@@ -192,7 +203,7 @@ def _newest(
 ) -> Recovery:
     skipped: list[str] = []
     for step, folders in steps:
-        # Until all roles have it: between two of them retention of another process could take the step.
+        # Lock the step until all roles are loaded. Otherwise retention of another process could delete it in between.
         with reading(folders):
             try:
                 results = _load_all(by_role, {role: {"step": step} for role in by_role}, retries)
@@ -212,7 +223,7 @@ def _newest(
 def _load_all(
     by_role: Mapping[str, CheckpointManager], which: Mapping[str, dict[str, Any]], retries: int
 ) -> dict[str, LoadResult]:
-    """Every role's part of one step, or an error that says which roles are no longer what they were."""
+    """Loads every role's part of one step. An error says which roles have been loaded already."""
     results: dict[str, LoadResult] = {}
     for role, manager in by_role.items():
         try:
@@ -228,7 +239,7 @@ def _listed(what: str, reasons: Sequence[str]) -> str:
 
 
 def retried(work: Callable[[], Any], retries: int) -> Any:
-    """Tries again what may pass. All ranks see an error of such a kind, so all do."""
+    """Retries work that fails with an error that may pass. All ranks see such an error, so all ranks retry."""
     for number in range(retries):
         try:
             return work()

@@ -1,6 +1,6 @@
-"""When to save: every so many epochs, steps or seconds; any of them is enough.
+"""Decides when to save: after so many epochs, steps or seconds, whichever comes first.
 
-Pure but for the clock, which may be handed over. The ranks' clocks differ, so one of them decides for all.
+Nothing here does I/O. The ranks' clocks differ, so one rank decides for all.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from mcore_ckpt.errors import InvalidArgumentError
 Record = dict[str, Any]
 
 Agree = Callable[[str, Record, Callable[[], Record]], Record]
-"""(topic, what every rank must have alike, what one rank decides) -> what that one has decided, on every rank.
-`CheckpointManager.agree` is one."""
+"""A function of (topic, a request that is the same on all ranks, a function that one rank calls). It returns what that
+function returned, on every rank. `CheckpointManager.agree` is one."""
 
 
 def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
-    """`Agree` for one process."""
+    """An `Agree` for a single process: it answers itself."""
     return answer()
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """Every `epochs` epochs, every `steps` steps, every `secs` seconds; None: not because of these.
+    """How often to save: every `epochs` epochs, `steps` steps, `secs` seconds. None: never for that reason.
 
-    Raises InvalidArgumentError for what is not above 0.
+    Raises:
+        InvalidArgumentError: a value is not above 0.
     """
 
     epochs: int | None = None
@@ -50,11 +51,12 @@ class Frequency:
 
 
 class Schedule:
-    """Counts epochs, steps and seconds since each of them last was a reason to save.
+    """Counts epochs, steps and seconds, each since it was last the reason for a save.
 
     Args:
-        frequency: of now. It is not part of the state: what a config says after a restart is what counts.
-        clock: seconds that only go forward. Between two lives of a training none pass.
+        frequency: how often to save. It is not part of the state: after a restart the new configuration applies.
+        clock: returns seconds that never go back. The time between the end of a
+            training and its restart is not counted.
 
     Example:
         >>> schedule = Schedule(Frequency(steps=2))
@@ -72,17 +74,21 @@ class Schedule:
         """Whether to save now. Call it once after every step, on every rank.
 
         Args:
-            epochs, steps: that have ended since the last call.
-            agree: how the ranks agree; the one that answers looks at its clock for all.
+            epochs: how many epochs have ended since the last call.
+            steps: how many steps have ended since the last call.
+            agree: how the ranks agree. The rank that answers reads its clock for all.
 
-        Raises what `agree` does, for ranks that are not at the same step, too. Nothing has been counted then.
+        Raises:
+            CheckpointError: what `agree` raises, for example because the ranks are not at the same step. Nothing has
+                been counted then.
         """
         counted = {"epochs": self._epochs + epochs, "steps": self._steps + steps}
         fired: Record = {"epochs": False, "steps": False, "secs": False}
         if not self._frequency.is_never:
             request = {"frequency": asdict(self._frequency), "since the last save": counted}
             fired = agree("whether to save now", request, lambda: self._fired(**counted))
-        # Each by itself: a save for the clock's sake does not move those at every hundredth step.
+        # Each counter starts anew only for its own reason: a save because of the time does not move the saves at every
+        # hundredth step.
         self._epochs = 0 if fired["epochs"] else counted["epochs"]
         self._steps = 0 if fired["steps"] else counted["steps"]
         if fired["secs"]:
@@ -102,7 +108,7 @@ class Schedule:
         return max(0.0, self._clock() - self._began)
 
     def state_dict(self) -> Record:
-        """What has been counted, as JSON values: `epochs`, `steps`, `secs`."""
+        """The counts as JSON values: `epochs`, `steps`, `secs`."""
         return {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -121,29 +127,33 @@ class Schedule:
 
 
 class RoleSchedules:
-    """A schedule for each role: one that all share would count a step once for each of them."""
+    """One schedule for each role. A shared schedule would count each step once per role."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._frequency = frequency
         self._clock = clock
-        # A role that is asked for the first time has waited as long as this object.
+        # The time of a role counts from here, even if its first `due` comes later.
         self._began = clock()
         self._schedules: dict[str, Schedule] = {}
 
     def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
-        """See `Schedule.due`."""
+        """Whether to save this role now; see `Schedule.due`."""
         return self._of(role).due(epochs, steps, agree)
 
     def state_dict(self) -> Record:
-        """By role, see `Schedule.state_dict`."""
+        """The counts of each role, by role; see `Schedule.state_dict`."""
         return {role: schedule.state_dict() for role, schedule in self._schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Roles that are not in the state begin anew. Raises InvalidArgumentError; nothing has changed."""
+        """Goes on counting from a saved state. Roles that are not in the state start anew.
+
+        Raises:
+            InvalidArgumentError: `state` is nothing that `state_dict` returns. Nothing has changed.
+        """
         loaded: dict[str, Schedule] = {}
         for role, of_role in state.items():
             if not isinstance(of_role, Mapping):
-                raise InvalidArgumentError(f"the schedule of {role} is {of_role!r}, not its counts")
+                raise InvalidArgumentError(f"the schedule of {role} is {of_role!r}: use what state_dict returned")
             loaded[role] = Schedule(self._frequency, self._clock)
             loaded[role].load_state_dict(of_role)
         self._schedules = loaded

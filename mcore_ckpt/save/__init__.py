@@ -1,1 +1,1 @@
-"""One save: plan, capture into host memory, write, commit, in the background if asked; and its HuggingFace export."""
+"""Saves a checkpoint: plan, capture into host memory, write, export to HuggingFace, commit."""

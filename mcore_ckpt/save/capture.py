@@ -1,4 +1,4 @@
-"""The staging buffer is the file: tensors are copied to the offsets they have on disk."""
+"""Copies tensors into images of their files: each to the offset that it has on disk."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class FileTensors(NamedTuple):
     """The tensors to save to one file, in the order of its request.
 
     Attributes:
-        tensors: row-major or not, in host memory or on a GPU.
-        addresses: where each begins.
-        in_rows: whether all are row-major, without gaps.
+        tensors: any strides, in host memory or on a GPU.
+        addresses: the address of each tensor's first element.
+        in_rows: whether all tensors are contiguous.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -33,7 +33,8 @@ class FileTensors(NamedTuple):
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> FileTensors:
-        # A TorchFunctionMode, as profilers are, would be asked at each of thousands.
+        """Reads addresses and strides of the tensors."""
+        # A TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors.
         with torch._C.DisableTorchFunction():
             addresses = list(map(torch.Tensor.data_ptr, tensors))
             return FileTensors(tensors, addresses, all(map(torch.Tensor.is_contiguous, tensors)))
@@ -41,11 +42,11 @@ class FileTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """The bytes to write, or the way to them.
+    """Says where the bytes of each file are.
 
     Attributes:
-        writes: one for each file this rank writes a part of.
-        seconds: what copying took before this was returned.
+        writes: one for each file that this rank writes a part of.
+        seconds: how long copying took before `capture_copies` returned.
         keep: tensors that must live until the bytes are on the disk.
     """
 
@@ -55,12 +56,12 @@ class Capture:
 
 
 def arena_bytes(files: Sequence[FilePlan]) -> int:
-    """Host memory that images of this rank's parts take; each begins on a page."""
+    """The bytes of host memory that images of this rank's parts need. Each image begins on a page."""
     return sum(page_ceil(plan.nbytes) for plan in files)
 
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
-    """For tensors in host memory that do not change until they are on the disk: nothing is copied beforehand."""
+    """Captures without copying: the tensors are in host memory, and must not change until they are on the disk."""
     writes: list[ImageWrite] = []
     keep: list[torch.Tensor] = []
     for plan, members in zip(files, tensors, strict=True):
@@ -76,12 +77,13 @@ def capture_copies(
 ) -> Capture:
     """Copies the tensors to their places in images.
 
-    When this returns, tensors in host memory may change. Those on a GPU may once `device` says so.
+    When this returns, tensors in host memory may change. Tensors on a GPU may change when `device` has copied them.
 
     Args:
-        files, tensors: what to copy.
-        address: of `arena_bytes(files)` bytes of host memory, pinned if there is a GPU.
-        device: copies from GPUs; None if there are none.
+        files: the files of this rank.
+        tensors: the tensors of each file.
+        address: the address of `arena_bytes(files)` bytes of host memory, pinned if tensors are on a GPU.
+        device: makes the copies from the GPU; None if no tensor is on one.
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
@@ -112,7 +114,7 @@ def capture_copies(
 
 
 class _Columns:
-    """Copies as the native calls take them."""
+    """The destinations, sources and sizes of copies, in columns as the native calls take them."""
 
     def __init__(self) -> None:
         self.destinations: list[int] = []
@@ -128,9 +130,9 @@ class _Columns:
 
 
 class _Located(NamedTuple):
-    """The tensors in this rank's range, copied where their elements are not in a row, and where they begin."""
+    """The tensors in this rank's range, as contiguous tensors, and their addresses."""
 
-    first: int  # the number of the first of them
+    first: int  # the number of the first of these tensors
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
 
@@ -154,12 +156,12 @@ def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:
 def _ready(
     plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Up to which offset of the file each event vouches for.
+    """Lists up to which offset of the file the bytes have arrived when each event has happened.
 
     Args:
         plan: the file.
-        copies: (how many copies from the GPU are done with this one, its offset in the file).
-        events: (how many copies are done, the event that says so), ascending.
+        copies: for each copy from the GPU: (its number, counted from 1 over all files; its offset in the file).
+        events: (how many copies are done when the event has happened, the event), ascending.
     """
     counts = [count for count, _ in copies]
     ready: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Copies out of a GPU on a stream of their own, under whatever the training does next."""
+"""Copies tensors out of a GPU on a separate stream, while the training goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt.io import _native, tuning
 
 
 class DeviceCopies:
-    """The copies of one save at a time, from the current GPU to pinned host memory."""
+    """Copies the tensors of one save at a time from the current GPU to pinned host memory."""
 
     def __init__(self) -> None:
         self._copier = _native.DeviceCopier(torch.cuda.current_device())
@@ -23,15 +23,15 @@ class DeviceCopies:
         nbytes: list[int],
         tensors: Sequence[torch.Tensor],
     ) -> list[tuple[int, int]]:
-        """Queues copies behind what the current stream has been given; the host does not wait.
+        """Queues copies behind the work of the current stream. The host does not wait.
 
         Args:
             destinations, sources, nbytes: addresses and sizes, by ascending destination.
-            tensors: those the sources belong to. Their memory, freed meanwhile (`resize_(0)`, a new `.data`), is not
-                used again before it has been copied.
+            tensors: the tensors that the sources belong to. If their memory is freed meanwhile (`resize_(0)`, a new
+                `.data`), torch does not reuse it before it has been copied.
 
         Returns:
-            (copies done, CUDA event) for each group of them.
+            For each group of copies: (how many copies are done when the event has happened, the CUDA event).
         """
         after = torch.cuda.current_stream().cuda_stream
         ready = self._copier.start(destinations, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
@@ -41,12 +41,13 @@ class DeviceCopies:
         return ready
 
     def hold(self) -> None:
-        """Makes what the current stream is given from now on wait for the copies. The host goes on."""
+        """Makes later work of the current stream wait for the copies. The host does not wait."""
         self._copier.hold(torch.cuda.current_stream().cuda_stream)
 
     def wait(self) -> None:
-        """Returns when all has been copied."""
+        """Returns when all copies are done."""
         self._copier.wait()
 
     def close(self) -> None:
+        """Waits for the copies, and frees the stream."""
         self._copier.close()

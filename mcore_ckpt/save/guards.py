@@ -1,4 +1,4 @@
-"""Holding up what changes the training state while it is still being copied out of the GPU."""
+"""Delays methods that change the training state while the state is still being copied out of the GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 
 class Guards:
-    """Calls `before` ahead of methods of the trainer's own objects.
+    """Calls `before` ahead of methods of the trainer's own objects, until `remove`.
 
-    On the objects, not on their classes: another model in this process is none of our business. Removed by `remove`.
+    The methods of the objects are replaced, not those of their classes, so that other models in this process are not
+    affected.
 
     Example:
-        >>> guards = Guards([(optimizer, "step")], staging.hold)  # doctest: +SKIP
+        >>> guards = Guards([(optimizer, "step")], host_images.hold)  # doctest: +SKIP
     """
 
     def __init__(self, methods: Iterable[tuple[Any, str]], before: Callable[[], None]) -> None:
@@ -24,7 +25,7 @@ class Guards:
         self._guarded = [self._guard(owner, name) for owner, name in methods if hasattr(owner, name)]
 
     def remove(self) -> None:
-        """Puts the methods back. Where somebody has wrapped the guarded one since, that stays, and no longer waits."""
+        """Restores the methods. A guard that other code has wrapped since stays in place, and no longer waits."""
         self._before = None
         for method in self._guarded:
             if vars(method.owner).get(method.name) is not method.guard:
@@ -48,7 +49,7 @@ class Guards:
 
 
 class _Guard:
-    """Stands for a method of `owner`. A copy of the owner, or one from a pickle, gets the method, bound to itself."""
+    """Replaces a method of `owner`. A copy of the owner, or one from a pickle, gets the original method."""
 
     def __init__(self, guards: Guards, owner: Any, name: str, original: Callable[..., Any]) -> None:
         update_wrapper(self, original)
@@ -71,7 +72,7 @@ class _Guard:
 
 @dataclass(frozen=True)
 class _Guarded:
-    """A method of an object, what it was, and whether the object itself had it, not its class."""
+    """A guarded method: the original, its guard, and whether the object itself had it instead of its class."""
 
     owner: Any
     name: str

@@ -1,8 +1,8 @@
-"""The HuggingFace model of a save: read back from the files that the ranks have just written beside it.
+"""Exports the HuggingFace model of a save, from the files that the ranks have just written.
 
-HuggingFace wants whole tensors, and a rank has slices. The one place where all slices meet without anything being
-gathered is the file system: when all ranks' files are on the disk, each rank writes some of the `.safetensors` files
-from them. It is the merge of a committed checkpoint, a little earlier; training is not asked for anything.
+HuggingFace needs whole tensors, and a rank has only slices. When all ranks' files are on the disk, each rank writes
+some of the `.safetensors` files from them, so that no tensor is gathered over the network. It is the merge of a
+checkpoint, done just before the commit.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
-    """What of the model this rank has must be in the table of its architecture, with the table's shapes.
+    """Checks that this rank's part of the model is in the table of its architecture, with the table's shapes.
 
     Raises:
-        UnsupportedError: there is no table for it.
-        CheckpointMismatchError: a tensor is not in it, or of another shape, or its rows are in another order.
+        UnsupportedError: there is no table for the architecture.
+        CheckpointMismatchError: a tensor is not in the table, has another shape, or has its rows in another order.
     """
     described = described_model(trainer)
     if any(shard.key.name == MCORE_HEAD and shard.region.global_shape[0] == 1 for shard in model):
@@ -63,27 +63,31 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
         name, shape = found_as(shard.key.name, wanted), shard.region.global_shape
         if name is None:
             raise CheckpointMismatchError(
-                f"tensor {shard.key}: {described.describe()}, as hf_config says, has no such tensor: 'hf_model' cannot "
-                "be saved"
+                f"tensor {shard.key}: {described.describe()}, as hf_config says, has no such tensor: pass the model's "
+                "own hf_config, or leave 'hf_model' out of save_contents"
             )
         if shape != wanted[name] and not _is_padded(name, shape, wanted[name]):
             raise CheckpointMismatchError(
-                f"tensor {shard.key}: the model has shape {list(shape)}, hf_config means {list(wanted[name])}"
+                f"tensor {shard.key}: the model has shape {list(shape)}, hf_config means {list(wanted[name])}: pass "
+                "the model's own hf_config"
             )
 
 
 def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
-    # What the export would refuse must be refused here: there it would be a save that fails.
+    # Refuse here what the export would refuse: in the export the save would fail.
     return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and may_be_padding(wanted[0], shape[0])
 
 
-# By what the table calls it: sizes that say in what order a tensor's rows are, whatever its shape.
+# The sizes that decide the order of a tensor's rows, which its shape does not show, and the table's names for them.
 _ORDER = {"num_attention_heads": "heads", "num_query_groups": "groups", "kv_channels": "head_dim"}
 
 
 def _check_config(trainer: Trainer, described: HfModel) -> None:
-    """What decides on the order of elements must be the same. Of the rest a difference is told: the weights are right,
-    and what transformers computes with them is not what was trained."""
+    """Checks that `hf_config` agrees with the live model.
+
+    A difference in the order of elements is an error. Other differences are only logged: the exported weights are
+    right, but transformers computes something else with them.
+    """
     live = unwrap(trainer.chunks[0])
     for field, word in _ORDER.items():
         found = getattr(live.config, field, None)
@@ -99,17 +103,19 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
     except (CheckpointMismatchError, UnsupportedError) as difference:
         if trainer.agreement.is_coordinator:
             logger.warning(
-                "hf_config is not what is trained, so the exported model will compute other things: %s", difference
+                "hf_config differs from the trained model, so transformers will compute something else with the "
+                "exported weights: %s",
+                difference,
             )
 
 
 def described_model(trainer: Trainer) -> HfModel:
-    """What `hf_config` describes. Raises UnsupportedError if there is no table for it."""
+    """The model that `hf_config` describes. Raises UnsupportedError if there is no table for its architecture."""
     return model_from_config(config_of(trainer.hf_config))
 
 
 def _as_value_model(model: HfModel) -> HfModel:
-    """The same with a head of one value: frameworks hand over the language model's config for a critic, too."""
+    """The same model with a head of one value: frameworks pass the language model's config for a critic, too."""
     wanted = next((name for name in model.architecture.classes if name.endswith("ForTokenClassification")), None)
     if wanted is None:
         raise UnsupportedError(
@@ -127,25 +133,27 @@ def export_together(
     write: Callable[[], Record],
     describe: Callable[[Sequence[Record]], Manifest],
 ) -> list[WrittenFile]:
-    """All ranks write the checkpoint's own files, then from these the HuggingFace model.
+    """Writes the checkpoint's own files on all ranks, and then the HuggingFace model from them.
 
     Args:
-        staging: the folder of the save under way.
-        attempt: its id.
-        write: writes this rank's files durably, and reports them.
-        describe: on rank 0, the manifest of all files, from the reports.
+        commits: this rank's agreement for rounds on the thread that ends a save.
+        trainer: the objects that are saved.
+        staging: the staging folder of the save.
+        attempt: the id of the save.
+        write: writes this rank's files durably, and returns its report.
+        describe: on rank 0, builds the manifest of all files from the reports.
 
     Returns:
         This rank's files of the HuggingFace model.
 
     Raises:
-        CheckpointError: on all ranks, if one could not write its own files; on this one, if the model is not what the
-            config says, or its part cannot be written.
+        CheckpointError: on all ranks, if a rank could not write its own files; on this rank, if the model does not
+            agree with hf_config, or this rank's part cannot be written.
     """
 
     def combine(records: Sequence[Record]) -> Record:
         manifest = describe(records)
-        # The model's own files are there, whether they were asked for or not.
+        # The model's own files are in the staging folder, even if save_contents does not have "model".
         manifest = replace(manifest, contents=tuple({*manifest.contents, "model"}))
         write_file(staging / file_names.WRITTEN_FILE, [encode_manifest(manifest)])
         return {}
@@ -157,10 +165,10 @@ def export_together(
 
 
 def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Manifest:
-    """Rank 0's part before the commit: the manifest with the HuggingFace model, from what all ranks told of it.
+    """Completes the manifest with the files of the HuggingFace model, from the reports of all ranks. Rank 0 calls it.
 
     Raises:
-        CommitError: a file is not there.
+        CommitError: a file is missing, or has another size.
     """
     manifest = read_manifest(staging, file_names.WRITTEN_FILE)
     (staging / file_names.WRITTEN_FILE).unlink()
@@ -177,7 +185,7 @@ def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Man
 def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[WrittenFile]:
     tensors = weights_of(reader)
     shapes = {name: info.shape for name, info in tensors.items()}
-    # What is trained is known; frameworks hand over the language model's config for a critic, too.
+    # The live shapes decide, because frameworks pass the language model's config for a critic, too.
     model = reconcile(
         described_model(trainer), shapes, is_value_model=MCORE_HEAD in shapes and shapes[MCORE_HEAD][0] == 1
     )
@@ -185,7 +193,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     useful = max(1, min(trainer.topology.world_size, nbytes // tuning.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
-    # A training that has diverged has a checkpoint all the same.
+    # A training that has diverged gets its checkpoint nevertheless, so NaN is allowed.
     weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)
     index = write_index(plan, folder) if trainer.agreement.is_coordinator else None
     written = [replace(file, path=f"{folder.name}/{file.path}") for file in (*weights, *((index,) if index else ()))]
@@ -197,7 +205,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
 
 
 def _own_files(trainer: Trainer, count: int) -> list[int]:
-    """Which of the files this rank writes; if there are fewer than ranks, ranks far apart write them."""
+    """The files that this rank writes. If there are fewer files than ranks, ranks far apart write them."""
     world, rank = trainer.topology.world_size, trainer.agreement.rank
     owners = [number * world // count if count < world else number % world for number in range(count)]
     return [number for number, owner in enumerate(owners) if owner == rank]

@@ -27,10 +27,10 @@ class ReservedImages:
 
 
 class HostImages:
-    """Host memory, and the copies from the GPU into it.
+    """Owns the host memory for images, and the copies from the GPU into it.
 
     Args:
-        limit: bytes of host memory it may take; None for as many as it takes.
+        limit: the most bytes of host memory; None for no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -42,7 +42,7 @@ class HostImages:
         self._memory.prepare(nbytes)
 
     def reserve(self, files: Sequence[FilePlan]) -> int:
-        """The address of host memory for this rank's parts of the files. What was captured before is lost.
+        """Reserves host memory for this rank's parts of the files, and returns its address. Earlier images are lost.
 
         Waits for memory that is still being prepared. A state on a GPU has to wait: copies from a GPU need pinned
         memory, and memory is pinned as a whole.
@@ -52,7 +52,7 @@ class HostImages:
             MemoryError: the system does not have the memory.
             RuntimeError: CUDA cannot pin it.
         """
-        self.wait()  # a save that failed may have left copies under way into that memory
+        self.wait()  # copies of a save that failed may still be writing into that memory
         return self._memory.take(arena_bytes(files))
 
     def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
@@ -84,10 +84,12 @@ class HostImages:
         """Copies the tensors into images at `address`.
 
         Args:
-            files, tensors: what to save.
-            address: of the memory reserved.
-            lazy: None: when this returns, the state may change. Else tensors on a GPU are still being copied, and what
-                changes them must be held up by `hold`; but for these (file, tensor) numbers, which may change at once.
+            files: the files of this rank.
+            tensors: the tensors of each file.
+            address: the address of the reserved memory.
+            lazy: None: when this returns, all tensors may change. Otherwise tensors on a GPU are still being copied,
+                and whatever changes them must call `hold` first. The tensors with these (file, tensor) numbers are
+                cloned on the GPU, so that they may change at once.
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
@@ -99,7 +101,7 @@ class HostImages:
         return capture
 
     def hold(self) -> None:
-        """What the current stream is given from now on waits until the state has been copied. The host goes on."""
+        """Makes later work of the current stream wait until the state has been copied. The host does not wait."""
         if self._device is not None:
             self._device.hold()
 
@@ -109,7 +111,7 @@ class HostImages:
             self._device.wait()
 
     def close(self) -> None:
-        """Frees the memory, once nothing is copied to it any more."""
+        """Waits for copies under way, and frees the memory."""
         if self._device is not None:
             self._device.close()
             self._device = None
@@ -128,7 +130,7 @@ def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]
 
 
 def _detached(tensors: Sequence[FileTensors], which: Sequence[tuple[int, int]]) -> list[FileTensors]:
-    """The tensors, with copies on the GPU of some, made in stream order: the host does not wait for them."""
+    """Replaces some tensors by clones on the GPU. They are made in stream order, so the host does not wait."""
     by_file = [list(members.tensors) for members in tensors]
     for file, number in which:
         if by_file[file][number].is_cuda:

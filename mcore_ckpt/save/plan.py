@@ -1,6 +1,6 @@
-"""The plan of a save: which tensor goes where in which file.
+"""Plans a save: which tensor goes where in which file.
 
-Made once, and used as long as the tensors are the same.
+A plan is made once, and used as long as the tensors are the same.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
 _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
-# Tensors looked at together: what the first look has brought into the processor's cache is there for the others.
+# How many tensors are checked together. The first check brings them into the processor's cache for the others.
 _AT_ONCE = 512
 
 
 @dataclass(frozen=True, eq=False)
 class _KeptTensors:
-    """Some of the tensors of a file, which are not kept alive, and what they are like: in columns."""
+    """Weak references to some of a file's tensors, and their shapes, dtypes and devices, in columns."""
 
     references: tuple[ReferenceType[torch.Tensor], ...]
     shapes: tuple[torch.Size, ...]
@@ -49,15 +49,15 @@ class _KeptTensors:
         return _KeptTensors(tuple(map(ref, tensors)), *kinds)
 
     def find(self, instead: Mapping[int, torch.Tensor | None]) -> FileTensors | None:
-        """They, as they are now; None if one is gone or of another kind. `instead`: those to take others for."""
+        """The current tensors; None if one is gone or of another kind. `instead` overrides some by index."""
         tensors = list(map(call, self.references))
         for number, tensor in instead.items():
             tensors[number] = tensor
         if any(map(is_, tensors, repeat(None))):
             return None
         found = cast("list[torch.Tensor]", tensors)
-        # A TorchFunctionMode, as profilers and ways to run megatron on CPU are, would be asked at each of thousands;
-        # and thousands of objects kept at a time would set off a garbage collection that takes longer than all this.
+        # A TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors. And keeping
+        # thousands of objects at a time would start a garbage collection that takes longer than all these checks.
         with torch._C.DisableTorchFunction():
             is_alike = (
                 all(map(eq, map(_SHAPE, found), self.shapes))
@@ -72,8 +72,10 @@ class SavePlan:
     """The files that this rank writes parts of, and the tensors to write, by file.
 
     Attributes:
-        buffers: those of the tensors that may change at any point of a training step: (file, tensor) numbers.
-        on_gpu: whether any of them is.
+        files: the files, in the order in which they are written.
+        tensors: the tensors of each file.
+        buffers: the (file, tensor) numbers of tensors that may change at any point of a training step.
+        on_gpu: whether any tensor is on a GPU.
         on_host: whether any parameter or optimizer state is in host memory.
     """
 
@@ -85,8 +87,8 @@ class SavePlan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
-    """A plan between two saves: it holds no tensor, so that a trainer may offload them."""
+class _PlanBetweenSaves:
+    """A plan between two saves. It keeps no tensor alive, so that a trainer may offload them."""
 
     live: LiveObjects
     files: tuple[FilePlan, ...]
@@ -96,17 +98,17 @@ class _Kept:
     on_host: bool
 
     @staticmethod
-    def of(plan: SavePlan, live: LiveObjects) -> _Kept:
+    def of(plan: SavePlan, live: LiveObjects) -> _PlanBetweenSaves:
         tensors = tuple(
             tuple(
                 _KeptTensors.of(members.tensors[at : at + _AT_ONCE]) for at in range(0, len(members.tensors), _AT_ONCE)
             )
             for members in plan.tensors
         )
-        return _Kept(live, plan.files, tensors, plan.buffers, plan.on_gpu, plan.on_host)
+        return _PlanBetweenSaves(live, plan.files, tensors, plan.buffers, plan.on_gpu, plan.on_host)
 
     def plan(self) -> SavePlan | None:
-        """The plan with the tensors as they are now; None if it no longer holds."""
+        """The plan with the current tensors; None if it is no longer valid."""
         if not self.live.are_still_there():
             return None
         by_file = [self._find(file) for file in range(len(self.files))]
@@ -131,7 +133,7 @@ class _Kept:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Of the file's tensors those made anew, where the live one is another."""
+        """Reads the file's tensors anew that are copies of a live state, by index."""
         found = {}
         for number in (number for where, number in self.buffers if where == file):
             refresh = self.files[file].request.tensors[number].refresh
@@ -141,24 +143,24 @@ class _Kept:
 
 
 class SavePlanner:
-    """Keeps the last plan, and finds out whether it still holds."""
+    """Makes plans, and keeps the last one as long as it is valid."""
 
     def __init__(self) -> None:
         self._images = StructureCache()
-        self._kept: _Kept | None = None
+        self._last_plan: _PlanBetweenSaves | None = None
 
     def plan(self, trainer: Trainer) -> SavePlan:
-        """This rank's plan, of tensors whose memory is there: no copy, no communication.
+        """This rank's plan. Nothing is copied or communicated.
 
         Raises:
-            UnsupportedError: something that cannot be saved whole.
+            UnsupportedError: something cannot be saved whole, or a tensor has no memory because it is offloaded.
         """
-        plan = None if self._kept is None else self._kept.plan()
+        plan = None if self._last_plan is None else self._last_plan.plan()
         if plan is None:
-            self._kept = None
+            self._last_plan = None
             live = LiveObjects(trainer.chunks, trainer.optimizer)
             plan = _new_plan(trainer, self._images)
-            self._kept = _Kept.of(plan, live)
+            self._last_plan = _PlanBetweenSaves.of(plan, live)
         plan = _with_host_copies(plan, host_copies(trainer.chunks))
         for file, members in zip(plan.files, plan.tensors, strict=True):
             _refuse_freed_memory(file.request, members)
@@ -172,15 +174,16 @@ def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
     return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True)
 
 
-# Below this no system with 48-bit addresses puts anything. Where all addresses are smaller, all tensors are looked at.
+# No system with 48-bit addresses puts tensors below this address. If all addresses are smaller, all tensors are
+# checked.
 _LEAST_ADDRESS = 1 << 44
 
 
 def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
     """Raises UnsupportedError for an offloaded tensor.
 
-    megatron's `offload_to_cpu` (0.16.1) frees the storage below it; its address is then its offset in that storage.
-    One that is a buffer's has been taken from the copy that is kept of it.
+    megatron's `offload_to_cpu` (0.16.1) frees the storage of a tensor, so that the tensor's address is only its offset
+    in that storage. Tensors of buffers that have a host copy were replaced by it before.
     """
     if min(members.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
         return
@@ -233,7 +236,7 @@ def estimated_bytes(trainer: Trainer) -> int:
     has them.
 
     Raises:
-        UnsupportedError: something that cannot be saved whole.
+        UnsupportedError: something cannot be saved whole.
     """
     total = sum(map(_estimated_request_bytes, _write_requests(trainer)))
     return total + total // _HEADERS_PART
@@ -273,16 +276,16 @@ def _model_requests(trainer: Trainer, model: Iterable[LocalShard]) -> Iterator[W
     own = [shard for shard in model if not shard.replica]
     dense = [shard for shard in own if not (apart and shard.expert)]
     experts = [shard for shard in own if apart and shard.expert]
-    yield from _shared(
+    yield from _with_writers(
         trainer, replicas.dense, WriteRequest(file_names.model_file(at.tp, at.pp), "model", _model_writes(dense))
     )
     if experts:
         path = file_names.expert_file(at.etp, at.pp, at.ep)
-        yield from _shared(trainer, replicas.experts, WriteRequest(path, "experts", _model_writes(experts)))
+        yield from _with_writers(trainer, replicas.experts, WriteRequest(path, "experts", _model_writes(experts)))
 
 
-def _shared(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
-    """A file of replicated tensors: one rank writes it, or all write a part each."""
+def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
+    """Assigns the writers of a file of replicated tensors: one rank, or all ranks with a part each."""
     alike = not any(map(_may_differ, request.tensors))
     if trainer.config.shared_writes and alike:
         yield replace(request, writers=tuple(ranks))
@@ -291,9 +294,9 @@ def _shared(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> It
 
 
 def _may_differ(write: TensorWrite) -> bool:
-    """Whether replicas need not hold the same: buffers may differ, and opaque states need not even be as long.
+    """Whether replicas may hold different values: buffers may differ, and opaque states may differ in length.
 
-    Not the router's bias: megatron computes it from the token counts of all data-parallel ranks.
+    The router's bias does not differ: megatron computes it from the token counts of all data-parallel ranks.
     """
     return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(".expert_bias")
 
@@ -306,13 +309,13 @@ def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
 
 
 def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterator[WriteRequest]:
-    """This rank's own file, and its part of what a replicated optimizer keeps in the file of the first replica."""
+    """This rank's own file; for a replicated optimizer also this rank's part of the first replica's file."""
     parts = optimizer_state.optimizer_parts(trainer.optimizer)
     by_part = optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
     states = list(zip(parts, by_part, strict=True))
     rank, dense = trainer.agreement.rank, trainer.replicas.dense
     own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)
-    # Of experts the replicas are other ranks than of dense tensors, though one file holds both: left to one writer.
+    # Experts and dense tensors have different replicas, but share a file. So one rank writes such a file alone.
     replicated = not any(part.is_sharded for part in parts) and not trainer.topology.experts_apart
     if not replicated:
         yield own
@@ -320,7 +323,7 @@ def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterat
     at = trainer.coordinates
     if rank != dense[0]:
         yield own
-    yield from _shared(trainer, dense, _optimizer_request(trainer, (at.pp, at.tp, 0, 0), states, dense[0]))
+    yield from _with_writers(trainer, dense, _optimizer_request(trainer, (at.pp, at.tp, 0, 0), states, dense[0]))
 
 
 def _optimizer_request(
@@ -329,7 +332,7 @@ def _optimizer_request(
     states: Iterable[tuple[optimizer_state.OptimizerPart, Sequence[ParameterState]]],
     writer: int,
 ) -> WriteRequest:
-    """The optimizer file of one place (pp, tp, cp, dp), as rank `writer` has it."""
+    """The optimizer file of one place (pp, tp, cp, dp), with the tensors that rank `writer` writes."""
     writes: list[TensorWrite] = []
     aliases: list[Alias] = []
     for part, members in states:

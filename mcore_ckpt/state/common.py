@@ -1,4 +1,4 @@
-"""What all ranks share of optimizer and scheduler, put back."""
+"""Writes the state that all ranks share back into optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
 def write_common(
     optimizer: Any, lr_scheduler: Any, saved: Sequence[SavedPart], schedule: dict[str, Any] | None
 ) -> None:
-    """Sets schedule, param groups, steps and gradient scalers. The parameters' state is there: a step goes to each.
+    """Sets the schedule, param groups, steps and gradient scalers.
+
+    The moments must exist already, because each parameter that has state gets the step.
 
     Args:
-        optimizer, lr_scheduler: the trainer's.
-        saved: for each chained optimizer.
-        schedule: the scheduler's state.
+        optimizer, lr_scheduler: the trainer's objects.
+        saved: the saved state of each chained optimizer.
+        schedule: the scheduler's state, or None.
     """
-    # The scheduler first: loading it sets the groups' rates, from fields it has not all read yet.
+    # Load the scheduler first: it sets the groups' rates from fields that it has not all read by then.
     write_scheduler(lr_scheduler, schedule)
     keep_rates = keeps_own_rates(lr_scheduler)
     for part, state in zip(optimizer_state.optimizer_parts(optimizer), saved, strict=True):

@@ -1,4 +1,4 @@
-"""Whether there are still the same tensors to save: asked before every save, so it must cost next to nothing."""
+"""Detects whether the tensors to save are still the same ones. Every save asks, so it must cost next to nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mcore_ckpt.state.optimizer import STEP, OptimizerPart, optimizer_parts
 
 
 class LiveObjects:
-    """Where in a model and an optimizer which tensors were, to find out later whether they still are.
+    """Remembers which tensor stood where in a model and an optimizer, to detect later changes.
 
-    Keeps no tensor alive: a trainer that offloads by putting others in their place gets its memory back.
+    It keeps no tensor alive: a trainer that offloads by replacing tensors gets its memory back.
 
     Example:
         >>> before = LiveObjects(chunks, optimizer)  # doctest: +SKIP
@@ -25,7 +25,7 @@ class LiveObjects:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        # Comparing columns never leaves C, and touches no tensor; walking over modules and parameters again takes
+        # Columns are compared in C and without touching a tensor. Walking over modules and parameters again takes
         # several times as long.
         self._empty: list[dict[str, Any]] = []
         self._submodules: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ class LiveObjects:
         self._optimizers = [_LiveOptimizer(part) for part in _parts(optimizer) if part.inner is not None]
 
     def are_still_there(self) -> bool:
-        """Whether each of them is where it was, and no other has come."""
+        """Whether each tensor is where it was, and there is no new one."""
         parts = [part.megatron for part in _parts(self._optimizer)]
         return (
             all(unwrap(chunk) is module() for chunk, module in self._chunks)
@@ -71,7 +71,7 @@ class LiveObjects:
                 self._add(tensors, [name for name in tensors if name not in module._non_persistent_buffers_set])
         self._empty += [members for members in (module._modules, module._parameters, module._buffers) if not members]
         get = type(module).get_extra_state
-        # megatron's own layers have the method for transformer-engine's sake, and always return None.
+        # megatron's own layers have the method because transformer-engine asks for it; theirs always returns None.
         if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 
@@ -88,9 +88,9 @@ def _parts(optimizer: Any) -> list[OptimizerPart]:
 
 
 class _LiveOptimizer:
-    """The parameters of one optimizer, and the kinds and tensors of their state.
+    """Remembers the parameters of one optimizer, and the kinds and tensors of their state.
 
-    Found from the optimizer each time: `load_state_dict` puts a new `state` and new `param_groups` there, and the old
+    It reads `state` and `param_groups` from the optimizer each time: `load_state_dict` puts new ones there, and the old
     ones would live on unchanged.
     """
 
@@ -102,7 +102,7 @@ class _LiveOptimizer:
         self._parameters = [self._watch.add(parameter) for parameter in self._now()]
         states = [self._inner.state.get(parameter) for parameter in self._now()]
         self._kinds = [None if state is None else len(state) for state in states]
-        # Some optimizers put a new number there at every step.
+        # The step is left out: some optimizers replace it at every step.
         found = [
             (at, kind, value)
             for at, state in enumerate(states)
@@ -114,7 +114,7 @@ class _LiveOptimizer:
         self._values = [self._watch.add(value) for _, _, value in found]
 
     def _now(self) -> list[Any]:
-        # Not by iterating over `state`: it may hold entries of parameters that are no longer in any group.
+        # `state` is no substitute: it may hold entries of parameters that are no longer in any group.
         return [parameter for group in self._part.param_groups for parameter in group["params"]]
 
     def is_still_there(self) -> bool:
@@ -133,18 +133,18 @@ class _LiveOptimizer:
 
 
 class _Watch:
-    """Identities that stay those of the same objects: as long as no tensor has died, no other can have its place."""
+    """Watches objects, so that their ids stay valid: as long as no tensor has died, no other can have its id."""
 
     def __init__(self) -> None:
         self.has_died = False
         self._held: list[object] = []
 
     def add(self, value: object) -> int:
-        # Of tensors weak references: a trainer that puts others in their place gets its memory back.
-        self._held.append(ref(value, self._tell) if isinstance(value, torch.Tensor) else value)
+        # References to tensors are weak: a trainer that replaces a tensor gets its memory back.
+        self._held.append(ref(value, self._note_death) if isinstance(value, torch.Tensor) else value)
         return id(value)
 
-    def _tell(self, _: object) -> None:
+    def _note_death(self, _: object) -> None:
         self.has_died = True
 
 

@@ -1,4 +1,7 @@
-"""Model chunks -> named shards. Regions come from megatron's own `sharded_state_dict`, names from the modules."""
+"""Turns model chunks into named shards.
+
+Regions come from megatron's own `sharded_state_dict`, names from the modules.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class ChunkLayers:
-    """Global layer numbers, from 0, that one virtual chunk holds."""
+    """The global numbers, from 0, of the layers that one virtual chunk holds."""
 
     decoder: tuple[int, ...]
     mtp: tuple[int, ...]
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel, Float16Module and the like, which keep it as `module`."""
+    """The model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
@@ -48,8 +51,8 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
 def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Completes parameters that are only partly up to date.
 
-    With `overlap_param_gather`, `optimizer.step()` updates a rank's own shard of each bucket and the rest
-    arrives in the forward hooks after it (DistributedDataParallel, 0.16.1). Collective over data parallelism.
+    With `overlap_param_gather`, `optimizer.step()` updates a rank's own shard of each bucket, and the forward hooks
+    after it bring the rest (DistributedDataParallel, 0.16.1). Collective over data parallelism.
     """
     gather_parameters([c for c in chunks if getattr(getattr(c, "ddp_config", None), "overlap_param_gather", False)])
 
@@ -63,9 +66,9 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether parameters live where gradients will be put: the next backward pass then writes over them.
+    """Whether parameters and gradients share memory. The next backward pass then overwrites the parameters.
 
-    So DistributedDataParallel (0.16.1) does with `reuse_grad_buf_for_mxfp8_param_ag`.
+    DistributedDataParallel (0.16.1) shares it with `reuse_grad_buf_for_mxfp8_param_ag`.
     """
     for chunk in chunks:
         for buffer in ddp_buffers(chunk):
@@ -75,12 +78,12 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def ddp_buffers(chunk: Any) -> list[Any]:
-    """The memory of the parameters that train, under DistributedDataParallel."""
+    """The buffers in which DistributedDataParallel keeps the parameters that train."""
     return [*_listed(chunk, "buffers"), *_listed(chunk, "expert_parallel_buffers")]
 
 
 def _listed(chunk: Any, name: str) -> list[Any]:
-    # Every torch module has a *method* `buffers`; DistributedDataParallel hides it behind its list of buckets.
+    # Every torch module has a method `buffers`. DistributedDataParallel replaces it with its list of buffers.
     found = getattr(chunk, name, ())
     return [] if callable(found) else list(found)
 
@@ -90,6 +93,7 @@ def _start(tensor: torch.Tensor) -> int:
 
 
 def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
+    """Reads which layers a chunk, bare or wrapped, holds."""
     numbers = chunk_names(unwrap(chunk)).layers
     decoder, mtp = (
         tuple(sorted(layer.number for layer in numbers if layer.list_name == name))
@@ -99,10 +103,10 @@ def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
 
 
 def chunk_names(module: torch.nn.Module) -> ChunkNames:
-    """How the names of an unwrapped chunk become global, from what its modules say of themselves.
+    """Reads from the modules of an unwrapped chunk how its names become global.
 
-    `layer_number` (from 1, over the whole model) is right under every way megatron splits layers; the
-    position in the ModuleList counts from 0 in each chunk.
+    `layer_number` (from 1, over the whole model) is right however megatron splits layers. The position in the
+    ModuleList counts from 0 in each chunk.
     """
     layers, experts = [], []
     for path, child in module.named_modules():
@@ -117,17 +121,18 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 
 
 def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
-    """All parameters, persistent buffers and `_extra_state`s of this rank, as live tensors: no copy, no communication.
+    """All parameters, persistent buffers and `_extra_state`s of this rank, as live tensors.
+
+    Nothing is copied or communicated.
 
     Raises:
-        UnsupportedError: a tensor whose place in the global tensor megatron does not tell.
+        UnsupportedError: megatron does not say where in the global tensor a tensor belongs.
     """
     shards: list[LocalShard] = []
     seen: dict[ShardKey, str] = {}
     for number, chunk in enumerate(chunks):
         for shard in _read_chunk(unwrap(chunk)):
-            # A second holder of the same tensor on this rank (a tied copy in another chunk) is loaded too, but not
-            # stored.
+            # A tied copy of the same tensor in another chunk of this rank is loaded too, but not stored.
             if shard.key in seen and not shard.replica:
                 raise UnsupportedError(f"tensor {shard.key} is in chunk {seen[shard.key]} and again in chunk {number}")
             seen.setdefault(shard.key, str(number))
@@ -150,7 +155,7 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 
 
 def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
-    """The layer that an `AdapterWrapper` (Megatron-Bridge) gives its own place to in `state_dict`."""
+    """The layer inside an `AdapterWrapper` (Megatron-Bridge), which has the wrapper's name in `state_dict`."""
     while type(owner).get_extra_state is torch.nn.Module.get_extra_state and hasattr(owner, "to_wrap"):
         owner = owner.to_wrap  # type: ignore[assignment]
     return owner
@@ -158,7 +163,7 @@ def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
 
 def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     try:
-        # Else TransformerBlock.sharded_state_dict (0.16.1) hides the layer number in an axis.
+        # Without it TransformerBlock.sharded_state_dict (0.16.1) hides the layer number in an axis.
         return module.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # type: ignore[operator]
     except AssertionError as error:
         # Known: tied embeddings with MTP on a pipeline stage that is not the first (0.16.1).
@@ -209,7 +214,7 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
         )
     replica_id = sharded.replica_id
     replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
-    # A copy kept by a later pipeline stage goes by the name of the original, which is its sharded key.
+    # The copy that a later pipeline stage keeps has the name of the original, which is its sharded key.
     key = ShardKey(sharded.key if replica else name, MODEL)
     is_buffer = not isinstance(tensor, torch.nn.Parameter)
     return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica, is_buffer)
@@ -226,10 +231,10 @@ def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
 
 
 def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
-    """Where a ShardedTensorFactory puts the parts of a tensor, found by giving it tensors of positions.
+    """Finds where a ShardedTensorFactory puts the parts of a tensor, by giving it tensors of positions.
 
-    One tensor per axis, expanded from a vector, so that a weight of any size costs nothing. Parts under keys of their
-    own (Mamba's in_proj) are laid end to end along the axis they are cut on.
+    There is one tensor of positions per axis, expanded from a vector, so that a weight of any size costs nothing. Parts
+    that have keys of their own (Mamba's in_proj) are placed one after the other along the axis that they are cut on.
     """
     parts_by_axis = [
         _flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None))

@@ -1,4 +1,4 @@
-"""Parameters whose memory on the GPU is freed, and the copies that whoever freed it keeps of them in host memory."""
+"""Finds the host copies of parameters whose GPU memory was freed by offloading."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mcore_ckpt.state.model import ddp_buffers
 
 @dataclass(frozen=True, eq=False)
 class HostCopy:
-    """`data` is a copy of a buffer's elements, which begin at element `start` of the storage that was freed."""
+    """A copy `data` of a buffer's elements, which begin at element `start` of the freed storage."""
 
     data: torch.Tensor
     start: int
 
 
 HostCopies = Mapping[int, HostCopy]
-"""By the storage they are copies of."""
+"""Host copies by the identity of the freed storage."""
 
 
 def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
-    """The copies of those buffers of DistributedDataParallel that have no memory now.
+    """The host copies of the buffers of DistributedDataParallel that have no memory now.
 
     verl (0.9.1, `offload_megatron_model_to_cpu`) keeps them as `param_data.cpu_data`, megatron's own `offload_to_cpu`
-    (0.16.1) as `param_data_cpu`. Both keep them after parameters have come back, too, when they are old.
+    (0.16.1) as `param_data_cpu`. Both keep them after the parameters are back, when the copies are outdated.
 
     Raises:
-        UnsupportedError: with `overlap_param_gather` other ranks' shards of the parameters may not have been there when
-            they were copied, and cannot be gathered now.
+        UnsupportedError: the model has `overlap_param_gather`. The shards of other ranks may have been missing when the
+            parameters were copied, and cannot be gathered now.
     """
     copies = {}
     for chunk in chunks:
@@ -43,7 +43,7 @@ def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
             copy = getattr(data, "cpu_data", None)
             copy = getattr(buffer, "param_data_cpu", None) if copy is None else copy
             if copy is None:
-                continue  # told apart by name where the tensor is to be saved
+                continue  # the planner names the tensor if it is to be saved
             if chunk.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
                 raise UnsupportedError(
                     "the model's parameters are offloaded, and it has overlap_param_gather: those of other ranks may "
@@ -54,7 +54,7 @@ def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
 
 
 def in_host_memory(tensors: Iterable[torch.Tensor], copies: HostCopies) -> list[torch.Tensor]:
-    """The tensors; of those whose memory is freed the parts of the copies that they are."""
+    """The tensors, where each one without memory is replaced by its part of the host copy."""
     found = ((tensor, copies.get(_storage(tensor))) for tensor in tensors)
     return [tensor if copy is None else _part(tensor, copy) for tensor, copy in found]
 

@@ -1,6 +1,6 @@
-"""Optimizers -> named shards, and back.
+"""Turns optimizers into named shards, and writes saved state back.
 
-The names and regions are the model's; the optimizer adds which flat range of each parameter this rank owns.
+The names and regions are the model's. The optimizer adds which flat range of each parameter this rank owns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 
 STEP = "step"
-# What the user's new configuration decides if megatron's scheduler is told to override the saved one.
+# Fields that keep their present values if megatron's scheduler is set to override the saved ones.
 _RATES = ("lr", "max_lr", "min_lr", "weight_decay")
 
 
@@ -38,7 +38,7 @@ class OptimizerPart:
 
     @property
     def steps_in_groups(self) -> bool:
-        """transformer-engine's FusedAdam counts steps per group, torch's Adam per parameter."""
+        """Whether param groups count the steps (transformer-engine's FusedAdam), not parameters (torch's Adam)."""
         return any(cls.__name__ == "FusedAdam" for cls in type(self.inner).__mro__)
 
 
@@ -49,7 +49,7 @@ def optimizer_parts(optimizer: Any) -> list[OptimizerPart]:
 
 
 def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: bool) -> list[list[ParameterState]]:
-    """This rank's parameter states, one list per part, as live tensors: no copy, no communication.
+    """This rank's parameter states as live tensors, one list per part, without copy or communication.
 
     Args:
         optimizer: megatron's optimizer.
@@ -72,11 +72,11 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
 
 
 def main_params(part: OptimizerPart) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool]]:
-    """(model parameter, main parameter, flat range, main is a view of the model's memory).
+    """Yields (model parameter, main parameter, flat range, whether main is a view of the model's memory).
 
-    From the groups that pair them, not from `_get_main_param_and_optimizer_states` (0.16.1): that finds the main
-    parameter by its position in buffer order, while the groups list fp32 parameters first, so it mixes them up where
-    one group has parameters of two dtypes.
+    It reads the groups that pair the two. `_get_main_param_and_optimizer_states` (0.16.1) finds the main parameter by
+    its position in buffer order, while the groups list fp32 parameters first. It confuses them if one group has
+    parameters of two dtypes.
     """
     owner = part.megatron
     if part.inner is None:
@@ -125,7 +125,7 @@ def _parameter_state(
 
 
 def _moments(part: OptimizerPart, shard: LocalShard, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    # `state` is a defaultdict: indexing it for a parameter without state would create one.
+    # `state` is a defaultdict, so indexing it for a parameter without state would create an entry.
     state = part.inner.state.get(main, {})
     moments = {}
     for kind, value in state.items():
@@ -145,10 +145,10 @@ def _describe(value: Any) -> str:
 
 
 def read_step(part: OptimizerPart) -> float | int | None:
-    """How many steps this part has done on this rank; None if nothing on this rank has stepped.
+    """The number of steps that this part has done on this rank; None if nothing on this rank has stepped.
 
     Raises:
-        UnsupportedError: parameters have done different numbers of steps; one number could not bring them back.
+        UnsupportedError: parameters have done different numbers of steps, which one number could not restore.
     """
     if part.inner is None:
         return None
@@ -164,18 +164,18 @@ def read_step(part: OptimizerPart) -> float | int | None:
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:
-    # A TorchFunctionMode, as profilers are, would be asked at each of thousands.
+    # A TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors.
     with torch._C.DisableTorchFunction():
         tensors = [step for step in steps if isinstance(step, torch.Tensor)]
         numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
         on_device = [step for step in tensors if not step.is_cpu]
         numbers.update(map(torch.Tensor.item, (step for step in tensors if step.is_cpu)))
-        # In one transfer: each waits for the device.
+        # One transfer for all: each transfer waits for the device.
         return numbers.union(torch.stack(on_device).tolist() if on_device else ())
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
-    """Every field of every group but the parameters and the step, which has a place of its own."""
+    """Every field of every group as plain values, without the parameters and the step. Raises UnsupportedError."""
     return [
         {
             key: to_plain(value, f"param_groups[{i}][{key!r}]")
@@ -187,25 +187,29 @@ def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
 
 
 def read_grad_scaler(part: OptimizerPart) -> dict[str, Any] | None:
+    """The gradient scaler's state as plain values; None without a scaler."""
     scaler = getattr(part.megatron, "grad_scaler", None)
     return None if scaler is None else to_plain(scaler.state_dict(), "grad_scaler")
 
 
 def kind_of(part: OptimizerPart) -> str:
-    """Which state the optimizer keeps: Adam's variants keep the same."""
+    """The kind of state that the optimizer keeps. Adam's variants keep the same."""
     name = type(part.inner).__name__
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
 
 
-# What `kind_of` says of a part without parameters.
+# The kind of a part without parameters.
 _NO_OPTIMIZER = type(None).__name__
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What is saved of one chained optimizer beside its tensors.
+    """The saved state of one chained optimizer without its tensors.
 
-    `param_groups`: in the order of this optimizer's own (match_groups); None: they stay as they are.
+    Attributes:
+        param_groups: in the order of this optimizer's own groups (`match_groups`); None: they stay as they are.
+        step: the number of steps; None if it is unknown.
+        grad_scaler: the gradient scaler's state, or None.
     """
 
     param_groups: Sequence[Mapping[str, Any]] | None
@@ -214,10 +218,10 @@ class SavedPart:
 
 
 def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]]) -> tuple[SavedPart, ...]:
-    """The saved state of each part, though they may be chained otherwise.
+    """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
-    With expert parallelism experts have an optimizer of their own, without it they are in the dense one's groups
-    (`_get_param_groups`, 0.16.1).
+    With expert parallelism experts have an optimizer of their own. Without it they are in the groups of the dense
+    optimizer (`_get_param_groups`, 0.16.1).
 
     Raises:
         CheckpointMismatchError: a part has no saved counterpart, or several that differ.
@@ -230,7 +234,7 @@ def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any
 
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
-    """Whether both are of experts, or both of other parameters."""
+    """Whether both have experts, or both have other parameters."""
     here, there = (
         {_identity(group)["is_expert_parallel"] for group in groups}
         for groups in (part.param_groups, saved["param_groups"])
@@ -266,11 +270,11 @@ def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Save
 
 
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The saved group of each group of `part`.
+    """Finds the saved group of each group of `part`.
 
-    By position where the groups there have the same identity, as `_filter_and_reorder_param_groups` (0.16.1) does. Else
-    by multipliers alone: which groups are of experts depends on the layout. If that leaves groups of other settings to
-    choose from, by what a user overrides for some parameters, and at last by whether they are of experts.
+    Groups are matched by position if the identities agree, as in `_filter_and_reorder_param_groups` (0.16.1). Otherwise
+    they are matched by multipliers alone, because the layout decides which groups hold experts. If several saved groups
+    with different settings remain, the user's overrides decide, and last whether the group holds experts.
 
     Raises:
         CheckpointMismatchError: a group has no saved counterpart, or several that differ.
@@ -299,7 +303,7 @@ def _counterpart(part: OptimizerPart, number: int, saved: Sequence[Mapping[str, 
 
 
 _EXPERTS = ("is_expert_parallel", "pre_is_expert_parallel")
-# What megatron's ParamGroupOverride (0.16.1) may set for some parameters, beside the multipliers.
+# The fields that megatron's ParamGroupOverride (0.16.1) may set for some parameters, beside the multipliers.
 _OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "default_config")
 
 
@@ -317,23 +321,23 @@ def _overrides(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
-    """megatron's `param_group_identifier_keys`; NeMo writes some with `pre_` before them."""
+    """The fields of megatron's `param_group_identifier_keys`. NeMo prefixes some of them with `pre_`."""
     keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
     return {key: group.get(key, group.get(f"pre_{key}")) for key in keys}
 
 
 def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], keep_rates: bool) -> None:
-    """Sets the fields of each group from its own of `saved` (match_groups)."""
+    """Sets the fields of each group from the saved group at the same position (see `match_groups`)."""
     left = (*_EXPERTS, *(_RATES if keep_rates else ()))
     for group, values in zip(part.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key not in left})
 
 
 def write_step(part: OptimizerPart, step: float | int | None) -> None:
-    """Sets the step of everything on this rank that has state.
+    """Sets the step of every parameter or group on this rank that has state.
 
-    A tensor for each parameter: `DistributedOptimizer.load_state_dict` (0.16.1) shares one among all, and Adam then
-    counts it once per parameter.
+    Each parameter gets a tensor of its own. `DistributedOptimizer.load_state_dict` (0.16.1) shares one tensor among all
+    parameters, and Adam then counts it once per parameter.
     """
     if part.inner is None:
         return
@@ -352,13 +356,14 @@ def write_step(part: OptimizerPart, step: float | int | None) -> None:
 
 
 def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> None:
+    """Sets the gradient scaler to a saved state; does nothing without either of them."""
     scaler = getattr(part.megatron, "grad_scaler", None)
     if scaler is not None and saved is not None:
         scaler.load_state_dict(dict(saved))
 
 
 def moment_tensor(part: OptimizerPart, state: ParameterState, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor to load one moment into: the one that is there, or a new one of the main parameter's shape."""
+    """The tensor to load a moment into: the present one, or a new one of the main parameter's shape."""
     there = part.inner.state[state.main].get(kind)
     if there is None:
         there = torch.empty_like(state.main, dtype=dtype, requires_grad=False)
@@ -367,12 +372,12 @@ def moment_tensor(part: OptimizerPart, state: ParameterState, kind: str, dtype: 
 
 
 def forget_state(part: OptimizerPart, state: ParameterState) -> None:
-    """The parameter had not been stepped when it was saved: the optimizer starts it anew."""
+    """Drops a parameter's state, because the parameter had done no step when it was saved."""
     part.inner.state.pop(state.main, None)
 
 
 def copy_main_to_model(optimizer: Any) -> None:
-    """Casts main parameters into the model's, as `step()` does after the update. This rank's own ranges only."""
+    """Casts this rank's ranges of the main parameters into the model's, as `step()` does after the update."""
     for part in optimizer_parts(optimizer):
         if part.inner is not None and hasattr(part.megatron, "_copy_main_params_to_model_params"):
             part.megatron._copy_main_params_to_model_params()

@@ -1,4 +1,4 @@
-"""Small state as values that open under `torch.load(weights_only=True)`: no pickled classes."""
+"""Converts small state to values that `torch.load(weights_only=True)` opens, without pickled classes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ def to_plain(value: Any, field: str) -> Any:
     """A copy of `value` made of dicts, lists, tuples, numbers, strings, bytes and CPU tensors.
 
     Tensors are cloned, so later changes do not reach the copy. NumPy scalars become Python's, NumPy arrays become
-    tensors (torch has no safe pickle for them), generators their state, subclasses of dict plain dicts.
+    tensors (torch has no safe pickle for them), generators become their state, subclasses of dict become plain dicts.
+
+    Args:
+        value: the value to copy.
+        field: its name, for messages.
 
     Raises:
-        UnsupportedError: something else is in it; the message names the field.
+        UnsupportedError: the value holds an object of another kind; the message names the field.
 
     Example:
         >>> to_plain({"betas": (0.9, 0.95)}, "param_groups")

@@ -1,4 +1,4 @@
-"""Random number generators: Python's, NumPy's, torch's, the device's, and megatron's tracker."""
+"""Reads and writes the random number generators: Python's, NumPy's, torch's, the device's, and megatron's tracker."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read_rng() -> dict[str, Any]:
 def seed_of(state: dict[str, Any]) -> int:
     """The seed that the generators of a saved state were started with.
 
-    torch's CPU generator writes it first (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes, little-endian). A state
-    that was made for another layout has nothing but the seed.
+    The state of torch's CPU generator begins with it (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes,
+    little-endian). A state that was made for another layout holds only the seed.
     """
     if "seed" in state:
         return int(state["seed"])
@@ -35,10 +35,15 @@ def seed_of(state: dict[str, Any]) -> int:
 
 
 def write_seed(seed: int, step: int, pp: int) -> None:
-    """Starts all generators anew, as megatron's trainer does (`_set_random_seed`): apart by pipeline stage, and those
-    of megatron's tracker by tensor- and expert-parallel rank.
+    """Seeds all generators anew, as megatron's trainer does (`_set_random_seed`).
 
-    The step makes them differ from what the seed gave at the beginning of the training.
+    Seeds differ by pipeline stage; those of megatron's tracker also by tensor- and expert-parallel rank. The step makes
+    the numbers differ from those at the beginning of the training.
+
+    Args:
+        seed: the seed of the training.
+        step: the step that training goes on from.
+        pp: this rank's pipeline stage.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -60,7 +65,7 @@ def write_seed(seed: int, step: int, pp: int) -> None:
 
 
 def write_rng(state: dict[str, Any]) -> None:
-    """Puts all generators back. A generator that was not there when the state was read stays as it is."""
+    """Sets all generators to a saved state. A generator that the state does not have stays as it is."""
     python = state["python"]
     random.setstate((python[0], tuple(python[1]), python[2]))
     if state["numpy"] is not None:
@@ -76,7 +81,7 @@ def _read_numpy() -> dict[str, Any] | None:
     if numpy is None:
         return None
     name, keys, position, has_gauss, cached = numpy.random.get_state()
-    # int64 because torch's operators on uint32 are few; the values fit.
+    # torch has few operators on uint32. The values fit into int64.
     words = torch.from_numpy(keys.astype("int64"))
     return {
         "name": name,
@@ -107,8 +112,8 @@ def _write_tracker(states: dict[str, torch.Tensor]) -> None:
     for name, state in states.items():
         generator = current.get(name)
         if isinstance(generator, torch.Generator):
-            # CUDA graphs hold on to the generator objects of a graph-safe tracker: replacing them would detach the
-            # graphs.
+            # CUDA graphs keep references to the generator objects of a graph-safe tracker. Replacing the objects would
+            # detach the graphs.
             generator.set_state(state)
             restored[name] = generator
         else:

@@ -1,4 +1,4 @@
-"""LR schedulers: megatron's OptimizerParamScheduler, or any object with state_dict and load_state_dict."""
+"""Reads and writes LR schedulers: OptimizerParamScheduler, or any object with state_dict and load_state_dict."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
+    """The scheduler's state as plain values; None without a scheduler. Raises UnsupportedError."""
     return None if scheduler is None else to_plain(scheduler.state_dict(), "lr_scheduler.state_dict()")
 
 
@@ -21,13 +22,15 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
     """Raises CheckpointMismatchError if `write_scheduler` would fail, before anything changes."""
     if scheduler is not None and state is None:
         raise CheckpointMismatchError(
-            "wanted the state of an LR scheduler, found none in the checkpoint: the schedule would go on from anywhere"
+            "wanted the state of an LR scheduler, found none in the checkpoint: make the manager "
+            "without lr_scheduler, or load a checkpoint that has it"
         )
     if scheduler is None and state is not None:
         logger.warning("the checkpoint has the state of an LR scheduler, but there is none here to load it into")
     if scheduler is None or state is None or not _is_megatrons(scheduler):
         return
-    # OptimizerParamScheduler.load_state_dict (0.16.1) asserts field by field while it assigns: let it do so to a copy.
+    # OptimizerParamScheduler.load_state_dict (0.16.1) checks each field just before it assigns it. A copy takes the
+    # first try, so that a failure changes nothing.
     trial = copy.copy(scheduler)
     trial.optimizer = SimpleNamespace(param_groups=[])
     try:
@@ -40,16 +43,17 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
 
 
 def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
+    """Sets the scheduler to a saved state; does nothing without either of them."""
     if scheduler is None or state is None:
         return
     if _is_megatrons(scheduler):
-        # OptimizerParamScheduler.load_state_dict (0.16.1) adds the saved num_steps to what is there.
+        # OptimizerParamScheduler.load_state_dict (0.16.1) adds the saved num_steps to the present number.
         scheduler.num_steps = 0
     scheduler.load_state_dict(state)
 
 
 def keeps_own_rates(scheduler: Any) -> bool:
-    """Whether the user told megatron's scheduler to ignore the saved learning rates and weight decay."""
+    """Whether megatron's scheduler is set to ignore the saved learning rates and weight decay."""
     return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 

@@ -1,4 +1,4 @@
-"""What travels from the training state to the files and back."""
+"""The data that travels from the training state to the files and back."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from mcore_ckpt.sharding.regions import Region
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """A tensor of this rank's training state and what part of which global tensor it is.
+    """A tensor of this rank's training state, and its region of a global tensor.
 
     Attributes:
         key: global name and kind.
         region: its place in the global tensor; `tensor` holds exactly the region's elements.
-        tensor: the live tensor, on any device; of a parameter, the parameter itself.
-        expert: it belongs to routed experts, which are replicated over other ranks than dense tensors.
-        replica: another pipeline stage holds the same global tensor (tied embeddings) and writes it.
-        is_buffer: it is neither parameter nor optimizer state, and may change at any point of a training step.
-        refresh: makes the tensor anew where it is not the live one (`_extra_state`); None if there is none any more.
-        restore: hands loaded bytes back where copying into `tensor` would not do (`_extra_state`).
+        tensor: the live tensor, on any device; for a parameter, the parameter itself.
+        expert: whether it belongs to routed experts, which are replicated over other ranks than dense tensors.
+        replica: whether another pipeline stage holds the same global tensor (tied embeddings) and writes it.
+        is_buffer: whether it is neither parameter nor optimizer state. It may change at any point of a training step.
+        refresh: reads the tensor anew, if `tensor` is only a copy (`_extra_state`). The function returns None if the
+            state no longer exists.
+        restore: sets the loaded value, if copying into `tensor` has no effect (`_extra_state`).
     """
 
     key: ShardKey
@@ -37,7 +38,7 @@ class LocalShard:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is a parameter that does not train."""
+        """Whether this is a parameter that does not train."""
         return not self.is_buffer and not self.tensor.requires_grad
 
 
@@ -48,8 +49,8 @@ class ParameterState:
     Attributes:
         name: the parameter's global name.
         region: the range this rank owns.
-        main: the main parameter: what the optimizer steps.
-        is_model_view: `main` is the model parameter's own memory (fp32 training): its bytes are the model's.
+        main: the main parameter, which the optimizer steps.
+        is_model_view: whether `main` shares the memory of the model parameter (fp32 training).
         expert, replica: as in LocalShard.
         moments: tensors of the optimizer's state by kind (`exp_avg`, ...); empty before the first step.
     """

@@ -1,4 +1,4 @@
-"""What one rank knows of its training: the objects to save, its place in the layout, how it agrees with other ranks."""
+"""The trainer of one rank: the objects to save, the place in the layout, and the agreement with other ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Trainer:
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
         num_layers: how many decoder layers the whole model has.
-        vocab_size: how many tokens the vocabulary has without padding; None if nobody said.
-        agreement: this rank's seat for rounds on the trainer's own thread.
+        vocab_size: how many tokens the vocabulary has without padding; None if it is unknown.
+        agreement: this rank's agreement for rounds on the trainer's own thread.
     """
 
     root: Path

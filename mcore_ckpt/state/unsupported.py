@@ -1,4 +1,4 @@
-"""What is refused by name, before anything is written or changed."""
+"""Refuses models and optimizers that could only be half-saved, by name, before anything is written or changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.shards import LocalShard
 
-# By class name: importing them would need packages (transformer-engine, emerging-optimizers) that may be absent.
+# Classes are recognized by name, because importing them needs packages that may be absent (transformer-engine,
+# emerging-optimizers).
 _MODULES = {
     "GroupedMLP": "legacy GroupedMLP (weights packed and transposed): use TEGroupedMLP or SequentialMLP",
     "FullyShardedDataParallel": "Megatron-FSDP: use DistributedDataParallel",
@@ -30,14 +31,14 @@ _FP8_PARAMETERS = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVF
 
 
 def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises UnsupportedError if a chunk, bare or wrapped, holds anything that could only be half-saved."""
+    """Raises UnsupportedError if a chunk, bare or wrapped, holds something that could only be half-saved."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
             raise UnsupportedError(f"not supported: {_MODULES['MegatronFSDP']}")
         for path, module in chunk.named_modules():
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
         for name, parameter in chunk.named_parameters():
-            # TE's quantized parameters are subclasses of Tensor; a Parameter made of one keeps the class.
+            # TE's quantized tensors are subclasses of Tensor, and a Parameter made from one keeps the class.
             kinds = {cls.__name__ for tensor in (parameter, parameter.data) for cls in type(tensor).__mro__}
             if kinds & set(_FP8_PARAMETERS):
                 raise UnsupportedError(
@@ -48,11 +49,11 @@ def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
-    """Raises UnsupportedError for experts that are cut unlike dense layers without expert parallelism.
+    """Raises UnsupportedError for experts with EP = 1 and ETP ≠ TP, and for packed tensors of several experts.
 
-    megatron-core 0.16.1 marks experts as expert-parallel only if EP > 1 (`ColumnParallelLinear.__init__`); with EP = 1
-    and ETP ≠ TP their gradients are not reduced over the tensor-parallel ranks that replicate them, the replicas
-    drift apart, and one file for all of them would not bring back what was trained.
+    megatron-core 0.16.1 marks experts as expert-parallel only if EP > 1 (`ColumnParallelLinear.__init__`). With EP = 1
+    and ETP ≠ TP their gradients are not reduced over the tensor-parallel ranks that replicate them. The replicas drift
+    apart, and one file for all of them would not restore what was trained.
     """
     if topology.ep == 1 and topology.etp != topology.tp and any(shard.expert for shard in model):
         raise UnsupportedError(
@@ -68,7 +69,7 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
 
 
 def refuse_unsupported_optimizer(optimizer: Any) -> None:
-    """Raises UnsupportedError unless every part of the optimizer is one whose whole state is known."""
+    """Raises UnsupportedError unless the whole state of every part of the optimizer is known."""
     _refuse(type(optimizer), _OPTIMIZERS, "optimizer")
     for part in _parts(optimizer):
         _refuse_part(part)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
-from mcore_ckpt.save.save import SaveReport
+from mcore_ckpt.save.save_report import SaveReport
 
 LONG_S = 30.0
 REPORT = SaveReport(7, Path("steps/7"), 1000, 2.0, 0.5, 0.25, 0.25, 1.0, 0.0, 0.5)
@@ -147,11 +147,11 @@ def test_a_handle_of_a_save_that_failed(error: Exception, kind: type[CheckpointE
     assert (handle.done, handle.committed, handle.report) == (True, False, None)
     assert type(handle.exception) is kind
     assert not save.deleting.is_set(), "old checkpoints may go only if a new one is there"
-    assert not handle.told
+    assert not handle._failure_seen
     for _ in range(2):
         with pytest.raises(kind, match=text):
             handle.wait()
-        assert handle.told
+        assert handle._failure_seen
 
 
 def test_the_progress_of_a_save_that_failed_is_not_that_of_a_whole_one() -> None:
@@ -238,14 +238,14 @@ def test_a_failure_is_told_once() -> None:
     background.raise_failure()
 
 
-@pytest.mark.parametrize("how", ["wait", "was_told"])
+@pytest.mark.parametrize("how", ["wait", "mark_failure_seen"])
 def test_a_failure_that_the_trainer_has_seen_is_not_told_again(how: str) -> None:
     background, handle = failed()
     if how == "wait":
         with pytest.raises(CheckpointCorruptError):
             handle.wait()
     else:
-        background.was_told()
+        background.mark_failure_seen()
     assert background.failure() is None
     background.raise_failure()
 
@@ -276,7 +276,7 @@ def test_with_warn_a_failure_is_logged_once_and_not_raised(caplog: pytest.LogCap
 
 def test_a_later_save_that_succeeds_does_not_bring_back_an_old_failure() -> None:
     background, _ = failed()
-    background.was_told()
+    background.mark_failure_seen()
     launched(background, FakeSave())
     background.wait_until_idle()
     assert background.failure() is None
@@ -291,7 +291,7 @@ import torch.distributed as dist
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.save.save import SaveReport
+from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.ranks.rounds import Agreement, decide
 
 marker = Path(sys.argv[1])
