@@ -76,7 +76,7 @@ beside lint-imports .venv/bin/lint-imports
 beside mypy .venv/bin/mypy mcore_ckpt
 
 # One worker for each of two cores. Each takes a whole file at a time, or its tests of one world size (tests/conftest.py).
-command=(-m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=60)
+command=(-m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=0 --durations-min=0.1)
 [ "$tier" = ci ] || command+=("--$tier")
 if [ -n "$coverage" ]; then
     export COVERAGE_FOLDER=$PWD/build/coverage

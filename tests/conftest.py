@@ -50,6 +50,7 @@ NOT_QUICK = frozenset(
         "test_parity.py",
         "test_remote.py",
         "test_round_trip.py",
+        "test_sanitizers.py",
         "test_s3.py",
         "test_shared_writes.py",
         "test_startup.py",
@@ -58,7 +59,7 @@ NOT_QUICK = frozenset(
     }
 )
 
-# Files that take long, the longest first. Begun last, they would run on alone when all else has ended.
+# The longest first. Begun last, they would run on alone when all else has ended.
 LONG = ("test_areal.py", "test_verl.py", "test_demo.py", "test_chaos.py")
 
 
