@@ -1,4 +1,4 @@
-"""Two HuggingFace models tensor by tensor, in both directions; one may still be a checkpoint that nobody has merged."""
+"""Compares two HuggingFace models tensor by tensor. Either may be a checkpoint that has not been merged yet."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ from mcore_ckpt.tools.merge import MergeJob
 
 _BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-# Of both tensors, at a time on each thread; looking at them takes some times as much where they differ.
-_PIECE_BYTES = 8 << 20
+# The bytes of each tensor that a thread compares at a time. Where the values differ, fp64 copies of the elements take a
+# few times as much.
+_BATCH_BYTES = 8 << 20
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors of one HuggingFace model, and where they are. `where` is for messages."""
+    """The tensors of one HuggingFace model.
+
+    Attributes:
+        where: the folder, for messages.
+        reader: reads the stored tensors.
+        tensors: the model's tensors by HuggingFace name, with their dtype and the stored tensors that they are made of.
+    """
 
     where: Path
     reader: CheckpointReader
@@ -46,9 +53,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much a value may differ: by `atol + rtol * |reference|`. Without either not a bit may.
+    """How much a value may differ from the reference: by at most `atol + rtol * |reference|`.
 
-    `any_dtype`: tensors of different dtypes are compared by value.
+    Attributes:
+        atol: the absolute tolerance. If both tolerances are 0, every bit must be equal.
+        rtol: the relative tolerance.
+        any_dtype: True if tensors of different dtypes may be the same; they are compared by value.
     """
 
     atol: float = 0.0
@@ -57,20 +67,23 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
+        """True if no difference is allowed."""
         return self.atol == 0 and self.rtol == 0
 
 
 @dataclass(frozen=True)
 class ComparedTensor:
-    """What was found of one tensor.
+    """The result for one tensor.
 
     Attributes:
         name: its name.
-        ours, reference: what it is on either side; None: it is not there.
-        differing: how many elements differ by more than they may; of tensors that were not compared, 0.
-        max_abs, max_rel: the largest difference, and the largest in proportion to the reference.
-        is_same: whether nothing is wrong with it.
-        remark: what else to say of it.
+        ours: its dtype and shape in the model under test; None if that model does not have it.
+        reference: its dtype and shape in the reference; None if the reference does not have it.
+        differing: how many elements differ by more than the tolerance; 0 if the tensors were not compared.
+        max_abs: the largest absolute difference.
+        max_rel: the largest difference relative to the reference.
+        is_same: True if the tensors are the same within the tolerance.
+        remark: a note for the reader of the result; may be empty.
     """
 
     name: str
@@ -84,7 +97,7 @@ class ComparedTensor:
 
     @property
     def problem(self) -> str:
-        """What is wrong, in a word; empty: nothing."""
+        """The problem in one word: missing, extra, shape, values or dtype. Empty if the tensors are the same."""
         if self.is_same:
             return ""
         if self.ours is None or self.reference is None:
@@ -96,7 +109,16 @@ class ComparedTensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome. `tensors` are those of either side, without the ignored ones; `nbytes` is what was compared."""
+    """The result for two models.
+
+    Attributes:
+        ours: the folder of the model under test.
+        reference: the folder of the reference.
+        tensors: the result for each tensor that one or both models have, without the ignored ones.
+        ignored: the names of the ignored tensors.
+        nbytes: the bytes of the reference that were compared.
+        seconds: how long the comparison took.
+    """
 
     ours: Path
     reference: Path
@@ -107,30 +129,36 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
+        """True if all tensors are the same within the tolerance."""
         return all(tensor.is_same for tensor in self.tensors)
 
     def worst(self) -> list[ComparedTensor]:
-        """Tensors with anything to say of them: missing ones first, then by how much they differ."""
-        told = [tensor for tensor in self.tensors if not tensor.is_same or tensor.max_abs or tensor.remark]
-        return sorted(told, key=_badness, reverse=True)
+        """The tensors that differ or have a remark, the worst first.
+
+        Tensors that could not be compared come before those that were; these are ordered by their largest difference.
+        """
+        notable = [tensor for tensor in self.tensors if not tensor.is_same or tensor.max_abs or tensor.remark]
+        return sorted(notable, key=_badness, reverse=True)
 
 
 def open_folder(folder: Path) -> Weights:
-    """A HuggingFace model's folder: safetensors or, of old ones, `pytorch_model*.bin`, in one file or several.
+    """Opens the folder of a HuggingFace model.
+
+    The weights are in one or several safetensors files, or, in an old folder, in `pytorch_model*.bin`.
 
     Raises:
-        CheckpointNotFoundError: there are no weights.
-        CheckpointCorruptError: a file is missing or damaged, or holds anything but tensors.
+        CheckpointNotFoundError: the folder has no weights.
+        CheckpointCorruptError: a file is missing or damaged, or holds other values than tensors.
     """
     try:
         reader = safetensors_reader(folder, read_folder(folder))
     except CheckpointNotFoundError:
         reader = _open_bins(folder)
-    return Weights(folder, reader, {name: _as_it_is(name, info) for name, info in weights_of(reader).items()})
+    return Weights(folder, reader, {name: _unchanged(name, info) for name, info in weights_of(reader).items()})
 
 
 def open_job(job: MergeJob) -> Weights:
-    """What merging a checkpoint would write."""
+    """Opens a checkpoint as the model that a merge of it would write."""
     return Weights(job.where, job.reader, {tensor.name: tensor for file in job.plan.files for tensor in file.tensors})
 
 
@@ -141,21 +169,22 @@ def compare(
     ignored: Sequence[str] = (),
     progress: Progress = lambda done, total: None,
 ) -> Comparison:
-    """Compares all tensors, several at a time, in pieces: memory does not grow with the models.
+    """Compares all tensors of two models.
 
-    A head that only one side has is the same if it is the other's embedding: transformers does not write it where
-    embeddings are tied.
+    It compares several tensors at a time, a batch of elements of each, so the memory that it takes does not grow with
+    the models. If only one model has an output head, the head is compared with the other model's embedding, because
+    transformers does not write a head that is tied to the embedding.
 
     Args:
-        ours: what is looked at.
-        reference: what it should be.
-        tolerance: what may differ.
-        ignored: regular expressions of tensors that may be missing or differ.
-        progress: told of bytes of the reference that have been compared, and of how many there are.
+        ours: the model under test.
+        reference: the model that it should be equal to.
+        tolerance: how much values may differ.
+        ignored: regular expressions; tensors whose whole name matches one are not compared.
+        progress: called with the number of the reference's bytes that have been compared, and the number to compare.
 
     Raises:
         CheckpointCorruptError: a file cannot be read.
-        CheckpointMismatchError: there is nothing to compare.
+        CheckpointMismatchError: there are no tensors to compare.
 
     Example:
         >>> compare(open_folder(Path("merged")), open_folder(Path("model"))).is_same  # doctest: +SKIP
@@ -168,12 +197,13 @@ def compare(
     pairs = [_Pair.of(name, ours, reference) for name in names if name not in left_out]
     if not pairs:
         raise CheckpointMismatchError(
-            f"{ours.where} and {reference.where}: nothing is left to compare: {len(names)} tensors, all ignored"
+            f"{ours.where} and {reference.where}: nothing is left to compare, because all {len(names)} tensors are "
+            "ignored: ignore fewer"
         )
     total = sum(pair.nbytes for pair in pairs)
     done, lock = [0], threading.Lock()
 
-    def look(pair: _Pair) -> ComparedTensor:
+    def compare_pair(pair: _Pair) -> ComparedTensor:
         found = pair.compared(tolerance)
         with lock:
             done[0] += pair.nbytes
@@ -181,7 +211,7 @@ def compare(
         return found
 
     with ThreadPoolExecutor(tuning.HOST_THREADS, thread_name_prefix="compare") as pool:
-        tensors = tuple(pool.map(look, pairs))
+        tensors = tuple(pool.map(compare_pair, pairs))
     return Comparison(ours.where, reference.where, tensors, left_out, total, time.monotonic() - started)
 
 
@@ -193,7 +223,8 @@ def _badness(tensor: ComparedTensor) -> tuple[bool, bool, float, int]:
 # -- folders -----------------------------------------------------------------------------------------------
 
 
-def _as_it_is(name: str, info: TensorInfo) -> FileTensor:
+def _unchanged(name: str, info: TensorInfo) -> FileTensor:
+    """A tensor that the file stores under its HuggingFace name and in its HuggingFace form."""
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
@@ -210,10 +241,16 @@ def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:
     elif (folder / _BIN_FILE).exists():
         where, files = {}, [_BIN_FILE]
     else:
-        raise CheckpointNotFoundError(f"{folder}: has no weights: neither model.safetensors nor {_BIN_FILE}, in pieces")
+        raise CheckpointNotFoundError(
+            f"{folder}: has no weights: neither model*.safetensors nor pytorch_model*.bin: name the folder of a "
+            "HuggingFace model"
+        )
     found = {name: shard for file in files for name, shard in _read_bin(folder / file)}
     if missing := sorted(where.keys() - found.keys()):
-        raise CheckpointCorruptError(f"{folder / where[missing[0]]}: lacks {missing[0]}, which {_BIN_INDEX} names")
+        raise CheckpointCorruptError(
+            f"{folder / where[missing[0]]}: lacks {missing[0]}, which {_BIN_INDEX} places in this file: copy the file "
+            "again"
+        )
     return found
 
 
@@ -233,7 +270,16 @@ def _read_bin(path: Path) -> Iterator[tuple[str, tuple[TensorInfo, StoredShard]]
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """A tensor of two models. `remark`: why the two have different names, if they have."""
+    """A tensor of two models.
+
+    Attributes:
+        name: its name.
+        ours: the model under test.
+        reference: the reference.
+        left: the tensor of the model under test; None if it has none.
+        right: the tensor of the reference; None if it has none.
+        remark: why the two tensors have different names; empty if they have the same name.
+    """
 
     name: str
     ours: Weights
@@ -254,14 +300,16 @@ class _Pair:
 
     @property
     def nbytes(self) -> int:
+        """The size of the reference's tensor in bytes; 0 if one model lacks the tensor."""
         return self.right.nbytes if self.left is not None and self.right is not None else 0
 
     def compared(self, tolerance: Tolerance) -> ComparedTensor:
+        """Compares the two tensors."""
         ours, reference = (None if side is None else _info(side) for side in (self.left, self.right))
         if self.left is None or self.right is None or self.left.tensor.shape != self.right.tensor.shape:
             return self._not_tied() if self.remark else ComparedTensor(self.name, ours, reference)
         found = _Differences()
-        for left, right in self._pieces(self.left, self.right):
+        for left, right in self._batches(self.left, self.right):
             found.add(left, right, tolerance)
         is_same = not found.count and (tolerance.any_dtype or self.left.dtype == self.right.dtype)
         if self.remark and not is_same:
@@ -271,31 +319,32 @@ class _Pair:
         )
 
     def _not_tied(self) -> ComparedTensor:
-        """A head that only one side has, and that is not the other's embedding: a tensor too many or too few."""
+        """The result for a head that only one model has and that differs from the other model's embedding."""
         ours, reference = (side.tensors.get(self.name) for side in self._sides)
         return ComparedTensor(
             self.name,
             None if ours is None else _info(ours),
             None if reference is None else _info(reference),
-            remark="nor is it the other side's embedding",
+            remark="differs from the other model's embedding, too",
         )
 
     @property
     def _sides(self) -> tuple[Weights, Weights]:
         return self.ours, self.reference
 
-    def _pieces(self, left: FileTensor, right: FileTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, left: FileTensor, right: FileTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Reads the same elements of both tensors, batch by batch, into memory that the next batch overwrites."""
         count = left.tensor.numel
-        step = max(1, _PIECE_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
+        step = max(1, _BATCH_BYTES // max(left.dtype.itemsize, right.dtype.itemsize))
         memory = [torch.empty(min(step, count), dtype=side.dtype) for side in (left, right)]
         scratch = Scratch(), Scratch()
         for start in range(0, count, step):
             length = min(step, count - start)
-            parts = []
+            batch = []
             for side, tensor, its_memory, its_scratch in zip(self._sides, (left, right), memory, scratch, strict=True):
                 fill(side.reader, [Elements(tensor, start, its_memory[:length])], its_scratch)
-                parts.append(its_memory[:length])
-            yield parts[0], parts[1]
+                batch.append(its_memory[:length])
+            yield batch[0], batch[1]
 
 
 def _info(tensor: FileTensor) -> TensorInfo:
@@ -303,7 +352,7 @@ def _info(tensor: FileTensor) -> TensorInfo:
 
 
 class _Differences:
-    """How two tensors differ, summed up over their pieces."""
+    """The differences between two tensors, summed over the batches."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -311,15 +360,16 @@ class _Differences:
         self.max_rel = 0.0
 
     def add(self, left: torch.Tensor, right: torch.Tensor, tolerance: Tolerance) -> None:
+        """Adds the differences between two flat tensors of the same length. `right` is the reference."""
         if left.dtype == right.dtype:
-            # Whole words, for speed; and -0.0 is another value than 0.0, NaN the same as itself.
+            # Bits are faster to compare than values. They also tell -0.0 from 0.0, and a NaN is equal to itself.
             bits = _bits(left) != _bits(right)
             if not bits.any():
                 return
             left, right = left[bits], right[bits]
         ours, wanted = left.to(torch.float64), right.to(torch.float64)
         difference = (ours - wanted).abs()
-        # Equal infinities give NaN, and NaN where it should be is what it should be.
+        # The difference of equal infinities is NaN, and NaN equals NaN here: both count as no difference.
         difference[(ours == wanted) | (ours.isnan() & wanted.isnan())] = 0.0
         difference.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         relative = torch.where(difference == 0, 0.0, difference / wanted.abs().nan_to_num(nan=0.0))

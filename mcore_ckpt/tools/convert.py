@@ -1,4 +1,7 @@
-"""A HuggingFace folder rewritten as a checkpoint, without a model: what both formats have in common."""
+"""The common parts of converting a HuggingFace folder into a checkpoint, without building the model.
+
+`convert_native.py` writes this package's format, `convert_torch_dist.py` megatron's.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,19 @@ from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 
 Progress = Callable[[int, int], None]
-"""Told of bytes that this process has written, and of how many it will write."""
+"""Called with the number of bytes that this process has written, and the number that it will write."""
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did.
+    """Report of a conversion.
 
     Attributes:
-        source, path: the folders.
-        model: what was converted, in words.
-        nbytes: of all tensors' bytes that were written, by all processes.
-        seconds: from the call to the last agreement.
+        source: the HuggingFace folder.
+        path: the folder of the new checkpoint.
+        model: a description of the model.
+        nbytes: the bytes of all tensors that all processes have written.
+        seconds: the time from the call to the last agreement.
     """
 
     source: Path
@@ -42,10 +46,15 @@ class ConversionReport:
 
 
 def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) -> HuggingFaceReader:
-    """The folder, on all processes; each must see it. `ignore`: regular expressions of names to leave out.
+    """Opens a HuggingFace folder on all processes and checks that each of them sees the same files.
+
+    Args:
+        agreement: this process's membership in the group of processes that share the work.
+        source: the folder.
+        ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
-        CheckpointError: as `HuggingFaceReader` and `read_contents`; on all alike.
+        CheckpointError: `HuggingFaceReader` or `read_contents` refuses the folder. All processes raise it.
     """
     contents = FolderContents.from_record(
         source, decide(agreement, f"opening {source}", dict, lambda _: read_contents(source).to_record())
@@ -61,7 +70,7 @@ def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) 
         found[0].check_left_out()
         check_code(source, found[0].model.config)
         if found[0].model.architecture.rules:
-            # A model that megatron cannot compute: not after hours, by the trainer.
+            # Refuse a model that megatron cannot build now, not when a trainer loads the converted checkpoint.
             to_mcore_config(found[0].model)
         return {}
 
@@ -70,25 +79,26 @@ def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) 
 
 
 def whole_region(reader: HuggingFaceReader, name: str) -> Region:
-    """A global tensor, in the pieces that megatron's own region of it has where nothing is cut."""
+    """The region of a whole tensor, divided into the pieces in which megatron stores it on a single rank."""
     shape = reader.parts_of(name)[0].region.global_shape
     sections = tuple(section.rows for section in reader.sections_of(name))
     if ".linear_fc1." in name:
-        # Gate and up are cut apart (`apply_swiglu_sharded_factory`); all models here have gated linear units.
+        # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`). Every supported architecture has gated
+        # linear units.
         sections = (1, 1)
     return Cut(0, sections).region(shape, 0, 1) if sections else Region.whole(shape)
 
 
 def check_written(reader: HuggingFaceReader, names: Iterable[str], read: Callable[[str, Region], torch.Tensor]) -> None:
-    """Compares what was written with the folder, bit for bit, a stored tensor at a time.
+    """Compares written tensors with the HuggingFace folder, bit for bit, one stored tensor at a time.
 
     Args:
-        reader: the folder.
-        names: of the tensors to look at.
-        read: a part of a written tensor, flattened.
+        reader: the reader of the HuggingFace folder.
+        names: the names of the tensors to compare.
+        read: returns a region of a written tensor, flattened.
 
     Raises:
-        CheckpointMismatchError: it differs.
+        CheckpointMismatchError: the bits differ.
     """
     for name in names:
         for shard in reader.parts_of(name):
@@ -97,6 +107,6 @@ def check_written(reader: HuggingFaceReader, names: Iterable[str], read: Callabl
             found = read(name, shard.region)
             if found.dtype != wanted.dtype or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
                 raise CheckpointMismatchError(
-                    f"tensor {name}, {shard.region.describe()}: what was written is not what {shard.file} holds "
-                    f"({MODEL} of {reader.contents.folder})"
+                    f"{reader.contents.folder / shard.file}: tensor {name} ({MODEL}), {shard.region.describe()}: the "
+                    "written bits differ from this file: check the disks and convert again"
                 )

@@ -1,10 +1,10 @@
-"""A HuggingFace folder as a checkpoint of this package: the model of step 0, under any layout."""
+"""Converts a HuggingFace folder into a checkpoint of this package: the model at step 0, under any layout."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ STEP = 0
 _CONTENTS = ("model",)
 
 
+@dataclass(frozen=True)
+class _NewCheckpoint:
+    """The checkpoint to write: its folder, its staging folder, the id of the attempt, and its layout."""
+
+    role_dir: Path
+    staging: Path
+    attempt: str
+    target: Target
+
+
 def convert_to_native(
     source: Path,
     root: Path,
@@ -47,23 +57,25 @@ def convert_to_native(
     progress: Progress = lambda done, total: None,
     ignore: Sequence[str] = (),
 ) -> ConversionReport:
-    """Writes `root/global_steps_0/<role>`, which is there when all of it is. Every process calls it.
+    """Writes `root/global_steps_0/<role>`, which appears only when it is complete. Every process must call it.
 
-    Takes the memory of `write_planned_files`, whatever the size of the model. Files are divided among the processes.
+    The processes share the files among them. Each takes the memory of `write_planned_files`, whatever the size of the
+    model.
 
     Args:
-        source: the folder of the HuggingFace model; every process sees it.
-        root: the folder of steps to write into; what it has of step 0 and this role is replaced.
-        wanted: the layout.
-        agreement: this process's seat.
-        role: the folder's name.
-        test: read all back and compare, before it is put in place.
-        progress: told of bytes written.
+        source: the folder of the HuggingFace model; every process must see it.
+        root: the folder of all steps; a checkpoint of this role at step 0 in it is replaced.
+        wanted: the layout of the new checkpoint.
+        agreement: this process's membership in the group of processes that share the work.
+        role: the name of the role's folder.
+        test: True to read everything back and compare it before the checkpoint appears.
+        progress: called with the number of bytes written and the number to write.
         ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.
-        CheckpointError: the folder is damaged, does not fit the layout, or cannot be written; nothing has come.
+        CheckpointError: the HuggingFace folder is damaged, does not fit the layout, or the checkpoint cannot be
+            written. All processes raise it, and `root` is as it was.
     """
     started = time.monotonic()
     source, role_dir = source.absolute(), file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
@@ -72,7 +84,7 @@ def convert_to_native(
     attempt = _open(agreement, role_dir)
     staging = file_names.staging_dir(role_dir, attempt)
     try:
-        nbytes = _write(agreement, reader, files, staging, progress, (target, role_dir, attempt))
+        nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, attempt, target), progress)
         if test:
             _test(agreement, reader, staging)
         _publish(agreement, staging, role_dir, attempt)
@@ -84,7 +96,7 @@ def convert_to_native(
 
 
 def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:
-    """The folder's tensors as those of a checkpoint that one rank has saved."""
+    """Describes the folder's tensors as if one rank had saved them."""
     for name in reader.names:
         file = reader.parts_of(name)[0].file
         yield SavedTensor(
@@ -93,7 +105,7 @@ def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:
 
 
 def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list[PlannedFile]]:
-    # A HuggingFace model is not cut, as if one rank had saved all of it.
+    # A HuggingFace model is not cut, so it has the layout of a checkpoint that one rank has saved.
     saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
         tensors = list(folder_tensors(reader))
@@ -118,9 +130,8 @@ def _write(
     agreement: Agreement,
     reader: HuggingFaceReader,
     files: Sequence[PlannedFile],
-    staging: Path,
+    new: _NewCheckpoint,
     progress: Progress,
-    where: tuple[Target, Path, str],
 ) -> int:
     sizes = [file.nbytes for file in files]
     mine = share_of(sizes, agreement.rank, agreement.world_size)
@@ -131,22 +142,21 @@ def _write(
         progress(done[0], total)
 
     def work() -> Record:
-        written = write_planned_files(reader.read_numbers, [files[number] for number in mine], staging, wrote)
+        written = write_planned_files(reader.read_numbers, [files[number] for number in mine], new.staging, wrote)
         return {"files": [_as_record(names) for names in written]}
 
     def combine(records: Sequence[Record]) -> Record:
         indexed = [_from_record(file) for record in records for file in record["files"]]
-        commit.check_files(staging, [(rank, names.file) for rank, names in enumerate(indexed)])
-        folder = staging / file_names.HUGGINGFACE_DIR
+        commit.check_files(new.staging, [(rank, names.file) for rank, names in enumerate(indexed)])
+        folder = new.staging / file_names.HUGGINGFACE_DIR
         folder.mkdir(FOLDER_MODE)
         assets = [(0, file) for file in written_assets(folder, copy_assets(reader.contents.folder, folder))]
-        target, role_dir, attempt = where
-        identity = Identity(STEP, role_dir.name, (role_dir.name,), attempt, _CONTENTS, {})
-        manifest = build_manifest(identity, target, indexed, assets)
-        commit.write_manifest(staging, manifest)
+        role = new.role_dir.name
+        identity = Identity(STEP, role, (role,), new.attempt, _CONTENTS, {})
+        commit.write_manifest(new.staging, build_manifest(identity, new.target, indexed, assets))
         return {}
 
-    decide(agreement, f"writing {staging}", work, combine)
+    decide(agreement, f"writing {new.staging}", work, combine)
     return sum(sizes)
 
 

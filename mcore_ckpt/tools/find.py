@@ -1,4 +1,4 @@
-"""Which checkpoint a path stands for, whatever program wrote it, and what reads its tensors."""
+"""Finds the checkpoint at a path, whatever program wrote it, and opens its reader."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 Backend = Literal["megatron", "fsdp"]
 Kind = Literal["native", "fsdp"] | ForeignKind
 
-# Where a checkpoint may have config.json and tokenizer: ours and verl's today, verl up to 0.4, and beside the weights.
+# The folders, relative to the role's folder, that may hold config.json and the tokenizer: this package and verl write
+# the first, verl up to 0.4 wrote the second, other programs put the files beside the weights.
 _CONFIG_DIRS = (file_names.HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{file_names.HUGGINGFACE_DIR}")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The checkpoints to rewrite: the folders of some or all roles of one step."""
+    """The checkpoints at a path: some or all roles of one step.
+
+    Attributes:
+        step: the step.
+        role_dirs: the folders of the roles, sorted by name.
+    """
 
     step: int
     role_dirs: tuple[Path, ...]
@@ -39,24 +45,29 @@ class Selection:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint of one role. `kind`: "native" is one of this package."""
+    """A checkpoint of one role.
+
+    Attributes:
+        path: its folder.
+        kind: the format of its files; "native" is the format of this package.
+    """
 
     path: Path
     kind: Kind
 
     @property
     def has_hf_names(self) -> bool:
-        """Whether its tensors are HuggingFace's, and need no conversion."""
+        """True if its tensors have HuggingFace's names and values, so that they are only copied."""
         return self.kind == "fsdp"
 
     def config_dir(self) -> Path:
-        """The folder with its `config.json`. Raises CheckpointNotFoundError if it brought none."""
+        """The folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
         folders = [self.path / name for name in _CONFIG_DIRS]
         found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
         if found is None:
             raise CheckpointNotFoundError(
-                f"{folders[0] / 'config.json'}: missing: it says what model this is; name a folder that has it "
-                "(--hf_model_path)"
+                f"{folders[0] / 'config.json'}: missing, so the architecture of the model is not known: name a folder "
+                "that has this file with --hf_model_path"
             )
         return found
 
@@ -64,19 +75,19 @@ class FoundCheckpoint:
 def find_checkpoint(
     path: Path, backend: Backend = "megatron", step: int | None = None, role: str | None = None
 ) -> FoundCheckpoint:
-    """The checkpoint that a path stands for.
+    """Finds the checkpoint of one role at a path.
 
     Args:
-        path: the folder of a role, of a step, or of the steps (the newest complete one of ours); of megatron's trainer
-            an `iter_...` folder.
-        backend: what wrote it: "fsdp" are FSDP shards, "megatron" everything else.
-        step: which one, below a folder of steps.
-        role: which one, of a step with several.
+        path: the folder of a role, of a step, or of all steps. In a folder of all steps, the newest complete step of
+            this package is taken. A checkpoint of megatron's own trainer is an `iter_...` folder.
+        backend: "fsdp" looks for FSDP shards, "megatron" for every other kind.
+        step: the step to take from a folder of all steps; None for the newest.
+        role: the role to take from a step; None if the step has only one.
 
     Raises:
-        InvalidArgumentError: there are several roles, and none was chosen; or another step; or FSDP shards, and nobody
-            said so.
-        CheckpointNotFoundError: there is none.
+        InvalidArgumentError: the step has several roles and `role` chooses none of them, the folder holds another step
+            than `step`, or it holds FSDP shards and `backend` is "megatron".
+        CheckpointNotFoundError: there is no checkpoint.
         CheckpointCorruptError: a manifest is damaged.
     """
     kind: Callable[[Path], Kind | None] = kind_of if backend == "megatron" else _fsdp_kind
@@ -86,11 +97,14 @@ def find_checkpoint(
     if not path.exists():
         raise CheckpointNotFoundError(f"{path}: there is no such folder")
     if backend == "fsdp":
-        raise CheckpointNotFoundError(f"{path}: has no model_world_size_*_rank_*.pt, nor has a folder of a role in it")
+        raise CheckpointNotFoundError(
+            f"{path}: no FSDP shards: neither this folder nor a role's folder in it has model_world_size_*_rank_*.pt: "
+            "name the folder that has them, or leave out --backend fsdp"
+        )
     if any(is_fsdp(folder) for folder in _folders(path, step)):
-        raise InvalidArgumentError(f"{path}: holds FSDP shards: say so (--backend fsdp)")
+        raise InvalidArgumentError(f"{path}: holds FSDP shards: read them with --backend fsdp")
     selection = select(path, step)
-    # A framework's own part of a step has no stages, and no model (`integrations/parts.py`).
+    # A role that a framework commits beside its models has plain files and no stages (`steps/role_files.py`).
     models = [folder for folder in selection.role_dirs if read_manifest(folder).stages]
     return _one(path, [FoundCheckpoint(folder, "native") for folder in models or selection.role_dirs], role)
 
@@ -100,11 +114,11 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
 
     Args:
         found: the checkpoint.
-        config: the `config.json` of its model. Old folders of verl do not say themselves what shapes their tensors
-            have.
+        config: the `config.json` of its model. It gives the shapes of global tensors, which verl's folders of one file
+            per rank do not store.
 
     Raises:
-        CheckpointError: it is damaged, or is not of this model.
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
     if found.kind == "native":
         return NativeReader.open(found.path)
@@ -125,7 +139,10 @@ def _fsdp_kind(folder: Path) -> Kind | None:
 
 
 def _folders(path: Path, step: int | None) -> Iterator[Path]:
-    """Where another program's checkpoint may be: there, below it by role, or below it by step and role."""
+    """Yields the folders that may hold another program's checkpoint.
+
+    They are the path and the roles' folders in it; with a step, the step's folder and the roles' folders in that.
+    """
     folders = [path] if step is None else [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
     for folder in folders:
         yield folder
@@ -136,46 +153,48 @@ def _folders(path: Path, step: int | None) -> Iterator[Path]:
 def _one(path: Path, found: list[FoundCheckpoint], role: str | None) -> FoundCheckpoint:
     chosen = [checkpoint for checkpoint in found if role in (None, checkpoint.path.name)]
     if len(chosen) != 1:
-        there = ", ".join(checkpoint.path.name for checkpoint in found)
-        raise InvalidArgumentError(f"{path}: has the roles {there}: say which one (--role)")
+        names = ", ".join(checkpoint.path.name for checkpoint in found)
+        raise InvalidArgumentError(f"{path}: has the roles {names}: choose one of them with --role")
     return chosen[0]
 
 
-def select(source: Path, step: int | None = None) -> Selection:
-    """The checkpoints that a path stands for.
+def select(path: Path, step: int | None = None) -> Selection:
+    """Selects the checkpoints of this package at a path.
 
     Args:
-        source: the folder of a role, of a step (all its roles), or of the steps (the newest complete one).
-        step: which one, below a folder of steps.
+        path: the folder of a role, of a step (all its roles), or of all steps (the newest complete one).
+        step: the step to take from a folder of all steps; None for the newest.
 
     Raises:
-        InvalidArgumentError: `step` is another one than the folder's.
-        CheckpointNotFoundError: there is none, or the step is not complete.
+        InvalidArgumentError: the folder holds another step than `step`.
+        CheckpointNotFoundError: there is no checkpoint, or the step is not complete.
         CheckpointCorruptError: a manifest is damaged.
     """
-    # Resolved, so that "." has a name.
-    source = source.resolve()
-    if (source / file_names.MANIFEST_FILE).exists():
-        manifest = read_manifest(source)
-        return Selection(_same_step(source, manifest.step, step), (source,))
-    number = file_names.parse_step(source.name)
-    if number is not None and source.is_dir():
-        _same_step(source, number, step)
-        return _selection(step_status(source))
-    statuses = [status for status in list_steps(source) if step in (None, status.step)]
+    # The name of the folder may be a step's, and "." has no name until it is resolved.
+    path = path.resolve()
+    if (path / file_names.MANIFEST_FILE).exists():
+        manifest = read_manifest(path)
+        return Selection(_same_step(path, manifest.step, step), (path,))
+    number = file_names.parse_step(path.name)
+    if number is not None and path.is_dir():
+        _same_step(path, number, step)
+        return _selection(step_status(path))
+    statuses = [status for status in list_steps(path) if step in (None, status.step)]
     complete = [status for status in statuses if status.is_complete]
     if not complete:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         reasons = "".join(f"\n  {status.reason}" for status in reversed(statuses))
-        raise CheckpointNotFoundError(f"{source}: {what}{reasons}")
+        raise CheckpointNotFoundError(f"{path}: {what}{reasons}")
     if step is None:
-        warn_if_tracker_differs(source, complete)
+        warn_if_tracker_differs(path, complete)
     return _selection(complete[-1])
 
 
-def _same_step(source: Path, found: int, wanted: int | None) -> int:
+def _same_step(path: Path, found: int, wanted: int | None) -> int:
     if wanted not in (None, found):
-        raise InvalidArgumentError(f"{source} is of step {found}, not {wanted}")
+        raise InvalidArgumentError(
+            f"{path}: is a checkpoint of step {found}, not {wanted}: leave out --step, or name the folder of all steps"
+        )
     return found
 
 

@@ -1,6 +1,6 @@
-"""From a committed checkpoint to the folder of a HuggingFace model, entirely there or not there.
+"""Merges a checkpoint into the folder of a HuggingFace model, which appears only when it is complete.
 
-Several processes share the work, each writing some of the files. None of them runs code that a model brings along.
+Several processes can share the work; each writes some of the files. None of them runs code that is part of a model.
 """
 
 from __future__ import annotations
@@ -41,27 +41,30 @@ from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, ope
 
 Progress = Callable[[int, int], None]
 
-# A rank may have one file more to write than another, on a slow disk. One that dies is torchrun's to notice.
+# A rank may have one file more to write than another, on a slow disk. torchrun notices ranks that die, so the wait may
+# be long.
 _WAIT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """What to merge, and into what.
+    """Arguments of a merge.
 
     Attributes:
-        source: the folder of a role, of a step, or of the steps (the newest complete one).
-        target: the folder to make; it may be there if it is empty.
-        step: which one, below a folder of steps.
-        role: which one, where there are several.
-        backend: what wrote the checkpoint: "fsdp" are FSDP shards, "megatron" everything else.
-        hf_model_path: the folder that configuration and tokenizer come from; None: the checkpoint's own.
-        dtype: of floating tensors; None: as they were saved or, of a checkpoint without the model's own weights, what
-            `config.json` says.
-        max_shard_bytes: of a file's tensors.
-        allow_nan: whether weights may be NaN.
-        tied, value: what the user says of embeddings and head; None: what configuration and data say.
-        ignore: regular expressions of the checkpoint's tensors to leave out.
+        source: the folder of a role, of a step, or of all steps (the newest complete one).
+        target: the folder to make; it may exist if it is empty.
+        step: the step to take from a folder of all steps; None for the newest.
+        role: the role to take from a step; None if the step has only one.
+        backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
+        hf_model_path: the folder with the configuration and the tokenizer; None for those of the checkpoint.
+        dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
+            parameters were saved, None means the dtype that `config.json` states.
+        max_shard_bytes: the size limit of the tensors in one file, in bytes.
+        allow_nan: True if weights may be NaN.
+        tied: True if the output layer shares its weights with the embeddings; None to follow `config.json` and the
+            tensors.
+        value: True if the model has a value head; None to follow `config.json` and the tensors.
+        ignore: regular expressions; the checkpoint's tensors whose whole name matches one are left out.
     """
 
     source: Path
@@ -80,7 +83,18 @@ class MergeRequest:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was made. `nbytes` is that of all weights, `dtype` that of most."""
+    """Report of a merge.
+
+    Attributes:
+        source: the folder of the checkpoint.
+        target: the folder of the new model.
+        model: a description of the model.
+        dtype: the dtype of most elements.
+        files: the number of weight files.
+        nbytes: the size of all weights in bytes.
+        has_mtp: True if the model has weights of multi-token prediction.
+        seconds: how long the merge took.
+    """
 
     source: Path
     target: Path
@@ -94,7 +108,15 @@ class MergeReport:
 
 @dataclass(frozen=True, eq=False)
 class MergeJob:
-    """All that is known before a byte is written."""
+    """A planned merge: everything that is known before a byte is written.
+
+    Attributes:
+        reader: the reader of the checkpoint.
+        where: the folder of the checkpoint.
+        config_dir: the folder with the configuration and the tokenizer.
+        model: the model that the checkpoint holds.
+        plan: the files to write.
+    """
 
     reader: CheckpointReader
     where: Path
@@ -103,38 +125,41 @@ class MergeJob:
     plan: ExportPlan
 
     def described(self) -> Record:
-        """What must be the same on all ranks: each writes some of the files."""
+        """The part of the plan that all ranks compare, because each of them writes some of the files."""
         return {"source": str(self.where), "files": [[file.name, file.nbytes] for file in self.plan.files]}
 
 
 def merge(
     request: MergeRequest, progress: Progress = lambda done, total: None, agreement: Agreement | None = None
 ) -> MergeReport:
-    """Makes a HuggingFace model's folder out of a checkpoint.
+    """Merges a checkpoint into the folder of a HuggingFace model.
 
-    All that can be known is checked before a byte is written; the folder is put in place when all of it is written and
-    durable. Takes bounded memory, whatever the size of the model.
+    It checks everything that it can check before it writes a byte. The folder appears when all files in it are written
+    and durable. The memory that it takes does not grow with the model.
 
     Args:
-        request: what to do.
-        progress: told of bytes that this rank has written, and of how many it has to.
-        agreement: this rank's seat, if several ranks share the work.
+        request: the checkpoint, the new folder and the options.
+        progress: called with the number of bytes that this rank has written, and the number that it will write.
+        agreement: this rank's membership in the group of ranks that share the work; None for a single process.
+
+    Returns:
+        The report, which is the same on all ranks but for `seconds`.
 
     Raises:
         InvalidArgumentError: the target is not empty, or the request contradicts itself.
         CheckpointError: the checkpoint is damaged, is not what `config.json` describes, has NaN, or cannot be
-            written; on all ranks. Nothing has come.
+            written. All ranks raise it, and the target is as it was.
 
     Example:
         >>> merge(MergeRequest(Path("ckpt/global_steps_100/actor"), Path("model")))  # doctest: +SKIP
     """
     started = time.monotonic()
     target = request.target.resolve()
-    # Empty or not there: a model that is there may be somebody's, or what is read.
+    # A model that is already in the folder may be somebody's only copy, or the one that this merge reads.
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InvalidArgumentError(f"{target} is there already, and not empty: name another folder, or remove it")
+        raise InvalidArgumentError(f"{target}: is there already, and not empty: name another folder, or remove it")
     found = find(request)
-    with reading([found.path]):  # beside a trainer, whose retention would take it away
+    with reading([found.path]):  # a trainer that still runs could delete the step
         return _merge(request, found, target, progress, agreement, started)
 
 
@@ -159,7 +184,9 @@ def _merge(
 
     def work() -> Record:
         if not staging.is_dir():
-            raise CommitError(f"{staging}, made by rank 0, cannot be seen: all ranks must write to one file system")
+            raise CommitError(
+                f"{staging}: rank 0 made this folder and this rank cannot see it: give all ranks the same file system"
+            )
         files = write_weights(job.plan, numbers, job.reader, staging, wrote, allow_nan=request.allow_nan)
         return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
 
@@ -176,7 +203,7 @@ def _merge(
     try:
         _decide(agreement, f"merge into {target}", work, combine, lambda: _publish(staging, target))
     except BaseException:
-        # After the rename there is no such folder any more.
+        # An error after the rename finds nothing to remove: the staging folder is the target by then.
         if agreement is None or agreement.is_coordinator:
             shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -195,7 +222,7 @@ def _merge(
 def _open(
     agreement: Agreement | None, request: MergeRequest, found: FoundCheckpoint, target: Path, ranks: int
 ) -> tuple[str, MergeJob]:
-    """Plans, and makes the staging folder once all ranks have the same plan."""
+    """Plans the merge, checks that all ranks have the same plan, and makes the staging folder."""
     jobs: list[MergeJob] = []
     attempt = commit.new_attempt()
 
@@ -236,29 +263,34 @@ def _decide(
 
 
 def ranks_of_torchrun() -> Agreement | None:
-    """This process's seat among those that torchrun has started; None if it is alone."""
+    """Joins the processes that torchrun has started. Returns None if this process is the only one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from torch.distributed.rendezvous import rendezvous
 
-    # What is waited for is what this package's rounds wait for: no process group is needed.
+    # Rounds need the key-value store only. A process group would need a backend on every rank.
     store, rank, world_size = next(rendezvous("env://"))
     return rendezvous_at(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S, "merge")
 
 
-# -- what is there -----------------------------------------------------------------------------------------
+# -- plan --------------------------------------------------------------------------------------------------
 
 
 def find(request: MergeRequest) -> FoundCheckpoint:
-    """The checkpoint to merge. Raises as `find_checkpoint`."""
+    """Finds the checkpoint to merge. It raises what `find_checkpoint` raises."""
     return find_checkpoint(request.source, request.backend, request.step, request.role)
 
 
 def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> MergeJob:
-    """Opens a checkpoint and plans its files; the target is not looked at.
+    """Opens a checkpoint and plans the files to write. It does not look at the target.
+
+    Args:
+        request: the arguments of the merge.
+        found: the checkpoint.
+        ranks: the number of ranks that share the work; the plan has at least as many files.
 
     Raises:
-        CheckpointError: it is damaged, or not what `config.json` describes.
+        CheckpointError: the checkpoint is damaged, or is not what `config.json` describes.
     """
     config_dir = request.hf_model_path or found.config_dir()
     config = read_config(config_dir)
@@ -266,12 +298,12 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         reader = open_reader(found, config)
         tensors = _without(request.ignore, weights_of(reader))
         read = read_copied_model if found.has_hf_names else model_from_config
-        model = _settled(read, config, tensors, request)
+        model = _reconciled(read, config, tensors, request)
         check_code(config_dir, model.config)
         dtype = request.dtype
-        # Main parameters are finer than the model's weights.
+        # Main parameters are fp32, whatever the dtype of the model.
         if dtype is None and reader.weight_kind == PARAM:
-            dtype = _said_dtype(model.config)
+            dtype = _configured_dtype(model.config)
         plan = _plan(found, model, reader, tensors, dtype, request.max_shard_bytes, ranks)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
@@ -305,43 +337,47 @@ def _has_mtp(model: HfModel, tensors: Sequence[HfTensor]) -> bool:
     return any(tensor.name.startswith(first) for tensor in tensors)
 
 
-def _settled(
+def _reconciled(
     read: Callable[[HfConfig], HfModel], config: HfConfig, tensors: Mapping[str, TensorInfo], request: MergeRequest
 ) -> HfModel:
-    """What config, data and the user agree on."""
+    """Describes the model by its configuration, its tensors and the request, and checks that they agree."""
     model = read(config)
     model = replace(model, ignored=(*model.ignored, *request.ignore))
     if not model.architecture.table.layer:
-        # No table: names that may mean anything. What is copied as it is needs none.
+        # Tensors of an architecture without a table are copied, so nothing is known of their names to compare.
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
-        # FSDP's names are those of modules: one tensor has two. Whether it is one is looked at by `fsdp_tensors`.
+        # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that the two are equal.
         shapes.pop(HF_HEAD, None)
     return reconcile(model, shapes, request.tied, request.value)
 
 
-def _said_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-# -- all or nothing ----------------------------------------------------------------------------------------
+# -- target ------------------------------------------------------------------------------------------------
 
 
 def _check_space(target: Path, nbytes: int) -> None:
-    there = next(folder for folder in target.parents if folder.exists())
-    free = shutil.disk_usage(there).free
+    parent = next(folder for folder in target.parents if folder.exists())
+    free = shutil.disk_usage(parent).free
     if free < nbytes:
-        raise CommitError(f"{target}: the model takes {nbytes} bytes, and {free} are free there")
+        raise CommitError(
+            f"{target}: the model takes {nbytes} bytes, and {free} are free there: free space, or name another folder"
+        )
 
 
 def _publish(staging: Path, target: Path) -> None:
     try:
-        # Over an empty folder, too; one that is no longer empty stays.
+        # rename() replaces an empty folder, and fails for a folder that somebody has filled in the meantime.
         os.rename(staging, target)
     except OSError as error:
-        raise CommitError(f"{target}: could not be put in place: {error}") from error
+        raise CommitError(
+            f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"
+        ) from error
     sync_dir(target.parent)
-    # Only now: until then another run must be able to see whether this one lives.
+    # Another run removes the folder of a dead process. Until the rename, this file shows that this process lives.
     (target / file_names.OWNER_FILE).unlink(missing_ok=True)

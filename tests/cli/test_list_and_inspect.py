@@ -86,7 +86,7 @@ def test_tensors_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["nowhere"], 2, "there is no such folder"),
         ([".", "--step", "30"], 1, "not committed by critic"),
         ([".", "--step", "10", "--role", "reward"], 2, "has no role 'reward': it has actor, critic"),
-        (["global_steps_10", "--step", "11"], 2, "is of step 10, not 11"),
+        (["global_steps_10", "--step", "11"], 2, "is a checkpoint of step 10, not 11"),
         ([".", "--tensors", "("], 2, "is no regular expression"),
     ],
 )

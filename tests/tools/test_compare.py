@@ -27,7 +27,7 @@ NAMES = ("model.embed_tokens.weight", "lm_head.weight", "a", "b")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that even tiny tensors are several."""
-    monkeypatch.setattr(module, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 64)
 
 
 def tensors() -> Tensors:
@@ -204,7 +204,7 @@ def test_a_head_that_is_not(without: str, head: torch.Tensor, tmp_path: Path) ->
 @pytest.fixture
 def larger_pieces(small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of whole models small ones would be ten thousands."""
-    monkeypatch.setattr(module, "_PIECE_BYTES", 16384)
+    monkeypatch.setattr(module, "_BATCH_BYTES", 16384)
 
 
 @pytest.mark.usefixtures("larger_pieces")
