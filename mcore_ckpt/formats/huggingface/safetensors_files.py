@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
@@ -28,9 +29,6 @@ INDEX_FILE = "model.safetensors.index.json"
 
 # The safetensors library refuses larger headers.
 _MAX_HEADER_BYTES = 100_000_000
-# torch's own limit.
-_MOST_AXES = 64
-_MOST_ELEMENTS = 2**62
 
 _DTYPES = {
     "F64": torch.float64,
@@ -137,7 +135,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
     if dtype not in _DTYPES:
         raise fields.FieldError(f"tensor {name}: dtype {dtype!r} is not known")
     # An empty axis counts as 1: its 0 would hide other axes, which torch multiplies for the strides.
-    if len(lengths) > _MOST_AXES or prod(length or 1 for length in lengths) > _MOST_ELEMENTS or len(offsets) != 2:
+    if not is_possible_shape(lengths) or len(offsets) != 2:
         raise fields.FieldError(f"tensor {name}: shape {fields.shown(lengths)} at {fields.shown(offsets)}")
     nbytes = prod(lengths) * _DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:

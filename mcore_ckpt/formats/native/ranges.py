@@ -73,7 +73,8 @@ def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]],
         number, offset, nbytes = damage.args
         stored = reads[number][0].stored
         raise CheckpointCorruptError(
-            f"{role_dir / stored.file}: tensor {stored.key}: bytes [{offset}, {offset + nbytes}) are damaged: wrong CRC"
+            f"{role_dir / stored.file}: tensor {stored.key}: bytes [{offset}, {offset + nbytes}) have a wrong CRC: "
+            "they are damaged"
         ) from None
     except OSError as error:
         cut = ": the file was cut" if error.errno == errno.ENODATA else ""

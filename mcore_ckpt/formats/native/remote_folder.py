@@ -97,7 +97,11 @@ class RemoteFolder:
             return Damage(str(error), file.path, file.rank)
         if crc == file.crc32:
             return None
-        return Damage(f"{self._url(file.path)}: has a wrong CRC: damaged, or another file", file.path, file.rank)
+        return Damage(
+            f"{self._url(file.path)}: has a wrong CRC: it is damaged, or another file with this name",
+            file.path,
+            file.rank,
+        )
 
     def _fetch(self, fetch: Fetch, check: bool) -> None:
         data = self._read(fetch.file, fetch.start, fetch.stop)
@@ -122,7 +126,8 @@ class RemoteFolder:
                 start = stored.offset + number * BLOCK_BYTES
                 stop = min(start + BLOCK_BYTES, stored.offset + stored.nbytes)
                 raise CheckpointCorruptError(
-                    f"{self._url(stored.file)}: tensor {stored.key}: bytes [{start}, {stop}) are damaged: wrong CRC"
+                    f"{self._url(stored.file)}: tensor {stored.key}: bytes [{start}, {stop}) have a wrong CRC: "
+                    "they are damaged"
                 )
 
     def _read(self, path: str, start: int, stop: int) -> bytes:

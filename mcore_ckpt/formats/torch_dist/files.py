@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.foreign_pickles import load_metadata, load_safely
 from mcore_ckpt.formats.kinds import TORCH_DIST_CONFIG
@@ -32,8 +33,6 @@ from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.sharding.regions import Box
 
 _METADATA_FILE = ".metadata"
-_MOST_AXES = 64
-_MOST_ELEMENTS = 2**62
 _COMMON_FILE = "common.pt"
 
 
@@ -101,7 +100,7 @@ def _check_metadata(metadata: Metadata) -> None:
 
 def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
     size = fields.as_ints(list(stored.size), key)
-    if not isinstance(stored.properties.dtype, torch.dtype) or len(size) > _MOST_AXES or prod(size) > _MOST_ELEMENTS:
+    if not isinstance(stored.properties.dtype, torch.dtype) or not is_possible_shape(size):
         raise ValueError(f"{key} has a shape of {fields.shown(size)}")
     for chunk in stored.chunks:
         offsets, sizes = fields.as_ints(list(chunk.offsets), key), fields.as_ints(list(chunk.sizes), key)

@@ -96,5 +96,5 @@ def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
             yield data
     if crc != record.crc32:
         raise CheckpointCorruptError(
-            f"{role_dir / record.path}: has a wrong CRC: damaged, or another file of that name"
+            f"{role_dir / record.path}: has a wrong CRC: it is damaged, or another file with this name"
         )
