@@ -131,8 +131,8 @@ class RecoverySteps:
         complete = [status.step for status in complete_steps(self._root)]
         if self.current is None and complete:
             raise CheckpointError(
-                f"{self._root}: has steps of an earlier run ({', '.join(map(str, complete))}), and this training has "
-                "not recovered from any of them: call load first, or delete or move the folder to start afresh"
+                f"{self._root}: has steps of an earlier run (step {', '.join(map(str, complete))}), and this training "
+                "has not recovered from any of them: call load first, or delete or move the folder to start afresh"
             )
         if self.current is not None and step < self.current:
             raise CheckpointError(
