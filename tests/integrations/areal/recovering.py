@@ -447,7 +447,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
         return read(folder, rank)
 
     monkeypatch.setattr(recover_info, "read", flaky)
-    monkeypatch.setattr(recover, "RETRY_FIRST_S", 0.001)
+    monkeypatch.setattr("mcore_ckpt.recover.RETRY_FIRST_S", 0.001)
     assert in_child(lambda: trainer_of(base, roles=("default",), retries=3).start_step) == 2
     assert "Input/output error" in str(error_of(base, roles=("default",), retries=1))
 
