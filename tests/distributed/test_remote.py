@@ -15,7 +15,7 @@ from snapshot import assert_same, assert_state, poison, snapshot
 from test_fallback import SHARD, flip_a_bit
 from training import Training, build, parallel, train
 
-from mcore_ckpt.errors import CheckpointNotFoundError, RemoteError
+from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, RemoteError
 from mcore_ckpt.io import retries
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -131,7 +131,7 @@ def test_what_the_store_needs_is_asked_for_at_once(shared_path: Path, caplog: py
         training = build(DP2, seed=1)
         url = "nosuch://user:pa55word@host/x"
         error = failure_of(lambda: manager_of(training, shared_path, remote=url))
-        for message in raised_everywhere(ValueError, error):
+        for message in raised_everywhere(InvalidArgumentError, error):
             assert "nosuch://host/x" in message
             assert "pa55word" not in message
         with everywhere():
