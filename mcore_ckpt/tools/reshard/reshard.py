@@ -131,7 +131,8 @@ def reshard(
 
     Raises:
         InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the one that is read.
-        CheckpointError: the checkpoint is damaged, does not fit the layout, or cannot be written. `root` is as it was.
+        CheckpointError: the checkpoint is damaged, does not fit the layout, or cannot be written. `root` has no new
+            complete step.
 
     Example:
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
