@@ -53,7 +53,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much a value may differ from the reference: by at most `atol + rtol * |reference|`.
+    """The allowed difference of a value from the reference: at most `atol + rtol * |reference|`.
 
     Attributes:
         atol: the absolute tolerance. If both tolerances are 0, every bit must be equal.

@@ -1,8 +1,8 @@
-"""A HuggingFace folder as a checkpoint for megatron's `dist_checkpointing.load`, without megatron and without a model.
+"""Converts a HuggingFace folder for megatron's `dist_checkpointing.load`, without megatron and without the model.
 
-The bytes are written here, in the form of torch's `FileSystemWriter` (one `torch.save` after the other, found through
-`.metadata`): that itself keeps the last tensor of every name until its file is done (`_write_files_from_queue`, torch
-2.13), which is the whole model.
+The files have the form that torch's `FileSystemWriter` writes: one `torch.save` after the other, found through
+`.metadata`. This module does not call `FileSystemWriter`, because that keeps the last tensor of every name in memory
+until its file is complete (`_write_files_from_queue`, torch 2.13), which adds up to the whole model.
 """
 
 from __future__ import annotations
@@ -52,25 +52,40 @@ from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, 
 
 _COMMON_FILE = "common.pt"
 _METADATA_FILE = ".metadata"
-# One file is read while another is written.
+# With two threads, one file is read while another is written.
 _THREADS = 2
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What megatron keeps under one key of a tensor: all of it, or rows `[first, first + rows)` (a section)."""
+class _KeyRows:
+    """The rows of a tensor that megatron stores under one key: all rows, or those of one section.
+
+    Attributes:
+        place: the key, and the tensor's index in the stored tensor's axes of layers and experts.
+        first: the first of the rows.
+        count: the number of the rows.
+    """
 
     place: Place
     first: int
-    rows: int
+    count: int
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Rows `[start, stop)` of a tensor, all of one part of it."""
+class _Slice:
+    """Rows of a tensor that are written with one `torch.save`. They all belong to one key.
+
+    Attributes:
+        name: the tensor's name.
+        key_rows: the key, and the tensor's rows below it.
+        shape: the tensor's global shape.
+        start: the first row of the slice, counted in the tensor.
+        stop: the row after the last one.
+        dtype: the dtype without "torch.".
+    """
 
     name: str
-    part: _Part
+    key_rows: _KeyRows
     shape: Shape
     start: int
     stop: int
@@ -78,42 +93,56 @@ class _Chunk:
 
     @property
     def key(self) -> str:
-        return self.part.place.key
+        """The key of the stored tensor."""
+        return self.key_rows.place.key
 
     @property
     def sizes(self) -> Shape:
-        return (*(1 for _ in self.part.place.index), self.stop - self.start, *self.shape[1:])
+        """The shape of the slice in the stored tensor, with its axes of layers and experts."""
+        return (*(1 for _ in self.key_rows.place.index), self.stop - self.start, *self.shape[1:])
 
     @property
     def offsets(self) -> Shape:
-        return (*self.part.place.index, self.start - self.part.first, *(0 for _ in self.shape[1:]))
+        """The offset of the slice in the stored tensor."""
+        return (*self.key_rows.place.index, self.start - self.key_rows.first, *(0 for _ in self.shape[1:]))
 
     @property
     def global_shape(self) -> Shape:
-        return (*self.part.place.lengths, self.part.rows, *self.shape[1:])
+        """The shape of the stored tensor."""
+        return (*self.key_rows.place.lengths, self.key_rows.count, *self.shape[1:])
 
     @property
     def region(self) -> Region:
+        """The slice as a region of the model's tensor."""
         local = (self.stop - self.start, *self.shape[1:])
         zeros = (0,) * (len(self.shape) - 1)
         return Region(self.shape, local, (Piece((0, *zeros), local, (self.start, *zeros)),), (0, prod(local)))
 
     @property
     def nbytes(self) -> int:
+        """The size of the slice in bytes."""
         return self.region.numel * torch_dtype(self.dtype).itemsize
 
     @property
     def index(self) -> MetadataIndex:
+        """The key of the slice in the `storage_data` of `.metadata`."""
         return MetadataIndex(self.key, self.offsets)
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Everything to write, by file. `parts`: each tensor's, once for each place that it goes to."""
+    """Everything to write.
 
-    files: tuple[tuple[_Chunk, ...], ...]
+    Attributes:
+        files: the slices of each file.
+        states: the keys of the modules' `_extra_state`.
+        key_rows: by tensor name, for each place where the tensor is stored, its keys with their rows.
+        described: the `state_dict_metadata` of `.metadata`.
+    """
+
+    files: tuple[tuple[_Slice, ...], ...]
     states: tuple[str, ...]
-    parts: Mapping[str, Sequence[Sequence[_Part]]]
+    key_rows: Mapping[str, Sequence[Sequence[_KeyRows]]]
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
 
 
@@ -125,21 +154,23 @@ def convert_to_torch_dist(
     progress: Progress = lambda done, total: None,
     ignore: Sequence[str] = (),
 ) -> ConversionReport:
-    """Writes the folder `path`, which is there when all of it is. Every process calls it.
+    """Writes the folder `path`, which appears only when it is complete. Every process must call it.
 
-    Any layout loads it, of local and of transformer-engine's layer specs; the vocabulary is HuggingFace's, without
-    padding. Configuration and tokenizer are in `huggingface/` below it. Takes a few times SCATTER_BYTES of memory.
+    A model of any layout can load the folder, with local or with transformer-engine's layer specs. The vocabulary has
+    HuggingFace's size, without padding. Configuration and tokenizer are in `huggingface/` below the folder. The
+    conversion takes a few times SCATTER_BYTES of memory.
 
     Args:
-        source: the folder of the HuggingFace model; every process sees it.
-        path: the folder to write: not there yet, or empty.
-        agreement: this process's seat.
-        test: read all back and compare, before it is put in place.
-        progress: told of bytes written.
+        source: the folder of the HuggingFace model; every process must see it.
+        path: the folder to write; it must be empty or not exist.
+        agreement: this process's membership in the group of processes that share the work.
+        test: True to read everything back and compare it before the folder appears.
+        progress: called with the number of bytes that this process has written and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
-        CheckpointError: the folder is damaged, or cannot be written; nothing has come.
+        CheckpointError: the HuggingFace folder is damaged, or `path` is not empty or cannot be written. All processes
+            raise it, and `path` is as it was.
     """
     started = time.monotonic()
     source, path = source.absolute(), path.absolute()
@@ -169,9 +200,9 @@ def convert_to_torch_dist(
 
 
 def are_alike(reader: HuggingFaceReader) -> bool:
-    """Whether megatron gives all decoder layers one key (`TransformerBlock.sharded_state_dict`, 0.16.1).
+    """Returns True if megatron gives all decoder layers the same keys (`TransformerBlock.sharded_state_dict`, 0.16.1).
 
-    It does unless a config lists which layers are of experts or of linear attention.
+    It does so unless the config says which layers have experts or linear attention.
     """
     lists = ("moe_layer_freq", "linear_attention_freq")
     values: dict[str, Any] = {}
@@ -186,49 +217,54 @@ def _plan(reader: HuggingFaceReader) -> _Plan:
     names = tuple(reader.names)
     experts = 1 + max((expert[1] for name in names if (expert := expert_of(name))), default=0)
     keys = Keys(reader.names, len(reader.model.layers), experts, are_alike(reader))
-    parts = {name: [_parts(reader, name, place) for place in keys.places(name)] for name in names}
-    chunks = [
-        chunk
+    key_rows = {name: [_key_rows(reader, name, place) for place in keys.places(name)] for name in names}
+    slices = [
+        each
         for name in names
-        for in_place in parts[name]
-        for part in in_place
-        for chunk in _chunks(reader, name, part)
+        for at_place in key_rows[name]
+        for rows in at_place
+        for each in _slices(reader, name, rows)
     ]
     states = dict.fromkeys(place.object_key for name in names for place in keys.states(name))
-    return _Plan(tuple(_in_files(chunks)), tuple(states), parts, _describe(chunks, states))
+    return _Plan(tuple(_in_files(slices)), tuple(states), key_rows, _describe(slices, states))
 
 
-def _parts(reader: HuggingFaceReader, name: str, place: Place) -> list[_Part]:
-    """Sections have keys of their own (`_split_tensor_factory` of GatedDeltaNet, megatron-core 0.16.1)."""
+def _key_rows(reader: HuggingFaceReader, name: str, place: Place) -> list[_KeyRows]:
+    """Divides a tensor into the rows of its keys.
+
+    Megatron gives each section its own key (`_split_tensor_factory` of GatedDeltaNet, megatron-core 0.16.1).
+    """
     sections = reader.sections_of(name)
     if not sections:
-        return [_Part(place, 0, reader.parts_of(name)[0].region.global_shape[0])]
+        return [_KeyRows(place, 0, reader.parts_of(name)[0].region.global_shape[0])]
     starts = accumulate((section.rows for section in sections), initial=0)
     return [
-        _Part(replace(place, key=f"{place.key}.{section.name}"), start, section.rows)
+        _KeyRows(replace(place, key=f"{place.key}.{section.name}"), start, section.rows)
         for start, section in zip(starts, sections, strict=False)
     ]
 
 
-def _chunks(reader: HuggingFaceReader, name: str, part: _Part) -> Iterator[_Chunk]:
+def _slices(reader: HuggingFaceReader, name: str, rows: _KeyRows) -> Iterator[_Slice]:
+    """Cuts the rows of a key into slices of at most SCATTER_BYTES, or of one row."""
     first = reader.parts_of(name)[0]
     shape = first.region.global_shape
-    row = max(1, prod(shape[1:]) * torch_dtype(first.dtype).itemsize)
-    step = max(1, tuning.SCATTER_BYTES // row)
-    stop = part.first + part.rows
-    for start in range(part.first, stop, step):
-        yield _Chunk(name, part, shape, start, min(stop, start + step), first.dtype)
+    row_bytes = max(1, prod(shape[1:]) * torch_dtype(first.dtype).itemsize)
+    step = max(1, tuning.SCATTER_BYTES // row_bytes)
+    stop = rows.first + rows.count
+    for start in range(rows.first, stop, step):
+        yield _Slice(name, rows, shape, start, min(stop, start + step), first.dtype)
 
 
-def _in_files(chunks: Iterable[_Chunk]) -> Iterator[tuple[_Chunk, ...]]:
-    file: list[_Chunk] = []
+def _in_files(slices: Iterable[_Slice]) -> Iterator[tuple[_Slice, ...]]:
+    """Groups slices into files of at most HF_LEAST_FILE_BYTES, or of one slice."""
+    file: list[_Slice] = []
     nbytes = 0
-    for chunk in chunks:
-        if file and nbytes + chunk.nbytes > tuning.HF_LEAST_FILE_BYTES:
+    for each in slices:
+        if file and nbytes + each.nbytes > tuning.HF_LEAST_FILE_BYTES:
             yield tuple(file)
             file, nbytes = [], 0
-        file.append(chunk)
-        nbytes += chunk.nbytes
+        file.append(each)
+        nbytes += each.nbytes
     if file:
         yield tuple(file)
 
@@ -236,7 +272,7 @@ def _in_files(chunks: Iterable[_Chunk]) -> Iterator[tuple[_Chunk, ...]]:
 def _open(agreement: Agreement, path: Path) -> str:
     def combine(_: Sequence[Record]) -> Record:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointMismatchError(f"{path}: is there already, and not empty: remove it, or name another folder")
+            raise CheckpointMismatchError(f"{path}: is there already, and not empty: name another folder, or remove it")
         leftovers.remove_leftovers_beside(path)
         attempt = commit.new_attempt()
         commit.open_staging(path, attempt)
@@ -249,7 +285,7 @@ def _open(agreement: Agreement, path: Path) -> str:
 
 
 def _write(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging: Path, progress: Progress) -> int:
-    sizes = [sum(chunk.nbytes for chunk in file) for file in plan.files]
+    sizes = [sum(each.nbytes for each in file) for file in plan.files]
     mine = share_of(sizes, agreement.rank, agreement.world_size)
     total = sum(sizes[number] for number in mine)
 
@@ -258,8 +294,8 @@ def _write(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging
         places: dict[str, list[list[int]]] = {}
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="torch-dist") as pool:
             written = pool.map(lambda number: _write_file(reader, plan.files[number], staging / _file(number)), mine)
-            for number, of_file in zip(mine, written, strict=True):
-                places[str(number)] = of_file
+            for number, offsets in zip(mine, written, strict=True):
+                places[str(number)] = offsets
                 done += sizes[number]
                 progress(done, total)
         return {"places": places}
@@ -277,45 +313,45 @@ def _file(number: int) -> str:
     return f"__{number}_0.distcp"
 
 
-def _write_file(reader: HuggingFaceReader, chunks: Sequence[_Chunk], path: Path) -> list[list[int]]:
-    """Writes the chunks one behind the other; where each is: offset and length."""
+def _write_file(reader: HuggingFaceReader, slices: Sequence[_Slice], path: Path) -> list[list[int]]:
+    """Writes slices one after the other. Returns the offset and the length in bytes of each."""
     places = []
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as stream:
-        for chunk in chunks:
+        for each in slices:
             start = stream.tell()
-            torch.save(_read(reader, chunk), stream)
+            torch.save(_read(reader, each), stream)
             places.append([start, stream.tell() - start])
         stream.flush()
         os.fsync(stream.fileno())
     return places
 
 
-def _read(reader: HuggingFaceReader, chunk: _Chunk) -> torch.Tensor:
-    memory = torch.empty(chunk.sizes, dtype=torch_dtype(chunk.dtype))
-    parts = plan_reads(chunk.region, reader.parts_of(chunk.name))
-    dtypes = {part.stored.dtype for part in parts.reads}
-    if parts.missing or parts.outside or dtypes != {chunk.dtype}:
+def _read(reader: HuggingFaceReader, wanted: _Slice) -> torch.Tensor:
+    memory = torch.empty(wanted.sizes, dtype=torch_dtype(wanted.dtype))
+    plan = plan_reads(wanted.region, reader.parts_of(wanted.name))
+    dtypes = {read.stored.dtype for read in plan.reads}
+    if plan.missing or plan.outside or dtypes != {wanted.dtype}:
         raise CheckpointCorruptError(
-            f"{reader.contents.folder}: tensor {chunk.name}: not all of it is there, or in several dtypes: "
-            f"{', '.join(sorted(dtypes))}"
+            f"{reader.contents.folder}: tensor {wanted.name}: is incomplete, or its parts have several dtypes "
+            f"({', '.join(sorted(dtypes))}): convert from a folder that has all of it in one dtype"
         )
-    reader.read_numbers((part, memory.view(-1)) for part in parts.reads)
+    reader.read_numbers((read, memory.view(-1)) for read in plan.reads)
     return memory
 
 
 def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[list[int]]], staging: Path) -> None:
-    """Rank 0: the states of modules, what says where all is, and what lies beside."""
+    """Writes the modules' states, `.metadata` and the other small files. Only rank 0 calls it."""
     stored = {
-        chunk.index: _StorageInfo(_file(number), offset, length)
+        each.index: _StorageInfo(_file(number), offset, length)
         for number, file in enumerate(plan.files)
-        for chunk, (offset, length) in zip(file, places[number], strict=True)
+        for each, (offset, length) in zip(file, places[number], strict=True)
     }
     stored |= _write_states(plan.states, staging / _file(len(plan.files)))
-    # Not by `FileSystemWriter.finish`, which writes down where it is: that is about to change.
+    # `FileSystemWriter.finish` would store the path of the staging folder, which is about to be renamed.
     metadata = Metadata(plan.described, storage_data=stored, version=CURRENT_DCP_VERSION)
     write_file(staging / _METADATA_FILE, [pickle.dumps(metadata)])
-    # Empty: whatever is in it comes out of `dist_checkpointing.load` among the tensors, and a strict `load_state_dict`
-    # of these, as verl calls it, refuses it.
+    # The file must be empty: `dist_checkpointing.load` returns its entries together with the tensors, and verl gives
+    # all of them to a strict `load_state_dict`, which refuses unknown entries.
     common = io.BytesIO()
     torch.save({}, common)
     write_file(staging / _COMMON_FILE, [common.getvalue()])
@@ -329,7 +365,10 @@ def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[l
 
 
 def _write_states(keys: Sequence[str], path: Path) -> dict[MetadataIndex, _StorageInfo]:
-    """transformer-engine takes an empty tensor for a state without FP8, and megatron's own layers take anything."""
+    """Writes an empty state for each key.
+
+    transformer-engine reads an empty tensor as a state without FP8, and megatron's own layers accept any state.
+    """
     saved = io.BytesIO()
     torch.save([torch.empty(0, dtype=torch.uint8)], saved)
     data = saved.getvalue()
@@ -340,22 +379,24 @@ def _write_states(keys: Sequence[str], path: Path) -> dict[MetadataIndex, _Stora
 
 
 def _describe(
-    chunks: Iterable[_Chunk], states: Iterable[str]
+    slices: Iterable[_Slice], states: Iterable[str]
 ) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+    """Returns the `state_dict_metadata` of `.metadata`: the stored tensors, each with its slices, and the states."""
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {key: BytesStorageMetadata() for key in states}
-    for chunk in chunks:
-        entry = found.get(chunk.key)
+    for each in slices:
+        entry = found.get(each.key)
         if entry is None:
-            properties = TensorProperties(torch_dtype(chunk.dtype))
-            entry = TensorStorageMetadata(properties, torch.Size(chunk.global_shape), [])
-            found[chunk.key] = entry
+            properties = TensorProperties(torch_dtype(each.dtype))
+            entry = TensorStorageMetadata(properties, torch.Size(each.global_shape), [])
+            found[each.key] = entry
         assert isinstance(entry, TensorStorageMetadata)
-        if entry.properties.dtype != torch_dtype(chunk.dtype):
+        if entry.properties.dtype != torch_dtype(each.dtype):
             raise CheckpointMismatchError(
-                f"tensor {chunk.name}: is {chunk.dtype}, those of other layers are "
-                f"{dtype_name(entry.properties.dtype)}: megatron has them as one tensor"
+                f"tensor {each.name}: has dtype {each.dtype}, but the same tensor of other layers has "
+                f"{dtype_name(entry.properties.dtype)}, and megatron stores all layers as one tensor: cast them to one "
+                "dtype, or use --format native"
             )
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)))
     return found
 
 
@@ -364,14 +405,14 @@ def _test(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging:
         written = TorchDistFiles(staging, [staging])
         names = tuple(reader.names)
 
-        for number in range(max(map(len, plan.parts.values()))):
+        for number in range(max(map(len, plan.key_rows.values()))):
 
             def read(name: str, region: Region, number: int = number) -> torch.Tensor:
-                in_places = plan.parts[name]
+                places = plan.key_rows[name]
                 memory = torch.empty(region.local_shape, dtype=torch_dtype(reader.parts_of(name)[0].dtype))
                 for piece in region.pieces:
-                    for part in in_places[min(number, len(in_places) - 1)]:
-                        _read_back(written, part, piece, region.global_shape, memory)
+                    for rows in places[min(number, len(places) - 1)]:
+                        _read_back(written, rows, piece, region.global_shape, memory)
                 return memory.reshape(-1)
 
             check_written(reader, names[agreement.rank :: agreement.world_size], read)
@@ -380,14 +421,14 @@ def _test(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging:
     decide(agreement, f"testing {staging}", work, lambda _: {})
 
 
-def _read_back(written: TorchDistFiles, part: _Part, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
-    """What a part has of a piece, into its place in a local tensor."""
-    place, (first, *rest) = part.place, piece.global_offset
-    start, stop = max(part.first, first), min(part.first + part.rows, first + piece.shape[0])
+def _read_back(written: TorchDistFiles, rows: _KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
+    """Reads the rows of a key that lie in a piece into the piece's place in a local tensor."""
+    place, (first, *rest) = rows.place, piece.global_offset
+    start, stop = max(rows.first, first), min(rows.first + rows.count, first + piece.shape[0])
     if start >= stop:
         return
     local = memory[tuple(slice(at, at + n) for at, n in zip(piece.local_offset, piece.shape, strict=True))]
     local = local[start - first : stop - first]
-    offset = (*place.index, start - part.first, *rest)
-    whole = (*place.lengths, part.rows, *shape[1:])
+    offset = (*place.index, start - rows.first, *rest)
+    whole = (*place.lengths, rows.count, *shape[1:])
     written.read(WantedPart(place.key, whole, offset, local[(None,) * len(place.index)] if place.index else local))

@@ -235,7 +235,7 @@ def test_what_is_listed_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}
     save_file({**tensors, **head}, folder / "model.safetensors")
     assert convert(folder, tmp_path / "out") == 1
-    assert "they differ" in capsys.readouterr().err
+    assert "the two differ" in capsys.readouterr().err
     assert convert(folder, tmp_path / "out", "--ignore", "lm_head.*", "--test") == 0
     assert convert(folder, tmp_path / "other", "--ignore", "(") == 2
     assert "is no regular expression" in capsys.readouterr().err
@@ -264,7 +264,7 @@ def test_arguments_that_cannot_be_used(
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "names code, modeling_own.Own"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}, "names the code modeling_own.Own"),
     ],
 )
 def test_models_that_nobody_could_use(

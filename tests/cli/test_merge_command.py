@@ -327,7 +327,7 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
             _configure(vocab_size=100),
             "config.json asks for [100, 64]",
         ),
-        (_configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}), "names code, modeling_own.Own"),
+        (_configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}), "names the code modeling_own.Own"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -355,7 +355,7 @@ def test_what_a_dtype_cannot_hold_is_refused(hf: Path, tmp_path: Path, capsys: p
     tensors[name][2, 3], tensors[name][2, 4] = 65600.0, float("-inf")
     role_dir = make(tmp_path / "large", tensors, config=(hf / "config.json").read_bytes())
     assert main(["merge", str(role_dir), str(tmp_path / "out" / "merged"), "--dtype", "float16"]) == 1
-    assert f"{name}: has 65600.0, which is more than torch.float16 can hold" in capsys.readouterr().err
+    assert f"{name}: has the value 65600.0, which torch.float16 cannot hold" in capsys.readouterr().err
     assert nothing_left(tmp_path / "out")
     # What is infinite already is as it was saved.
     tensors[name][2, 3] = 65504.0

@@ -1,1 +1,1 @@
-"""A committed checkpoint, rewritten for another layout: without GPUs, without the model, in bounded memory."""
+"""Rewrites a committed checkpoint for another layout, without GPUs, without the model and in bounded memory."""

@@ -1,4 +1,4 @@
-"""Whether attention heads can be divided, where the checkpoint's HuggingFace configuration says how many there are."""
+"""Checks that the new tensor-parallel size divides the attention heads, as far as a HuggingFace config counts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
 
-# By the weight that is cut, what it is made of, and the field of config.json.
+# For each weight that tensor parallelism cuts: the heads that it is made of, and the field of config.json that counts
+# them.
 _HEADS = {
     "linear_qkv.weight": {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"},
     "self_attention.in_proj.weight": {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"},
@@ -22,13 +23,20 @@ _HEADS = {
 
 
 def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology) -> None:
-    """Rows may divide where heads do not. `config` is HuggingFace's of the model; what it does not say is not checked.
+    """Checks that the new tensor-parallel size divides the attention heads. It may divide a weight's rows without that.
 
-    megatron wants heads that the tensor-parallel size divides, and groups that it divides or that divide it; of linear
-    attention it must divide both (TransformerConfig, 0.16.1).
+    megatron requires that the tensor-parallel size divides the number of attention heads, and that it divides the
+    number of key-value heads or is a multiple of it. In linear attention it must divide the numbers of key heads and of
+    value heads (TransformerConfig, 0.16.1).
+
+    Args:
+        config: the model's HuggingFace configuration. A number that it does not state is not checked.
+        tensors: the tensors of the checkpoint.
+        saved: the saved layout.
+        new: the new layout.
 
     Raises:
-        CheckpointMismatchError: they cannot be divided.
+        CheckpointMismatchError: the heads cannot be divided.
     """
     if new.tp == saved.tp:
         return
@@ -43,14 +51,14 @@ def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], sav
             if count % new.tp and (field != "num_key_value_heads" or new.tp % count):
                 raise CheckpointMismatchError(
                     f"{tensor.file}: tensor {tensor.name} of shape {list(tensor.shape)}: its {count} {what} cannot be "
-                    f"divided among tp = {new.tp} ranks"
+                    f"divided among tp = {new.tp} ranks: choose another tensor-parallel size"
                 )
 
 
 def config_beside(role_dir: Path) -> dict[str, Any]:
-    """The configuration beside a checkpoint; empty where there is none."""
+    """Reads the HuggingFace configuration beside a checkpoint. Returns an empty dict if there is none."""
     try:
         path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")
         return fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except (OSError, CheckpointCorruptError, fields.FieldError):
-        return {}  # it is beside the weights as a service: nothing here depends on it
+        return {}  # saving it is optional, so a missing or damaged one must not stop a reshard

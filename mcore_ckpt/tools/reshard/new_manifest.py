@@ -17,14 +17,15 @@ from mcore_ckpt.tools.reshard.target import Target
 
 @dataclass(frozen=True)
 class Identity:
-    """What the new checkpoint is.
+    """The entries of a manifest that the written files do not tell.
 
     Attributes:
-        step, role: whose checkpoint it is.
-        roles: the roles of the step.
-        attempt: the id of the run that writes it.
-        contents: what is in it: `model`, `optimizer`, ...
-        versions: versions that stay those of the training, such as megatron's.
+        step: the step.
+        role: the role.
+        roles: all roles of the step.
+        attempt: the id of the attempt that writes the checkpoint.
+        contents: the contents of the checkpoint: `model`, `optimizer`, ...
+        versions: the versions, such as megatron's, that are those of the training and not of this process.
     """
 
     step: int
@@ -38,13 +39,13 @@ class Identity:
 def build_manifest(
     identity: Identity, target: Target, indexed: Sequence[FileNames], small: Sequence[tuple[int, WrittenFile]]
 ) -> Manifest:
-    """The manifest of the files that were written.
+    """Makes the manifest of the written files.
 
     Args:
-        identity: what the checkpoint is.
-        target: its layout.
-        indexed: the files of tensors.
-        small: the other files, each with its rank.
+        identity: the entries that the files do not tell.
+        target: the layout of the checkpoint.
+        indexed: the files that hold tensors.
+        small: the other files, each with the rank that counts as its writer.
     """
     topology = target.topology
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))

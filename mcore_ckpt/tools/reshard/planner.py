@@ -1,4 +1,4 @@
-"""The files of the new layout, each tensor's place in them, and where its bytes are: before a byte is written."""
+"""Plans the files of the new layout: the tensors of each file, and the stored ranges that fill them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PlannedFile:
     """One indexed file to write.
 
     Attributes:
-        request: its tensors, which are on `meta`.
+        request: the tensors of the file; they are on the `meta` device.
         located: the stored ranges of each tensor, in the same order.
-        rank: the world rank that would write the file.
+        rank: the world rank that writes this file when a trainer of the new layout saves.
     """
 
     request: WriteRequest
@@ -51,22 +51,23 @@ class PlannedFile:
 
 @dataclass(frozen=True, eq=False)
 class _PlannedWrite:
-    """A tensor of a file, and the stored ranges that fill it."""
+    """A tensor to write, and the stored ranges that fill it."""
 
     write: TensorWrite
     located: Located
 
 
 class Regions:
-    """What each rank of the new layout has of each tensor.
+    """Computes the region of each tensor that each rank of the new layout holds.
 
     Args:
-        tensors: all there are.
-        saved, new: the two layouts.
-        wanted: for the size of the vocabulary.
+        tensors: all tensors of the checkpoint.
+        saved: the saved layout.
+        new: the new layout.
+        wanted: gives the size of the vocabulary.
 
     Raises:
-        CheckpointMismatchError: the vocabulary is smaller than asked for.
+        CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted` asks for.
     """
 
     def __init__(self, tensors: Iterable[SavedTensor], saved: Topology, new: Topology, wanted: WantedLayout) -> None:
@@ -79,14 +80,15 @@ class Regions:
 
     @property
     def known_vocabulary(self) -> int | None:
-        """Rows that both layouts have: what lies beyond is padding."""
+        """The number of vocabulary rows that both layouts have; the rows after them are padding. None if unknown."""
         return None if self._rows is None or self._saved_rows is None else min(self._rows, self._saved_rows)
 
     def of(self, tensor: SavedTensor, at: RankCoordinates) -> Region:
-        """The local region of the rank at `at`.
+        """Returns the local region of a tensor on the rank at the coordinates `at`.
 
         Raises:
-            CheckpointMismatchError: it does not divide, is not cut as its name says, or it is not known how.
+            CheckpointMismatchError: the new layout does not divide the tensor, the tensor is not cut as its name says,
+                or it is not known how it is cut.
         """
         rank = at.etp if tensor.expert else at.tp
         key = (tensor.name, rank)
@@ -108,7 +110,7 @@ class Regions:
         if has_vocabulary_rows(tensor.name) and self._rows is not None and shape[0] == self._saved_rows:
             shape = (self._rows, *shape[1:])
         if saved == new and shape == tensor.shape and rank in tensor.seen:
-            # The checkpoint itself says it: tensors of any kind can stay as they are.
+            # The same cut as in the checkpoint works for every tensor, also for one whose name says nothing of its cut.
             return tensor.seen[rank]
         try:
             return self._cut(tensor, saved).region(shape, rank, new)
@@ -118,7 +120,7 @@ class Regions:
 
     def _cut(self, tensor: SavedTensor, saved: int) -> Cut:
         if tensor.name not in self._cuts:
-            # A value head is called like the output layer; it has few rows, and is not cut.
+            # A value head has the output layer's name, but it has few rows, and each rank holds all of them.
             is_value_head = tensor.name.startswith("output_layer.") and tensor.shape[0] != self._saved_rows
             self._cuts[tensor.name] = find_cut(
                 tensor.name, tensor.seen, saved, replicated=is_value_head and self._saved_rows is not None
@@ -128,7 +130,7 @@ class Regions:
 
 @dataclass(frozen=True)
 class _Experts:
-    """How many experts there are below each module called `experts`, and how they are divided."""
+    """The number of experts below each module called `experts`, and the expert-parallel size that divides them."""
 
     counts: dict[str, int]
     ep: int
@@ -141,11 +143,13 @@ class _Experts:
                 counts[expert[0]] = max(counts.get(expert[0], 0), expert[1] + 1)
         for module, count in counts.items():
             if count % ep:
-                raise CheckpointMismatchError(f"{module}: {count} experts cannot be divided among ep = {ep} ranks")
+                raise CheckpointMismatchError(
+                    f"{module}: {count} experts cannot be divided among ep = {ep} ranks: choose another ep"
+                )
         return _Experts(counts, ep)
 
     def holds(self, name: str, ep_rank: int) -> bool:
-        """Whether an expert-parallel rank has a tensor; each has what is not one expert's."""
+        """Returns True if an expert-parallel rank holds a tensor. Every rank holds the tensors that no expert owns."""
         expert = expert_of(name)
         return expert is None or expert[1] // (self.counts[expert[0]] // self.ep) == ep_rank
 
@@ -154,15 +158,16 @@ class Planner:
     """Plans the files of a new layout.
 
     Args:
-        reader: the checkpoint.
-        saved: the layout that the checkpoint has.
-        contents: what is in it: `model`, `optimizer`, ...
-        tensors: its tensors.
+        reader: the reader of the checkpoint.
+        saved: the layout of the checkpoint.
+        contents: the contents to write: `model`, `optimizer`, ...
+        tensors: the tensors of the checkpoint.
         target: the layout to write.
-        wanted: for the size of the vocabulary.
+        wanted: gives the size of the vocabulary.
 
     Raises:
-        CheckpointMismatchError: experts or vocabulary do not fit the layout, or a tensor's stage is not known.
+        CheckpointMismatchError: the experts or the vocabulary do not fit the layout, or the pipeline rank of a tensor
+            is not known.
     """
 
     def __init__(
@@ -182,16 +187,16 @@ class Planner:
         self._by_stage = _by_stage(saved, tensors, target)
 
     def _locator(self, rank: int) -> Locator:
-        """Finds the bytes of what a rank of the new layout has."""
+        """Returns the locator that finds the stored ranges for a rank of the new layout."""
         position = RankPosition(self._topology, coordinates_of(rank, self._topology))
         return Locator(self._reader, position, self._regions.known_vocabulary)
 
     def files(self) -> list[PlannedFile]:
-        """All indexed files.
+        """Plans all files that hold tensors.
 
         Raises:
-            CheckpointMismatchError: a tensor does not divide.
-            CheckpointCorruptError: elements are in none of the files.
+            CheckpointMismatchError: the new layout does not divide a tensor.
+            CheckpointCorruptError: some elements are in no file.
         """
         return [
             *(self._model_files() if "model" in self._contents else ()),
@@ -211,10 +216,10 @@ class Planner:
                     file_names.model_file(tp, pp), "model", pp * (size.world_size // size.pp) + tp, dense
                 )
             for ep in range(size.ep if experts else 0):
-                here = [tensor for tensor in experts if self._experts.holds(tensor.name, ep)]
+                held = [tensor for tensor in experts if self._experts.holds(tensor.name, ep)]
                 for etp in range(size.etp):
                     rank = pp * (size.world_size // size.pp) + ep * size.etp + etp
-                    yield self._model_file(file_names.expert_file(etp, pp, ep), "experts", rank, here)
+                    yield self._model_file(file_names.expert_file(etp, pp, ep), "experts", rank, held)
 
     def _model_file(self, path: str, kind: str, rank: int, tensors: Iterable[SavedTensor]) -> PlannedFile:
         locator = self._locator(rank)
@@ -243,17 +248,21 @@ class Planner:
             yield _planned_file(path, "optimizer", rank, writes, tuple(aliases), tree=("state",))
 
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
-        """This rank's even part of the dense parameters of its (pp, tp), and of the experts of its (pp, etp, ep)."""
+        """Yields the parameters whose optimizer state a rank owns, each with the owned region.
+
+        The data-parallel ranks share the elements of the dense parameters of their (pp, tp) evenly, and those of the
+        experts of their (pp, etp, ep).
+        """
         trained = [tensor for tensor in self._by_stage[at.pp] if tensor.main]
         dense = [tensor for tensor in trained if not tensor.expert]
         experts = [tensor for tensor in trained if tensor.expert and self._experts.holds(tensor.name, at.ep)]
         size = self._topology
-        for members, part, parts in (
+        for members, index, count in (
             (dense, at.dp * size.cp + at.cp, size.dp * size.cp),
             (experts, at.edp, size.edp),
         ):
             regions = [self._regions.of(tensor, at) for tensor in members]
-            for number, start, stop in even_ranges([region.numel for region in regions], parts)[part]:
+            for number, start, stop in even_ranges([region.numel for region in regions], count)[index]:
                 yield members[number], regions[number].with_flat(start, stop)
 
     def _add_state(
@@ -304,7 +313,10 @@ def _write(
 def _locate(wanted: Wanted, tensor: SavedTensor, locator: Locator) -> Located:
     located = locator.find(wanted)
     if located is None:
-        raise CheckpointCorruptError(f"{tensor.file}: tensor {wanted.key}: is in none of the files that should have it")
+        raise CheckpointCorruptError(
+            f"{tensor.file}: tensor {wanted.key}: is in none of the files that the manifest names for it: use another "
+            "copy of the checkpoint"
+        )
     return located
 
 
@@ -318,7 +330,7 @@ def _opaque_write(key: ShardKey, tensor: SavedTensor, locator: Locator) -> _Plan
 
 
 def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target) -> dict[int, list[SavedTensor]]:
-    """The tensors of each pipeline rank."""
+    """Groups the tensors by the pipeline rank of the new layout that holds them."""
     stages = {(stage.pp, stage.vp): (stage.decoder, stage.mtp) for stage in saved.stages}
     as_saved = stages == {place: (stage.decoder, stage.mtp) for place, stage in target.stages.items()}
     placement = PipelinePlacement(target.stages)
@@ -328,7 +340,7 @@ def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target
         if pp is None:
             raise CheckpointMismatchError(
                 f"{tensor.file}: tensor {tensor.name}: its name does not tell which of {target.topology.pp} pipeline "
-                f"ranks has it: keep pp = {saved.topology.pp}, or load it directly under the new layout"
+                f"ranks has it: keep pp = {saved.topology.pp}, or load the checkpoint directly under the new layout"
             )
         by_stage[pp].append(tensor)
     return by_stage

@@ -1,4 +1,4 @@
-"""From a committed checkpoint to the same one under another layout, entirely there or not there."""
+"""Rewrites the roles of a step under another layout. All roles appear together, when they are complete."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class RoleReport:
-    """What became of one role.
+    """Report of one role.
 
     Attributes:
-        source, path: the folders.
-        saved, written: the two layouts.
-        nbytes: of all files written.
-        reseeded: whether the random number generators start anew from the saved seed.
+        role: the role.
+        source: the folder that was read.
+        path: the folder that was written.
+        saved: the layout of the checkpoint that was read.
+        written: the layout of the new checkpoint.
+        nbytes: the size of all written files in bytes.
+        files: the number of written files.
+        reseeded: True if the random number generators start from the saved seed instead of their saved states.
     """
 
     role: str
@@ -53,7 +57,13 @@ class RoleReport:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What a whole run did."""
+    """Report of one reshard.
+
+    Attributes:
+        step: the step.
+        roles: the reports of the roles that have a model.
+        seconds: how long it took.
+    """
 
     step: int
     roles: tuple[RoleReport, ...]
@@ -61,12 +71,22 @@ class ReshardReport:
 
     @property
     def nbytes(self) -> int:
+        """The size of all written files in bytes."""
         return sum(role.nbytes for role in self.roles)
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """One role, planned and checked."""
+    """One role with a model, planned and checked.
+
+    Attributes:
+        reader: the reader of the saved checkpoint.
+        source: its folder.
+        role_dir: the folder to write.
+        target: the layout to write.
+        files: the files with tensors.
+        small: the other files.
+    """
 
     reader: NativeReader
     source: Path
@@ -77,13 +97,18 @@ class _Job:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors to write."""
+        """The size of the tensors to write in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A role without a model, copied as it is."""
+class _FilesRole:
+    """A role that consists of plain files (`steps/role_files.py`). No layout applies to it, so it is copied.
+
+    Attributes:
+        source: its folder.
+        manifest: its manifest.
+    """
 
     source: Path
     manifest: Manifest
@@ -92,26 +117,27 @@ class _Part:
 def reshard(
     selection: Selection, root: Path, wanted: WantedLayout, progress: Progress = lambda done, total: None
 ) -> ReshardReport:
-    """Rewrites a step below another folder, under another layout.
+    """Rewrites a step into another folder of steps, under another layout.
 
-    All that can be known is checked before a byte is written. The roles are put in place when all of them are written;
-    a checkpoint of the step that is there already stays whole until then. A block of the source whose CRC is wrong ends
-    the run, and leaves nothing behind.
+    It checks everything that it can check before it writes a byte. It replaces a checkpoint of the same step below
+    `root` only when all roles are written. If the CRC of a block that it reads is wrong, it stops and removes what it
+    has written.
 
     Args:
-        selection: what to rewrite (see `select`).
-        root: the folder of the steps to write into; not the one that is read.
-        wanted: the layout.
-        progress: told of bytes written, and of how many there are.
+        selection: the checkpoints to rewrite, from `select`.
+        root: the folder of all steps to write into; it must differ from the one that is read.
+        wanted: the wanted layout.
+        progress: called with the number of bytes written and the number to write.
 
     Raises:
-        InvalidArgumentError: the sizes contradict each other, or it would replace what it reads.
-        CheckpointError: the checkpoint is damaged, or does not fit the layout, or cannot be written; nothing has come.
+        InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the one that is read.
+        CheckpointError: the checkpoint is damaged, does not fit the layout, or cannot be written. `root` has no new
+            complete step.
 
     Example:
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
     """
-    with reading(selection.role_dirs):  # beside a trainer, whose retention would take it away
+    with reading(selection.role_dirs):  # a trainer that still runs could delete the step
         return _reshard(selection, root.absolute(), wanted, progress)
 
 
@@ -119,11 +145,10 @@ def _reshard(selection: Selection, root: Path, wanted: WantedLayout, progress: P
     started = time.monotonic()
     found = {source: read_manifest(source) for source in selection.role_dirs}
     jobs = [_plan(source, root, selection.step, wanted) for source, manifest in found.items() if manifest.stages]
-    # What a framework keeps beside its models (`integrations/parts.py`) is of no layout.
-    parts = [_Part(source, manifest) for source, manifest in found.items() if not manifest.stages]
+    copies = [_FilesRole(source, manifest) for source, manifest in found.items() if not manifest.stages]
     is_new = not root.exists()
     try:
-        reports = _write_all(jobs, parts, root, selection.step, progress)
+        reports = _write_all(jobs, copies, root, selection.step, progress)
     except OSError as error:
         raise CommitError(f"{root}: step {selection.step} could not be written: {error}") from error
     finally:
@@ -136,7 +161,7 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
     manifest = read_manifest(source)
     role_dir = file_names.step_dir(root, step) / manifest.role
     if root.resolve() in (source.parent, source.parent.parent) or (role_dir.exists() and role_dir.samefile(source)):
-        raise InvalidArgumentError(f"{root} is where the checkpoint is read from: name another folder to write to")
+        raise InvalidArgumentError(f"{root}: the checkpoint is read from this folder: name another folder to write to")
     reader, saved = NativeReader(LocalFolder(source), manifest), SavedLayout.of(manifest)
     try:
         tensors = list(saved_tensors(reader))
@@ -150,7 +175,7 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
 
 
 def _write_all(
-    jobs: Sequence[_Job], parts: Sequence[_Part], root: Path, step: int, progress: Progress
+    jobs: Sequence[_Job], copies: Sequence[_FilesRole], root: Path, step: int, progress: Progress
 ) -> list[RoleReport]:
     _check_space(jobs, root)
     total = sum(job.nbytes for job in jobs)
@@ -161,19 +186,19 @@ def _write_all(
         progress(done[0], total)
 
     attempt = commit.new_attempt()
-    roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(part.manifest.role for part in parts)]))
+    roles = tuple(sorted([*(job.reader.manifest.role for job in jobs), *(copy.manifest.role for copy in copies)]))
     staged: list[tuple[Path, Path]] = []
     reports = []
     try:
-        for part in parts:
-            role_dir = file_names.step_dir(root, step) / part.manifest.role
-            leftovers.remove_leftovers(root, part.manifest.role, alone=False)
+        for copy in copies:
+            role_dir = file_names.step_dir(root, step) / copy.manifest.role
+            leftovers.remove_leftovers(root, copy.manifest.role, alone=False)
             staging = commit.open_staging(role_dir, attempt)
             staged.append((role_dir, staging))
-            _copy_part(part, staging)
-            commit.write_manifest(staging, replace(part.manifest, roles=roles, attempt=attempt))
+            _copy_files(copy, staging)
+            commit.write_manifest(staging, replace(copy.manifest, roles=roles, attempt=attempt))
         for job in jobs:
-            # What a killed run has left; other processes may be saving here.
+            # A killed run may have left its folders. `alone=False`, because other processes may be saving below `root`.
             leftovers.remove_leftovers(root, job.reader.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
             staged.append((job.role_dir, staging))
@@ -190,18 +215,21 @@ def _write_all(
     return reports
 
 
-def _copy_part(part: _Part, staging: Path) -> None:
-    for file in part.manifest.files:
+def _copy_files(role: _FilesRole, staging: Path) -> None:
+    for file in role.manifest.files:
         make_folders(staging, file.path)
-        write_file(staging / file.path, checked_bytes(part.source, file))
+        write_file(staging / file.path, checked_bytes(role.source, file))
 
 
 def _check_space(jobs: Sequence[_Job], root: Path) -> None:
     needed = sum(job.nbytes + job.small.nbytes for job in jobs)
-    there = next(folder for folder in (root, *root.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(parent).free
     if free < needed:
-        raise CommitError(f"{root}: the checkpoint takes {needed} bytes, and {free} are free there")
+        raise CommitError(
+            f"{root}: the checkpoint takes {needed} bytes, and {free} are free there: free space, or name another "
+            "folder"
+        )
 
 
 def _write_role(
@@ -212,7 +240,7 @@ def _write_role(
     for folder in {(staging / path).parent for path in (*(f.file.path for f in indexed), *(f.path for _, f in small))}:
         sync_dir(folder)
     saved = job.reader.manifest
-    # The version of megatron stays that of the training; megatron need not be installed here.
+    # Keep the megatron version of the training. This process may have another one, or none.
     versions = {name: version for name, version in saved.versions.items() if name == "megatron_core"}
     identity = Identity(saved.step, saved.role, roles, attempt, saved.contents, versions)
     return build_manifest(identity, job.target, indexed, small)

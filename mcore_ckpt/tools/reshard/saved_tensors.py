@@ -1,4 +1,4 @@
-"""What a checkpoint holds of each tensor, and how it was cut."""
+"""Lists the tensors of a checkpoint, with their stored kinds and the region of each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from mcore_ckpt.sharding.regions import Region, Shape
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One global tensor.
+    """One global tensor of a checkpoint.
 
     Attributes:
-        model: MODEL, OPAQUE, or None if only the optimizer has it.
-        moments: kinds of the optimizer's state but for the main parameter.
-        main: whether the optimizer has it; `aliased`: its main parameter is the model's own tensor.
-        seen: the local region of each tensor-parallel rank (of experts: expert-tensor-parallel rank); not of OPAQUE.
+        name: its global name.
+        model: the kind that the model stores, MODEL or OPAQUE; None if only the optimizer stores the tensor.
+        moments: the kinds of its optimizer state, without the main parameter.
+        main: True if the optimizer has a main parameter for it.
+        aliased: True if this main parameter is the model's own tensor.
+        seen: the local region of each tensor-parallel rank; for an expert's tensor, of each expert-tensor-parallel
+            rank. Empty if `model` is OPAQUE.
         pp: the first pipeline rank that wrote it.
-        file: one it is in, for messages.
+        file: one of its files, for messages.
     """
 
     name: str
@@ -36,15 +39,17 @@ class SavedTensor:
 
     @property
     def expert(self) -> bool:
+        """True if the tensor belongs to an expert."""
         return is_expert(self.name)
 
     @property
     def shape(self) -> Shape:
+        """The global shape. An OPAQUE tensor has none."""
         return next(iter(self.seen.values())).global_shape
 
 
 def saved_tensors(reader: NativeReader) -> Iterator[SavedTensor]:
-    """All tensors of a checkpoint in the manifest's order. Opens every index.
+    """Yields all tensors of a checkpoint, in the order of the manifest. It opens every index.
 
     Raises:
         CheckpointCorruptError: an index is missing, cut or damaged.
@@ -74,7 +79,7 @@ def _saved_tensor(reader: NativeReader, name: str) -> SavedTensor | None:
 
 
 def _local_regions(reader: NativeReader, shards: Iterable[StoredShard], expert: bool) -> dict[int, Region]:
-    """The whole local region of each tensor-parallel rank, from however small stored parts of it."""
+    """Returns the whole local region of each tensor-parallel rank. A stored shard may hold only a part of it."""
     seen: dict[int, Region] = {}
     for shard in shards:
         at = reader.manifest.ranks[reader.file(shard.file).rank]

@@ -1,4 +1,4 @@
-"""What is not made of named tensors: copied, or of another layout's ranks."""
+"""Copies the files without named tensors, and gives each rank of the new layout its own small files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _COPY_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A file that becomes another one of the same content, and the rank that counts as its writer."""
+    """A file to copy.
+
+    Attributes:
+        record: the file in the saved checkpoint.
+        path: its path in the new checkpoint.
+        rank: the rank that counts as its writer in the new checkpoint.
+    """
 
     record: FileRecord
     path: str
@@ -31,24 +37,35 @@ class Copy:
 
 @dataclass(frozen=True)
 class SmallFiles:
-    """Files to copy, and the places whose generators start from a seed instead: (path, rank, seed)."""
+    """The small files of the new checkpoint.
+
+    Attributes:
+        copies: the files to copy.
+        seeded: the files of random number generators that start from a seed: (path, rank, seed).
+    """
 
     copies: tuple[Copy, ...]
     seeded: tuple[tuple[str, int, int], ...]
 
     @property
     def nbytes(self) -> int:
+        """The size of the copied files in bytes."""
         return sum(copy.record.size for copy in self.copies)
 
 
 def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> SmallFiles:
-    """What of each rank's small files the ranks of the new layout get.
+    """Plans which small files each rank of the new layout gets, as a load under another layout does.
 
-    As in a load under another layout: each those of the rank whose coordinates are its own modulo the saved sizes;
-    where generators cannot go on, the saved seed.
+    Each rank gets the files of the saved rank whose coordinates are its own modulo the saved sizes. If the random
+    number generators cannot continue under the new layout, each rank gets the saved seed instead of their states.
+
+    Args:
+        role_dir: the folder of the saved checkpoint.
+        reader: its reader.
+        new: the new layout.
 
     Raises:
-        CheckpointCorruptError: a file is missing, of another size, or damaged.
+        CheckpointCorruptError: a file is missing, has another size, or is damaged.
     """
     manifest = reader.manifest
     copies = [Copy(file, file.path, 0) for file in manifest.files if file.kind in ("common", "huggingface")]
@@ -72,10 +89,15 @@ def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> Sma
 
 
 def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Iterator[tuple[int, WrittenFile]]:
-    """Writes them durably; yields each with its rank.
+    """Writes the small files durably, and yields each with the rank that counts as its writer.
+
+    Args:
+        role_dir: the folder of the saved checkpoint.
+        small: the files to write.
+        staging: the staging folder of the new checkpoint.
 
     Raises:
-        CheckpointCorruptError: the content of a file is not the manifest's.
+        CheckpointCorruptError: a file's CRC is not the one in the manifest.
         OSError: writing failed.
     """
     for copy in small.copies:
@@ -87,7 +109,11 @@ def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Itera
 
 
 def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
-    """A file's bytes, piece by piece. Raises CheckpointCorruptError behind the last if they are not what they were."""
+    """Yields the bytes of a file in blocks, and checks their CRC at the end.
+
+    Raises:
+        CheckpointCorruptError: the file is missing or has another size, or, after the last block, its CRC is wrong.
+    """
     crc = 0
     with open_file(role_dir, record) as descriptor:
         for at in range(0, record.size, _COPY_BYTES):
@@ -96,5 +122,6 @@ def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
             yield data
     if crc != record.crc32:
         raise CheckpointCorruptError(
-            f"{role_dir / record.path}: has a wrong CRC: it is damaged, or another file with this name"
+            f"{role_dir / record.path}: has a wrong CRC: the file is damaged or was replaced: use another copy "
+            "of the checkpoint"
         )

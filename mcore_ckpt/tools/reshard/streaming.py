@@ -1,4 +1,4 @@
-"""Files of a planned layout, written from a checkpoint a part at a time: one is read while another is written."""
+"""Writes the planned files from a checkpoint, range by range: one range is read while another is written."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from mcore_ckpt.sharding.overlap import rows_into
 from mcore_ckpt.sharding.plan import ReadRange
 from mcore_ckpt.tools.reshard.planner import PlannedFile
 
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True, eq=False)
 class FileNames:
-    """A written file, the rank it counts as that of, and the tensors in it."""
+    """A written file and the names of its tensors.
+
+    Attributes:
+        file: the file.
+        rank: the world rank that counts as its writer.
+        names: the names of the tensors in the file.
+    """
 
     file: WrittenFile
     rank: int
@@ -33,8 +37,16 @@ class FileNames:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """A range of a file, and whose turn it is: the writers of a shared file are all played here."""
+class _FileRange:
+    """A range of a file that is read and written at once. It satisfies `io.streams.FilePart`.
+
+    A large file is written as if several ranks shared it, one range each. This process acts for all of them.
+
+    Attributes:
+        file: the file.
+        plan: the plan of the writer's range.
+        writer: the number of the writer.
+    """
 
     file: PlannedFile
     plan: FilePlan
@@ -42,53 +54,60 @@ class _Part:
 
     @property
     def nbytes(self) -> int:
+        """The size of the range in bytes."""
         return self.plan.nbytes
 
 
-class _AllWriters:
-    """What the writers of one file tell its owner, where all of them are one process."""
+class _OwnExchange:
+    """Passes records from a file's writers to its owner within this process, which acts for all of them.
+
+    Attributes:
+        rank: the number of the writer that this process acts for.
+    """
 
     def __init__(self) -> None:
         self.rank = 0
         self._given: dict[tuple[str, int], Record] = {}
 
     def give(self, key: str, record: Record) -> None:
+        """Keeps a record for the owner of the file."""
         self._given[key, self.rank] = record
 
     def take(self, key: str, rank: int) -> Record:
+        """Returns the record that writer `rank` gave."""
         return self._given.pop((key, rank))
 
 
 def write_planned_files(
-    read: Read, files: Iterable[PlannedFile], staging: Path, progress: Progress
+    read: Read, files: Iterable[PlannedFile], staging: Path, progress: Callable[[int], None]
 ) -> Iterator[FileNames]:
-    """Writes the files durably, and yields each when it is there.
+    """Writes the files durably, and yields each when it is complete.
 
-    Takes two buffers of STREAM_BYTES, and what reading takes, whatever the sizes of the files.
+    It takes two buffers of STREAM_BYTES and the memory that `read` takes, whatever the sizes of the files.
 
     Args:
         read: fills tensors with ranges of the checkpoint.
-        files: what to write.
-        staging: the folder to write below.
-        progress: told of bytes that have been written.
+        files: the files to write.
+        staging: the folder that the files' paths are relative to.
+        progress: called with the number of bytes that were written since the last call.
 
     Raises:
-        CheckpointCorruptError: a block is damaged, or a file cannot be read; names file and tensor.
+        CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names file and tensor.
         CommitError, OSError: writing failed.
     """
-    exchange = _AllWriters()
-    for batch in stream(map(_parts, files), lambda batch: read(_reads(batch))):
+    exchange = _OwnExchange()
+    for batch in stream(map(_ranges, files), lambda batch: read(_reads(batch))):
         yield from _write(batch, staging, exchange)
         progress(sum(placed.part.nbytes for placed in batch))
 
 
-def _parts(file: PlannedFile) -> list[_Part]:
-    # Not kept: the images of all files together are as large as their indexes.
+def _ranges(file: PlannedFile) -> list[_FileRange]:
+    # Plan the file only now and keep no plan: the plans of all files together are as large as the files' indexes.
     plan = plan_file(file.request, 0, StructureCache())
     cuts = cuts_of(plan.pt.records_end)
     share = Share(tuple(range(len(cuts) - 1)), cuts)
     return [
-        _Part(file, replace(plan, share=share, start=start, stop=stop), writer)
+        _FileRange(file, replace(plan, share=share, start=start, stop=stop), writer)
         for writer, (start, stop) in enumerate(itertools.pairwise(cuts))
     ]
 
@@ -96,15 +115,15 @@ def _parts(file: PlannedFile) -> list[_Part]:
 # -- reading -----------------------------------------------------------------------------------------------
 
 
-def _reads(batch: Sequence[Placed[_Part]]) -> list[tuple[ReadRange, torch.Tensor]]:
-    """The stored ranges of all parts of a batch, each with the memory that it goes into."""
-    return [read for placed in batch for read in _reads_of_part(placed.part, placed.address)]
+def _reads(batch: Sequence[Placed[_FileRange]]) -> list[tuple[ReadRange, torch.Tensor]]:
+    """Lists the stored ranges that fill the ranges of a batch, each with its memory."""
+    return [read for placed in batch for read in _reads_of(placed.part, placed.address)]
 
 
-def _reads_of_part(part: _Part, address: int) -> Iterator[tuple[ReadRange, torch.Tensor]]:
-    plan = part.plan
+def _reads_of(file_range: _FileRange, address: int) -> Iterator[tuple[ReadRange, torch.Tensor]]:
+    plan = file_range.plan
     for number, skip, at, nbytes in zip(*plan.parts, strict=True):
-        located = part.file.located[number]
+        located = file_range.file.located[number]
         item = located.dtype.itemsize
         memory = memory_at(address + at - plan.start, nbytes, located.dtype)
         if located.outside:
@@ -117,14 +136,15 @@ def _reads_of_part(part: _Part, address: int) -> Iterator[tuple[ReadRange, torch
 # -- writing -----------------------------------------------------------------------------------------------
 
 
-def _write(batch: Sequence[Placed[_Part]], staging: Path, exchange: _AllWriters) -> Iterator[FileNames]:
-    parts = [placed.part for placed in batch]
+def _write(batch: Sequence[Placed[_FileRange]], staging: Path, exchange: _OwnExchange) -> Iterator[FileNames]:
+    ranges = [placed.part for placed in batch]
     writes = [ImageWrite(placed.part.plan, None, placed.address, []) for placed in batch]
-    # Parts of a file shared by several writers are alone in their batch, and files with one writer are writer 0's.
-    exchange.rank = parts[0].writer
+    # One number serves the whole batch: a range of a file with several writers is alone in its batch, and the writer of
+    # a file that has only one is number 0.
+    exchange.rank = ranges[0].writer
     with ImageWriter(staging, writes, exchange) as writer:
         writer.start()
         written = {file.path: file for file in writer.finish()}
-    for part in parts:
-        if part.plan.path in written:
-            yield FileNames(written[part.plan.path], part.file.rank, part.plan.names)
+    for each in ranges:
+        if each.plan.path in written:
+            yield FileNames(written[each.plan.path], each.file.rank, each.plan.names)

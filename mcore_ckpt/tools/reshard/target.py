@@ -1,4 +1,4 @@
-"""The layout to write: what was asked for, and what follows from it and from the layout there is."""
+"""Resolves the layout to write from the wanted sizes and the saved layout."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from mcore_ckpt.sharding.placement import Stages
 
 @dataclass(frozen=True)
 class WantedLayout:
-    """What somebody asks for; what is None stays as saved, or follows from the rest (see `resolve`).
+    """The wanted sizes of the new layout. `resolve` says what a field that is None stands for.
 
     Attributes:
-        world: ranks in all; an alternative to `dp`.
+        tp: the tensor-parallel size.
+        pp: the pipeline-parallel size.
+        vpp: the number of virtual stages per pipeline rank; 1 for none.
+        cp: the context-parallel size.
+        dp: the data-parallel size.
+        ep: the expert-parallel size.
+        etp: the tensor-parallel size of the experts.
+        world: the number of all ranks; it may be given instead of `dp`.
         pipeline_layout: megatron's pipeline_model_parallel_layout, as text: "Et|t*2|t|tL".
-        first_stage_layers, last_stage_layers: megatron's num_layers_in_{first,last}_pipeline_stage.
-        account_for_embedding, account_for_loss: as megatron's ..._in_pipeline_split.
-        vocab_size: tokens without padding.
+        first_stage_layers: megatron's num_layers_in_first_pipeline_stage.
+        last_stage_layers: megatron's num_layers_in_last_pipeline_stage.
+        account_for_embedding: megatron's account_for_embedding_in_pipeline_split.
+        account_for_loss: megatron's account_for_loss_in_pipeline_split.
+        vocab_size: the number of tokens without padding.
         vocab_divisor: megatron's make_vocab_size_divisible_by.
     """
 
@@ -44,42 +53,49 @@ class WantedLayout:
 
     @property
     def splits_layers(self) -> bool:
-        """Whether it says how layers are divided."""
+        """True if a field says how the layers are divided among the stages."""
         ends = (self.pipeline_layout, self.first_stage_layers, self.last_stage_layers)
         return any(end is not None for end in ends) or self.account_for_embedding or self.account_for_loss
 
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """The layout that a checkpoint has: its sizes, and the layers of each virtual stage."""
+    """The layout of a checkpoint: its sizes, and the layers of each virtual stage."""
 
     topology: Topology
     stages: tuple[StageRecord, ...]
 
     @staticmethod
     def of(manifest: Manifest) -> SavedLayout:
-        """The layout of a checkpoint of this package."""
+        """Returns the layout that a manifest states."""
         return SavedLayout(manifest.topology, manifest.stages)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A whole layout."""
+    """The layout to write: its sizes, and the layers of each virtual stage by (pp, vp)."""
 
     topology: Topology
     stages: Stages
 
 
 def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Target:
-    """The layout to write.
+    """Resolves the layout to write.
 
-    Sizes that are not given stay as saved, but for these. The world stays as large as it was if the other sizes divide
-    it, and is else as small as they allow. `etp` follows `tp` if it was the same, and where `ep` is 1. `vpp` is 1 with
-    one pipeline rank, and follows from a pipeline layout.
+    A size that is not given stays as saved, with these exceptions:
+
+    - The number of ranks stays as saved if the other sizes divide it. Otherwise it is the smallest that they divide.
+    - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` is 1.
+    - `vpp` is 1 with one pipeline rank. With a pipeline layout it follows from the number of stages in that.
+
+    Args:
+        wanted: the wanted sizes.
+        saved: the layout of the checkpoint.
+        has_experts: True if the checkpoint has experts.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.
-        CheckpointMismatchError: the model's layers cannot be divided so.
+        CheckpointMismatchError: the model's layers cannot be divided as `wanted` says.
     """
     _check_positive(wanted)
     topology = _topology(wanted, saved.topology, has_experts)
@@ -97,7 +113,7 @@ def _check_positive(wanted: WantedLayout) -> None:
 def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topology:
     tp, pp, cp = wanted.tp or saved.tp, wanted.pp or saved.pp, wanted.cp or saved.cp
     if not has_experts and (wanted.ep or 1) > 1:
-        raise InvalidArgumentError(f"ep is {wanted.ep}, but the checkpoint has no experts")
+        raise InvalidArgumentError(f"ep is {wanted.ep}, but the checkpoint has no experts: leave out ep")
     ep = (wanted.ep or saved.ep) if has_experts else 1
     etp = _expert_tp(wanted, saved, tp, ep) if has_experts else tp
     dense, experts = tp * pp * cp, etp * ep * pp
@@ -119,7 +135,7 @@ def _expert_tp(wanted: WantedLayout, saved: Topology, tp: int, ep: int) -> int:
     if wanted.etp is None:
         return tp if ep == 1 or saved.etp == saved.tp else saved.etp
     if ep == 1 and wanted.etp != tp:
-        # megatron-core 0.16.1 does not reduce their gradients over the ranks that replicate them.
+        # Otherwise megatron-core 0.16.1 does not reduce the experts' gradients over the ranks that replicate them.
         raise InvalidArgumentError(f"etp is {wanted.etp} and tp is {tp}: with ep = 1 they must be the same")
     return wanted.etp
 
@@ -132,7 +148,8 @@ def _world(wanted: WantedLayout, saved: int, dense: int, experts: int) -> int:
     assert world is not None
     if wanted.world not in (None, world):
         raise InvalidArgumentError(
-            f"dp is {wanted.dp}, so there are {world} ranks (tp x pp x cp is {dense}), not {wanted.world}"
+            f"dp is {wanted.dp}, so there are {world} ranks (tp x pp x cp is {dense}), not {wanted.world}: give dp or "
+            "world, not both"
         )
     if world % least:
         raise InvalidArgumentError(
@@ -148,7 +165,8 @@ def _virtual_stages(wanted: WantedLayout, saved: Topology, pp: int) -> int:
         if stages % pp or wanted.vpp not in (None, stages // pp) or (pp == 1 and stages > 1):
             vpp = "" if wanted.vpp is None else f" x vpp = {wanted.vpp}"
             raise InvalidArgumentError(
-                f"pipeline layout {wanted.pipeline_layout!r} has {stages} stages, not pp = {pp}{vpp}"
+                f"pipeline layout {wanted.pipeline_layout!r} has {stages} stages, not pp = {pp}{vpp}: change "
+                "one of them"
             )
         return stages // pp
     if pp == 1:
@@ -193,8 +211,8 @@ def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) ->
         stages = {place: split.stage(*place) for place in places}
     except ValueError as error:
         raise CheckpointMismatchError(
-            f"{how}: {error}. Say how they are divided (--vpp, --first-stage-layers, --last-stage-layers, "
-            "--pipeline-layout)"
+            f"{how}: {error}. Choose how to divide them with --vpp, --first-stage-layers, --last-stage-layers or "
+            "--pipeline-layout"
         ) from None
     for what, wanted, found in (
         ("decoder", layers, [layer for place in places for layer in stages[place].decoder]),
@@ -202,6 +220,7 @@ def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) ->
     ):
         if list(wanted) != found:
             raise CheckpointMismatchError(
-                f"{how}: the stages asked for hold {len(found)} {what} layers, the checkpoint has {len(wanted)}"
+                f"{how}: the wanted stages hold {len(found)} {what} layers, the checkpoint has {len(wanted)}: change "
+                "the pipeline layout"
             )
     return stages
