@@ -376,7 +376,7 @@ class CheckpointManager:
             raise earlier.error from None
 
     def _earlier_save(self) -> tuple[bool, Record | None]:
-        """Whether an earlier save is still under way, and how it failed if no call has raised its error yet."""
+        """The state of an earlier save: still under way, or failed with an error that no call has raised yet."""
         if self._trainer.config.if_busy == "raise" and self._background.busy:
             return True, None
         self._background.wait_for_save()

@@ -27,7 +27,7 @@ def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often to save: every `epochs` epochs, `steps` steps, `secs` seconds. None: never for that reason.
+    """The frequency of saves: every `epochs` epochs, `steps` steps, `secs` seconds. None: never for that reason.
 
     Raises:
         InvalidArgumentError: a value is not above 0.
@@ -71,7 +71,7 @@ class Schedule:
         self._began = clock()
 
     def due(self, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
-        """Whether to save now. Call it once after every step, on every rank.
+        """True if it is time to save. Call it once after every step, on every rank.
 
         Args:
             epochs: how many epochs have ended since the last call.
@@ -137,7 +137,7 @@ class RoleSchedules:
         self._schedules: dict[str, Schedule] = {}
 
     def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
-        """Whether to save this role now; see `Schedule.due`."""
+        """True if it is time to save this role; see `Schedule.due`."""
         return self._of(role).due(epochs, steps, agree)
 
     def state_dict(self) -> Record:

@@ -59,7 +59,7 @@ class HostMemory:
 
     @property
     def bytes_at_once(self) -> int | None:
-        """How many bytes `take` hands out without waiting; None if nothing is being prepared."""
+        """The number of bytes that `take` hands out without waiting; None if nothing is being prepared."""
         preparation = self._preparation
         return None if preparation is None or preparation.has_ended else preparation.fetched
 

@@ -210,7 +210,7 @@ class LinearLayers:
 
 
 class NormalizedTopk:
-    """Whether the weights of a token's experts add up to 1.
+    """True if the weights of a token's experts add up to 1.
 
     If they do, megatron applies the softmax to the chosen experts alone; if not, to all experts.
     """

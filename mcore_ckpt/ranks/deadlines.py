@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, how often they poll the key-value store, and how large its messages may be."""
+"""Limits of the agreement: waits for other ranks, polling intervals, and sizes of messages in the key-value store."""
 
 from __future__ import annotations
 

@@ -41,12 +41,12 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, with success or not."""
+        """True if the save has ended, with success or not."""
         return self._ended.is_set()
 
     @property
     def committed(self) -> bool:
-        """Whether the checkpoint is in its place. False while the save is under way, and for ever if it fails."""
+        """True if the checkpoint is in its place. False while the save is under way, and for ever if it fails."""
         return self._report is not None
 
     @property
@@ -136,12 +136,12 @@ class BackgroundSaves:
 
     @property
     def busy(self) -> bool:
-        """Whether a save has not ended yet. A committed save has ended, though old steps may still be deleted."""
+        """True if a save has not ended yet. A committed save has ended, though old steps may still be deleted."""
         return self._handle is not None and not self._handle.done
 
     @property
     def is_deleting(self) -> bool:
-        """Whether old steps are being deleted."""
+        """True if old steps are being deleted."""
         return self._deletions.is_busy
 
     def launch(self, handle: SaveHandle, stall_s: float) -> None:

@@ -294,7 +294,7 @@ def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest)
 
 
 def _may_differ(write: TensorWrite) -> bool:
-    """Whether replicas may hold different values: buffers may differ, and opaque states may differ in length.
+    """True if replicas may hold different values: buffers may differ, and opaque states may differ in length.
 
     The router's bias does not differ: megatron computes it from the token counts of all data-parallel ranks.
     """

@@ -1,4 +1,4 @@
-"""What each rank reports to rank 0 when its bytes are on the disk."""
+"""The report of each rank to rank 0 when its bytes are on the disk."""
 
 from __future__ import annotations
 

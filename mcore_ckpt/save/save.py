@@ -60,7 +60,7 @@ class PlainState:
 
 @dataclass(frozen=True, eq=False)
 class SaveContext:
-    """What the saves of one manager share.
+    """The objects that all saves of one manager share.
 
     Attributes:
         trainer: the objects to save, and this rank's place.
@@ -341,7 +341,7 @@ class Save:
         return self._attempt
 
     def _copy_seconds(self, last_arrived: float) -> float:
-        """How long copying took; `last_arrived`: seconds from the start of writing until the writer had all bytes."""
+        """The copy's duration; `last_arrived`: seconds from the start of writing until the writer had all bytes."""
         assert isinstance(self._capture, Capture)
         if not self._has_images:
             return last_arrived

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did on this rank. Times are in seconds.
+    """Report of one save on this rank. Times are in seconds.
 
     Attributes:
         step: the step that was saved.

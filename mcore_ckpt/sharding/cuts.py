@@ -49,7 +49,7 @@ _ONE = (1,)
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut into equal parts, one per rank.
+    """The cut of a tensor into equal parts, one per rank.
 
     Attributes:
         axis: the axis that is cut. None if each rank has the whole tensor.

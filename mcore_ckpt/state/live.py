@@ -47,7 +47,7 @@ class LiveObjects:
         self._optimizers = [_LiveOptimizer(part) for part in _parts(optimizer) if part.inner is not None]
 
     def are_still_there(self) -> bool:
-        """Whether each tensor is where it was, and there is no new one."""
+        """True if each tensor is at its old address and there is no new one."""
         parts = [part.megatron for part in _parts(self._optimizer)]
         return (
             all(unwrap(chunk) is module() for chunk, module in self._chunks)

@@ -66,7 +66,7 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether parameters and gradients share memory. The next backward pass then overwrites the parameters.
+    """True if parameters and gradients share memory. The next backward pass then overwrites the parameters.
 
     DistributedDataParallel (0.16.1) shares it with `reuse_grad_buf_for_mxfp8_param_ag`.
     """

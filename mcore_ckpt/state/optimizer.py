@@ -38,7 +38,7 @@ class OptimizerPart:
 
     @property
     def steps_in_groups(self) -> bool:
-        """Whether param groups count the steps (transformer-engine's FusedAdam), not parameters (torch's Adam)."""
+        """True if param groups count the steps (transformer-engine's FusedAdam), not parameters (torch's Adam)."""
         return any(cls.__name__ == "FusedAdam" for cls in type(self.inner).__mro__)
 
 
@@ -175,7 +175,7 @@ def _numbers(steps: Sequence[Any]) -> set[float | int]:
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
-    """Every field of every group as plain values, without the parameters and the step. Raises UnsupportedError."""
+    """The fields of all groups as plain values, without the parameters and the step. Raises UnsupportedError."""
     return [
         {
             key: to_plain(value, f"param_groups[{i}][{key!r}]")
@@ -234,7 +234,7 @@ def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any
 
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
-    """Whether both have experts, or both have other parameters."""
+    """True if both have experts, or both have other parameters."""
     here, there = (
         {_identity(group)["is_expert_parallel"] for group in groups}
         for groups in (part.param_groups, saved["param_groups"])

@@ -53,7 +53,7 @@ def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
 
 
 def keeps_own_rates(scheduler: Any) -> bool:
-    """Whether megatron's scheduler is set to ignore the saved learning rates and weight decay."""
+    """True if megatron's scheduler is set to ignore the saved learning rates and weight decay."""
     return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 

@@ -38,7 +38,7 @@ class LocalShard:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether this is a parameter that does not train."""
+        """True if this is a parameter that does not train."""
         return not self.is_buffer and not self.tensor.requires_grad
 
 

@@ -69,7 +69,7 @@ Step = TypeVar("Step", bound=Judged)
 
 @dataclass(frozen=True)
 class RetentionDecision(Generic[Step]):
-    """Whether a step stays, and why."""
+    """The decision whether a step stays, and its reason."""
 
     status: Step
     stays: bool

@@ -81,7 +81,7 @@ class RoleReader:
 
     @property
     def world_size(self) -> int:
-        """How many ranks wrote the role."""
+        """The number of ranks that wrote the role."""
         return self.manifest.topology.world_size
 
     def read(self, path: str, most: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What works without a trainer: merge, convert, reshard, compare, verify, prune.
+"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune.
 
 The public names of this room are its modules below. Their functions and classes are public unless they begin with an
 underscore.

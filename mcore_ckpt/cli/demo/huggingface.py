@@ -19,7 +19,7 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """What transformers, which knows nothing of this package, computes with an exported folder.
+    """Computes with an exported folder in transformers, which does not know this package.
 
     `loss`: on the held-out text, as Megatron computes it.
     """

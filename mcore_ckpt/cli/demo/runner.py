@@ -44,7 +44,7 @@ class DemoError(CheckpointError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, when to kill, and in which folder."""
+    """The length of the training, the step at which it is killed, and the folder."""
 
     directory: Path
     steps: int

@@ -15,7 +15,7 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 
 @dataclass(frozen=True)
 class DTensorPlacement:
-    """How a tensor is distributed over a mesh of ranks.
+    """The distribution of a tensor over a mesh of ranks.
 
     Attributes:
         mesh: the number of ranks along each axis of the mesh.

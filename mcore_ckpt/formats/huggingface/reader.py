@@ -34,7 +34,7 @@ _QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class FolderContents:
-    """What `config.json` and the headers of a folder say; enough to plan with on ranks that cannot see the folder.
+    """The contents of `config.json` and of the headers, which suffice to plan on ranks that cannot see the folder.
 
     Attributes:
         folder: the folder.

@@ -149,7 +149,7 @@ class NativeReader:
 
     @cached_property
     def _holders(self) -> tuple[list[list[FileRecord]], list[list[FileRecord]]]:
-        """By the tensors' positions, the model files and the optimizer files that hold each tensor."""
+        """The model files and the optimizer files that hold each tensor, by the tensors' positions."""
         model: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
         optimizer: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
         for file in self.manifest.files:

@@ -23,7 +23,7 @@ SINGLE_ROLE = "default"
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a checkpoint goes, derived from its folder: AReaL names only that (`SaveLoadMeta.path`)."""
+    """The root, step and role of a checkpoint, derived from the folder that AReaL names (`SaveLoadMeta.path`)."""
 
     path: Path
     root: Path

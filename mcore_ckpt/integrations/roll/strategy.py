@@ -253,7 +253,7 @@ def _with_checkpoints(strategy: Any) -> Any:
 
 
 class ResumingWorker(CheckpointWorker):
-    """Also loads the checkpoint for a worker that never calls `load_checkpoint`, as ROLL's SFT worker.
+    """Loads the checkpoint, too, for a worker that never calls `load_checkpoint`, such as ROLL's SFT worker.
 
     Its pipeline resumes at the checkpoint's step all the same, and would train the initial weights on the last data.
     """
