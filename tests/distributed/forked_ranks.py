@@ -10,18 +10,26 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
 
 
-def start(
-    world: int, work: Callable[[int], None], log: Path | IO[str], timeout: timedelta | None = None
-) -> tuple[int, ...]:
-    """Forks `world` ranks that run `work` in one gloo group, and returns the pid of each. `wait` ends them.
+@dataclass(frozen=True)
+class Ranks:
+    """Processes that run. `pids` has them by rank; `host` has the key-value store, as the agent of torchrun has it."""
+
+    pids: tuple[int, ...]
+    host: int
+
+
+def start(world: int, work: Callable[[int], None], log: Path | IO[str], timeout: timedelta | None = None) -> Ranks:
+    """Forks `world` ranks that run `work` in one gloo group. `wait` ends them.
 
     Args:
         work: takes the rank.
@@ -29,7 +37,10 @@ def start(
         timeout: the time limit of each collective; None for torch's.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return tuple(_fork(rank, world, work, server, log, timeout) for rank in range(world))
+        # Not in rank 0: the others could not even time out while it is stopped.
+        host = _fork(partial(_host, world, server), log)
+        pids = tuple(_fork(partial(_be_rank, rank, world, work, server, timeout), log) for rank in range(world))
+    return Ranks(pids, host)
 
 
 def die_with_parent() -> None:
@@ -43,34 +54,29 @@ def run(world: int, work: Callable[[int], None], log: Path | IO[str]) -> list[in
     return wait(start(world, work, log))
 
 
-def wait(pids: Sequence[int]) -> list[int]:
+def wait(ranks: Ranks) -> list[int]:
     """The exit codes of ranks: 0, 1 for an error (whose traceback is in the log), -9 for a rank that was killed.
 
     As soon as one has failed the others are killed, because they would wait for it.
     """
     codes: dict[int, int] = {}
-    while len(codes) < len(pids):
+    while len(codes) < len(ranks.pids):
         pid, status = os.wait()
-        if pid not in pids:
+        if pid not in ranks.pids:
             continue
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid] != 0:
-            for other in set(pids) - codes.keys():
+            for other in set(ranks.pids) - codes.keys():
                 os.kill(other, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             # Processes that megatron's saves have spawned wait for their rank for ever.
             os.killpg(pid, signal.SIGKILL)
-    return [codes[pid] for pid in pids]
+    os.kill(ranks.host, signal.SIGKILL)
+    os.waitpid(ranks.host, 0)
+    return [codes[pid] for pid in ranks.pids]
 
 
-def _fork(
-    rank: int,
-    world: int,
-    work: Callable[[int], None],
-    server: socket.socket,
-    log: Path | IO[str],
-    timeout: timedelta | None,
-) -> int:
+def _fork(work: Callable[[], None], log: Path | IO[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -81,8 +87,7 @@ def _fork(
         os.setpgid(0, 0)
         die_with_parent()
         _print_to(log)
-        _join(rank, world, server, timeout)
-        work(rank)
+        work()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -92,24 +97,38 @@ def _fork(
         os._exit(code)
 
 
-def _print_to(log: Path | IO[str]) -> None:
-    file = log.open("a", buffering=1) if isinstance(log, Path) else log
-    sys.stdout = sys.stderr = file  # type: ignore[assignment]
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
+def _host(world: int, server: socket.socket) -> None:
+    # Copies of the parent's pipes would keep them open when the parent has closed its own.
+    os.closerange(3, server.fileno())
+    os.closerange(server.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    name, port = server.getsockname()
+    store = dist.TCPStore(  # noqa: F841  # it answers for as long as it is there
+        name, port, world, is_master=True, wait_for_workers=False, master_listen_fd=server.fileno()
+    )
+    signal.pause()
 
 
-def _join(rank: int, world: int, server: socket.socket, timeout: timedelta | None) -> None:
-    host, port = server.getsockname()
+def _be_rank(
+    rank: int, world: int, work: Callable[[int], None], server: socket.socket, timeout: timedelta | None
+) -> None:
+    name, port = server.getsockname()
+    server.close()
     # As torchrun sets them; verl's workers read them (single_controller.base.Worker).
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": host,
+        "MASTER_ADDR": name,
         "MASTER_PORT": str(port),
     }
-    listen = {"is_master": True, "master_listen_fd": server.fileno()} if rank == 0 else {"is_master": False}
-    store = dist.TCPStore(host, port, world, **listen)
+    store = dist.TCPStore(name, port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    work(rank)
+
+
+def _print_to(log: Path | IO[str]) -> None:
+    file = log.open("a", buffering=1) if isinstance(log, Path) else log
+    sys.stdout = sys.stderr = file  # type: ignore[assignment]
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)

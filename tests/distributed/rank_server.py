@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import forked_ranks
 import pytest
 
 # The marks by which the other pytest selects tests.
@@ -91,7 +92,7 @@ class Pool:
 
     world: int
     log: Path
-    pids: tuple[int, ...] = ()
+    ranks: forked_ranks.Ranks | None = None
     tests: list[IO[str]] = field(default_factory=list)
     """For each rank, where it reads the test to run."""
     outcomes: list[IO[str]] = field(default_factory=list)
@@ -99,7 +100,6 @@ class Pool:
 
     @classmethod
     def start(cls, world: int, config: pytest.Config, items: dict[str, pytest.Item], folder: Path) -> "Pool":
-        import forked_ranks
         from rank_setup import COLLECTIVE_TIMEOUT
 
         log = folder / "ranks.log"
@@ -115,7 +115,7 @@ class Pool:
                     os.close(descriptor)
             serve(rank, config, items, folder, os.fdopen(read), os.fdopen(write, "w"))
 
-        pool.pids = forked_ranks.start(world, work, log, COLLECTIVE_TIMEOUT)
+        pool.ranks = forked_ranks.start(world, work, log, COLLECTIVE_TIMEOUT)
         for (read, tests), (outcomes, write) in pipes:
             os.close(read)
             os.close(write)
@@ -144,11 +144,10 @@ class Pool:
 
     def end(self) -> None:
         """Ends the ranks: those that wait for a test end by themselves, the others are killed."""
-        import forked_ranks
-
         for pipe in (*self.tests, *self.outcomes):
             pipe.close()
-        forked_ranks.wait(self.pids)
+        assert self.ranks is not None
+        forked_ranks.wait(self.ranks)
 
 
 def serve(
@@ -179,9 +178,7 @@ def _outcome(reports: list[pytest.TestReport]) -> dict[str, str]:
 
 
 def main() -> None:
-    from forked_ranks import die_with_parent
-
-    die_with_parent()
+    forked_ranks.die_with_parent()
     replies, folder, *paths = sys.argv[1:]
     # Output is captured in memory, of which each rank has its own; files would be shared.
     options = (
