@@ -109,7 +109,7 @@ def test_experts_that_verl_lost(shared_path: Path) -> None:
         wanted = shapes(layout, model_of(global_state(training)))
         with everywhere():
             if dist.get_rank() == 0:
-                with pytest.raises(CheckpointMismatchError, match="experts cut into more parts"):
+                with pytest.raises(CheckpointMismatchError, match="experts were cut into more parts"):
                     open_verl_ranks(shared_path, wanted)
 
 
