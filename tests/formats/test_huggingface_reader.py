@@ -126,7 +126,7 @@ def test_what_megatron_does_not_have_must_be_zero(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3-value")
     HuggingFaceReader(read_contents(folder)).check_left_out()
     change(folder, score__bias=torch.ones(1))
-    with pytest.raises(CheckpointMismatchError, match="not zero"):
+    with pytest.raises(CheckpointMismatchError, match="it must be zero"):
         HuggingFaceReader(read_contents(folder)).check_left_out()
 
 

@@ -251,7 +251,7 @@ def test_a_number_that_may_be_either_rank(tmp_path: Path) -> None:
         (
             lambda saved: saved[0].update({"decoder.layers.3.input_layernorm.weight": torch.ones(64)}),
             CheckpointCorruptError,
-            "layers, not the same",
+            "different numbers of layers",
         ),
         (
             lambda saved: saved[0].update({"decoder.layers.0.input_layernorm.weight": torch.ones(64).double()}),
