@@ -193,7 +193,7 @@ def test_a_known_architecture_has_what_its_table_names(name: str, tmp_path: Path
 @pytest.mark.parametrize("wrapped", ["_fsdp_wrapped_module.a.{}b", "a._fsdp_wrapped_module.{}b", "_orig_mod.a.{}b"])
 def test_names_of_wrappers_are_no_part_of_a_name(wrapped: str, tmp_path: Path) -> None:
     name = wrapped.format("_checkpoint_wrapped_module.")
-    assert list(open_fsdp(save(tmp_path / "a", {name: torch.ones(1)})).tensors()) == ["a.b"]
+    assert list(open_fsdp(save(tmp_path / "a", {name: torch.ones(1)})).names) == ["a.b"]
 
 
 def test_one_name_twice(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_one_name_twice(tmp_path: Path) -> None:
 
 def test_a_peft_model_without_adapters(tmp_path: Path) -> None:
     state = {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": torch.ones(1)}
-    assert list(open_fsdp(save(tmp_path / "a", state)).tensors()) == ["model.layers.0.self_attn.q_proj.weight"]
+    assert list(open_fsdp(save(tmp_path / "a", state)).names) == ["model.layers.0.self_attn.q_proj.weight"]
 
 
 @pytest.mark.parametrize("name", ["q_proj.lora_A.default.weight", "lm_head.modules_to_save.default.weight"])
@@ -230,9 +230,9 @@ def test_a_missing_rank(folder: Path) -> None:
 
 def test_files_of_another_world_size(folder: Path, tmp_path: Path) -> None:
     save(folder, {"a": torch.ones(1)}, {"a": torch.ones(1)})
-    assert "embed.weight" in open_fsdp(folder).tensors()
+    assert "embed.weight" in open_fsdp(folder).names
     (folder / "fsdp_config.json").write_text(json.dumps({"world_size": 2}))
-    assert list(open_fsdp(folder).tensors()) == ["a"]
+    assert list(open_fsdp(folder).names) == ["a"]
     (folder / "fsdp_config.json").write_text(json.dumps({"world_size": 3}))
     refused(folder, CheckpointCorruptError, "of 3", "2 files of world size 2, 4 files of world size 4")
     (folder / "fsdp_config.json").unlink()
@@ -317,13 +317,13 @@ def test_ranks_stand_in_the_order_of_the_mesh(tmp_path: Path) -> None:
 
 def test_a_mesh_without_the_rank(tmp_path: Path) -> None:
     state = {"a": pickled(torch.ones(2), (4,), [1, 2], Shard(0))}
-    refused(save(tmp_path / "a", state), CheckpointCorruptError, "tensor a", "(1, 2), without 0")
+    refused(save(tmp_path / "a", state), CheckpointCorruptError, "tensor a", "(1, 2), without rank 0")
 
 
 def test_a_part_that_no_rank_has(tmp_path: Path) -> None:
     state = {"a": pickled(torch.ones(2), (4,), [0, 1], Shard(0))}
     reader = open_fsdp(save(tmp_path / "a", state))
-    with pytest.raises(CheckpointCorruptError, match=r"tensor a: .*2 elements of it are in no file"):
+    with pytest.raises(CheckpointCorruptError, match=r"tensor a: 2 elements of .* are in none of these files"):
         read(reader, "a")
 
 

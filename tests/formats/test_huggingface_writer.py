@@ -221,7 +221,7 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], object]
     [
         (_without("decoder.final_layernorm.weight"), "lacks decoder.final_layernorm.weight"),
         (_with("decoder.layers.0.mlp.extra.weight", 3), "has decoder.layers.0.mlp.extra.weight"),
-        (_with("decoder.final_layernorm.weight", 65), "shape \\[65\\], and for model.norm.weight .* \\[64\\]"),
+        (_with("decoder.final_layernorm.weight", 65), "shape \\[65\\], but for model.norm.weight .* \\[64\\]"),
         (_with("output_layer.weight", 130, 64), "shape \\[130, 64\\].*\\[131, 64\\]"),
         (_with("decoder.layers.1.mlp.linear_fc2.weight", 65, 96), "shape \\[65, 96\\]"),
         (lambda tensors: tensors.clear(), "lacks embedding.word_embeddings.weight.* and \\d+ more"),
@@ -233,19 +233,19 @@ def test_a_model_that_is_another_is_refused(
     tensors = mcore_tensors(folder_of("qwen3"))
     change(tensors)
     with pytest.raises(CheckpointMismatchError, match=words):
-        plan_export(model_of(folder_of("qwen3")), Memory(tensors).tensors())
+        plan_export(model_of(folder_of("qwen3")), weights_of(Memory(tensors)))
 
 
 def test_a_head_that_a_tied_model_cannot_have(folder_of: Callable[[str], Path]) -> None:
     reader = Memory(mcore_tensors(folder_of("qwen3")))
-    with pytest.raises(CheckpointMismatchError, match=r"has output_layer.weight, .*\(tied\) has no place"):
+    with pytest.raises(CheckpointMismatchError, match=r"has output_layer.weight, .*\(tied\) does not have"):
         plan_export(model_of(folder_of("qwen3-tied")), weights_of(reader))
 
 
 def test_multi_token_prediction_that_is_not_there_is_left_out(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folder_of("deepseek_v3-mtp")
     tensors = mcore_tensors(folder)
-    assert plan_export(model_of(folder), Memory(tensors).tensors()).has_mtp
+    assert plan_export(model_of(folder), weights_of(Memory(tensors))).has_mtp
     reader = Memory({name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")})
     plan = plan_export(model_of(folder), weights_of(reader))
     assert not plan.has_mtp
@@ -253,7 +253,7 @@ def test_multi_token_prediction_that_is_not_there_is_left_out(folder_of: Callabl
     assert_same(exported(plan, reader, tmp_path / "hf"), wanted)
     del tensors["mtp.layers.0.enorm.weight"]
     with pytest.raises(CheckpointMismatchError, match=r"lacks mtp\.layers\.0\.enorm\.weight"):
-        plan_export(model_of(folder), Memory(tensors).tensors())
+        plan_export(model_of(folder), weights_of(Memory(tensors)))
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -265,7 +265,7 @@ def test_what_is_not_a_number(
     projection = tensors["decoder.layers.2.mlp.linear_fc2.weight"]
     # Of both signs, they sum up to NaN.
     projection[3, 4], projection[3, 5] = float("inf"), float("-inf")
-    plan = plan_export(model_of(folder_of("qwen3")), Memory(tensors).tensors())
+    plan = plan_export(model_of(folder_of("qwen3")), weights_of(Memory(tensors)))
     exported(plan, Memory(tensors), tmp_path / "infinite")
     projection[40, 7] = float("nan")
     with pytest.raises(CheckpointCorruptError, match=rf"layers.2.mlp.down_proj.weight: element {40 * 96 + 7} is NaN"):
@@ -301,8 +301,8 @@ def test_parts_of_several_dtypes(tmp_path: Path) -> None:
     slabs = tuple(Slab(3 * number, name, Region.whole((3,))) for number, name in enumerate(held))
     wanted = [HfTensor("both", (6,), slabs), HfTensor("zeros", (2,), (Slab(0, "", Region.whole((2,))),))]
     with pytest.raises(CheckpointMismatchError, match=r"both: its parts are stored as torch\.float32 and"):
-        plan_tensors(wanted, Memory(held).tensors())
-    plan = plan_tensors(wanted, Memory(held).tensors(), dtype=torch.float64)
+        plan_tensors(wanted, weights_of(Memory(held)))
+    plan = plan_tensors(wanted, weights_of(Memory(held)), dtype=torch.float64)
     both = torch.cat([tensor.double() for tensor in held.values()])
     assert_same(exported(plan, Memory(held), tmp_path / "hf"), {"both": both, "zeros": torch.zeros(2).double()})
 
@@ -310,7 +310,7 @@ def test_parts_of_several_dtypes(tmp_path: Path) -> None:
 def test_a_slab_that_is_the_middle_of_a_tensor(tmp_path: Path) -> None:
     held = {"a": torch.rand(2, 5)}
     wanted = [HfTensor("middle", (4,), (Slab(0, "a", Region.whole((2, 5)).with_flat(3, 7)),))]
-    plan = plan_tensors(wanted, Memory(held).tensors())
+    plan = plan_tensors(wanted, weights_of(Memory(held)))
     assert_same(exported(plan, Memory(held), tmp_path / "hf"), {"middle": held["a"].reshape(-1)[3:7]})
 
 
@@ -318,7 +318,7 @@ def test_wider_dtypes_come_first_in_a_file(tmp_path: Path) -> None:
     # An odd number of halves would leave what is behind them unaligned.
     held = {"a": torch.rand(3).half(), "b": torch.rand(3), "c": torch.rand(5).half(), "d": torch.rand(2).double()}
     wanted = [HfTensor(n, tuple(t.shape), (Slab(0, n, Region.whole(tuple(t.shape))),)) for n, t in held.items()]
-    plan = plan_tensors(wanted, Memory(held).tensors())
+    plan = plan_tensors(wanted, weights_of(Memory(held)))
     assert_same(exported(plan, Memory(held), tmp_path / "hf"), held)
     for stored in read_file(tmp_path / "hf" / "model.safetensors"):
         assert stored.offset % stored.dtype.itemsize == 0
@@ -327,5 +327,5 @@ def test_wider_dtypes_come_first_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
 def test_dtypes_that_the_files_have_no_name_for(dtype: torch.dtype) -> None:
     tensor = HfTensor("a", (3,), (Slab(0, "a", Region.whole((3,))),))
-    with pytest.raises(UnsupportedError, match=f"tensor a: is {dtype}"):
+    with pytest.raises(UnsupportedError, match=f"tensor a: is stored as {dtype}"):
         plan_tensors([tensor], {"a": TensorInfo(dtype, (3,))})

@@ -78,8 +78,8 @@ def open_fsdp(folder: Path) -> ShardReader:
         _check_same(paths[0], first, path, found)
         for name, tensor in found.items():
             region = _region(path, name, tensor, rank)
-            # Keep the first replica: the others have the same bytes.
-            if region.numel:
+            # Keep the first replica: the others have the same bytes. Of a tensor without elements keep one empty shard.
+            if region.numel or 0 in tensor.shape:
                 shards[name].setdefault(region, stored_shard(name, tensor.local, region))
     held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
     infos = {name: TensorInfo(tensor.dtype, tensor.shape) for name, tensor in first.items()}
@@ -186,7 +186,8 @@ def _rank_files(folder: Path) -> list[Path]:
     if missing or not ranks or max(ranks) >= world:
         raise CheckpointCorruptError(
             f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, but the files of ranks "
-            f"{missing[:8]} are missing; found {_describe(found)}. If they are on other nodes' disks, copy them here"
+            f"{missing[:8]} of {world} are missing; found {_describe(found)}. If they are on other nodes' "
+            "disks, copy them here"
         )
     return [ranks[rank] for rank in range(world)]
 
