@@ -17,7 +17,7 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def use(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` with `native` the module built into the folder, in a process that has no other."""
-    (library,) = (folder / "mcore_ckpt").glob("_native.*")
+    (library,) = (folder / "mcore_ckpt" / "io").glob("_native.*")
     load = (
         "import importlib.util, sys\n"
         "spec = importlib.util.spec_from_file_location('_native', sys.argv[1])\n"
