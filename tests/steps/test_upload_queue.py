@@ -491,7 +491,7 @@ def cut(data: bytearray) -> None:
 def test_a_block_with_a_wrong_crc_is_found(remote: RemoteSteps, root: Path) -> None:
     folder = folder_of(remote, root)
     spoil(folder, first_file(folder).path, flip(700_000))
-    with pytest.raises(CheckpointCorruptError, match="wrong CRC: damaged"):
+    with pytest.raises(CheckpointCorruptError, match="wrong CRC: they are damaged"):
         checkpoints.read_folder(folder)
 
 
