@@ -1,4 +1,4 @@
-// The parts of mcore_ckpt._native, each bound in a file of its own beside what it binds.
+// The parts of mcore_ckpt.io._native, each bound in a file of its own beside what it binds.
 #pragma once
 
 #include <pybind11/pybind11.h>
