@@ -59,6 +59,10 @@ class Server:
     def _log(self) -> Path:
         return Path(self._folder) / "server.log"
 
+    @property
+    def has_died(self) -> bool:
+        return self._process.poll() is not None
+
     def tests(self, file: str) -> list[dict[str, Any]]:
         """The tests of a file, as the server describes them."""
         if self._collected is None:
@@ -68,6 +72,8 @@ class Server:
         return [test for test in self._collected["tests"] if test["file"] == file]
 
     def run(self, test: str) -> dict[str, str]:
+        if self._collected is None:  # a server that takes the place of one that has died
+            self._collected = self._reply()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"id": test}) + "\n")
         self._process.stdin.flush()
@@ -81,7 +87,8 @@ class Server:
     def _reply(self) -> Any:
         line = self._replies.readline()
         if not line:
-            raise RuntimeError(f"the server of the ranks has ended:\n{self._log.read_text()}")
+            code = self._process.wait()
+            raise RuntimeError(f"the server of the ranks has ended with {code}:\n{self._log.read_text()}")
         return json.loads(line)
 
 
@@ -91,13 +98,22 @@ def _paths(config: pytest.Config) -> set[str]:
     return {str(path) for path in asked if path.is_relative_to(HERE) and path != HERE} or {str(HERE)}
 
 
+def _server(config: pytest.Config) -> Server:
+    """The server: a new one if there is none yet, or if it has died."""
+    server = config.stash.get(SERVER, None)
+    if server is not None and server.has_died:
+        server.close()
+        server = None
+    if server is None:
+        server = config.stash[SERVER] = Server(config)
+    return server
+
+
 class RanksFile(pytest.File):
     """A file of tests for several ranks. The server imports it, and this process does not."""
 
     def collect(self) -> Iterator["RanksTest"]:
-        server = self.config.stash.get(SERVER, None)
-        if server is None:
-            server = self.config.stash[SERVER] = Server(self.config)
+        server = _server(self.config)
         for test in server.tests(self.nodeid):
             item = RanksTest.from_parent(self, name=test["name"])
             item.test = test["id"]
@@ -118,7 +134,7 @@ class RanksTest(pytest.Item):
     test: str
 
     def runtest(self) -> None:
-        reply = self.config.stash[SERVER].run(self.test)
+        reply = _server(self.config).run(self.test)
         if reply["outcome"] == "skipped":
             pytest.skip(reply["text"])
         if reply["outcome"] == "failed":
