@@ -1,10 +1,10 @@
 """The training state put together from all ranks: the same under every layout, so that layouts can be compared."""
 
-import math
 from collections.abc import Iterator
 
 import torch
 from agreement import gather
+from element_positions import positions
 from training import Step, Training
 
 from mcore_ckpt.sharding.plan import OPAQUE
@@ -69,18 +69,6 @@ def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
 
 def _steps(training: Training) -> list[float | int | None]:
     return [read_step(part) for part in optimizer_parts(training.optimizer)]
-
-
-def positions(region: Region) -> torch.Tensor:
-    """Where in the flattened global tensor each element of the region is, found by cutting a tensor of positions."""
-    everywhere = torch.arange(math.prod(region.global_shape)).view(region.global_shape)
-    local = torch.full(region.local_shape, -1)
-    for piece in region.pieces:
-        here = tuple(slice(at, at + size) for at, size in zip(piece.local_offset, piece.shape, strict=True))
-        there = tuple(slice(at, at + size) for at, size in zip(piece.global_offset, piece.shape, strict=True))
-        local[here] = everywhere[there]
-    assert (local >= 0).all()
-    return local.view(-1)[slice(*region.flat)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

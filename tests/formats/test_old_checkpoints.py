@@ -8,13 +8,13 @@ reader of this package.
 
 import hashlib
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from element_positions import positions
 from safetensors import safe_open
 
 from mcore_ckpt.checkpoint import file_names
@@ -26,7 +26,6 @@ from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ReadRange, ShardKey
-from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.tools.verify import verify
 
@@ -63,17 +62,6 @@ def whole_tensors(folder: Folder) -> dict[ShardKey, torch.Tensor]:
             whole[at], known[at] = values, True
     assert not [key for key, known in seen.items() if not known.all()]
     return found
-
-
-def positions(region: Region) -> torch.Tensor:
-    """Where in the flattened global tensor each element of a region is: shape [numel], dtype int64."""
-    everywhere = torch.arange(math.prod(region.global_shape)).view(region.global_shape)
-    local = torch.full(region.local_shape, -1)
-    for piece in region.pieces:
-        here = tuple(slice(at, at + size) for at, size in zip(piece.local_offset, piece.shape, strict=True))
-        there = tuple(slice(at, at + size) for at, size in zip(piece.global_offset, piece.shape, strict=True))
-        local[here] = everywhere[there]
-    return local.view(-1)[slice(*region.flat)]
 
 
 def assert_is_the_state(folder: Folder) -> None:

@@ -1,7 +1,6 @@
 """Old steps are deleted beside the next save, and never a step that a save needs."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from unsharded_model import sharded_state_dict
+from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.save.save import Save
 from mcore_ckpt.steps.listing import complete_steps
-
-LONG_S = 30.0
 
 
 class Model(torch.nn.Module):
@@ -26,10 +25,7 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.rand(64, 64))
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        value = self.weight
-        place = {"prepend_axis_num": 0, "global_offset": (0, 0), "replica_id": (0, 0, 0)}
-        shapes = {"local_shape": value.shape, "global_shape": value.shape}
-        return {"weight": SimpleNamespace(data=value, key="weight", **place, **shapes)}
+        return sharded_state_dict(self)
 
 
 class Deletions:
@@ -79,13 +75,6 @@ def manager(request: pytest.FixtureRequest, deletions: Deletions, tmp_path: Path
 
 def steps_below(root: Path) -> list[int]:
     return [status.step for status in complete_steps(root)]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def in_thread(work: Callable[[], object]) -> threading.Thread:

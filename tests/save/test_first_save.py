@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from unsharded_model import sharded_state_dict
+from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import UnsupportedError
@@ -20,7 +21,6 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.save.plan import SavePlanner, estimated_bytes
 from mcore_ckpt.state.trainer import Trainer
 
-LONG_S = 30.0
 PIECE = tuning.PREPARE_BYTES
 
 
@@ -78,13 +78,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(host_memory._Preparation, "stop", stop_at_gate)
     yield gate
     gate.open()
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # -- the memory ---------------------------------------------------------------------------------------------------
@@ -213,18 +206,7 @@ class Model(torch.nn.Module):
             setattr(self, f"weight{number}", torch.nn.Parameter(torch.rand(rows, 1024)))
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: SimpleNamespace(
-                data=value,
-                key=name,
-                replica_id=(0, 0, 0),
-                prepend_axis_num=0,
-                local_shape=value.shape,
-                global_offset=(0,) * value.dim(),
-                global_shape=value.shape,
-            )
-            for name, value in self.state_dict(keep_vars=True).items()
-        }
+        return sharded_state_dict(self)
 
 
 def trainer_of(model: Model, adam: torch.optim.Adam, contents: tuple[str, ...]) -> Trainer:
@@ -290,8 +272,10 @@ def test_a_save_has_the_state_of_its_call_whatever_is_ready(pieces: int, gate: G
     manager = manager_of(tmp_path, model)
     gate.let(pieces)
     memory = manager._context.host_images._memory
-    if pieces:
-        wait_for(lambda: memory.bytes_at_once is None or memory.bytes_at_once >= PIECE)
+    if pieces == 1:
+        wait_for(lambda: memory.bytes_at_once == PIECE)
+    elif pieces:
+        wait_for(lambda: memory.bytes_at_once is None)
     handle = manager.save(1)
     if pieces < 10_000:
         # The one file has no image, so it is on the disk although the thread has not gone on.

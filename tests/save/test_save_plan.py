@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from unsharded_model import sharded_state_dict
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
@@ -40,20 +41,7 @@ class Tiny(torch.nn.Module):
         self.extra = state
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """As megatron's: an object with the live tensor and its place, here the whole."""
-        return {
-            name: SimpleNamespace(
-                data=value,
-                key=name,
-                replica_id=(0, 0, 0),
-                prepend_axis_num=0,
-                local_shape=value.shape,
-                global_offset=(0,) * value.dim(),
-                global_shape=value.shape,
-            )
-            for name, value in self.state_dict(keep_vars=True).items()
-            if value is not None
-        }
+        return sharded_state_dict(self)
 
 
 class Training:

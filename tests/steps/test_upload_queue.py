@@ -395,27 +395,33 @@ def test_a_manifest_does_not_come_for_files_that_somebody_has_deleted_meanwhile(
     assert versions(remote) == {1: 1}
 
 
+class HeldWrites:
+    """Called before each operation of a store: holds up writes until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, number: int, name: str) -> None:
+        if name == "write":
+            self.reached.set()
+            assert self.may_go_on.wait(LONG_S)
+
+
 def test_a_step_that_is_uploaded_is_not_deleted_here_meanwhile(remote: RemoteSteps, root: Path) -> None:
     """Else a store that is slower than the saves would never get one."""
     uploads = uploads_of(remote, root)
-    begun, may_end = threading.Event(), threading.Event()
-
-    def held(number: int, name: str) -> None:
-        if name == "write":
-            begun.set()
-            assert may_end.wait(LONG_S)
-
+    held = HeldWrites()
     save(root, 1, version=1)
     with failing(remote, before=held):
         first = uploads.committed(1)
-        assert begun.wait(LONG_S)
+        assert held.reached.wait(LONG_S)
         for step in (2, 3):
             save(root, step, version=step)
             delete_old_steps(root, PreservationPolicy(1), step)
             later = uploads.committed(step)
         leftovers.remove_leftovers(root, ROLE, alone=True)  # as another manager's first save does
         assert set(file_names.step_dirs(root)) == {1, 3}
-        may_end.set()
+        held.may_go_on.set()
         assert uploads.wait(LONG_S)
     assert first.done
     assert later.done
@@ -435,23 +441,17 @@ def test_close_ends_an_upload_that_takes_too_long(
     remote: RemoteSteps, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     uploads = uploads_of(remote, root)
-    begun, may_end = threading.Event(), threading.Event()
-
-    def held(number: int, name: str) -> None:
-        if name == "write":
-            begun.set()
-            assert may_end.wait(LONG_S)
-
+    held = HeldWrites()
     save(root, 1, version=1)
     with failing(remote, before=held):
         told = uploads.committed(1)
-        assert begun.wait(LONG_S)
+        assert held.reached.wait(LONG_S)
         started = time.monotonic()
         assert not uploads.wait(0.05)
         uploads.close(0.05)
         assert time.monotonic() - started < LONG_S / 2
         assert "ends unfinished" in caplog.text
-        may_end.set()
+        held.may_go_on.set()
         assert uploads.wait(LONG_S)
     assert not told.done
     assert versions(remote) == {}
