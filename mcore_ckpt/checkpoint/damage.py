@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import FileRecord
-from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest
+from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, wrong_crc
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io.checksums import block_crcs, file_crcs
 from mcore_ckpt.sharding.plan import StoredShard
@@ -93,7 +93,7 @@ def _locate(role_dir: Path, file: FileRecord) -> list[Damage]:
     """Finds the damaged part of a file with a wrong CRC."""
     path = role_dir / file.path
     if file.index is None:
-        return [_damage(file, f"{path}: has a wrong CRC: it is damaged, or another file with this name")]
+        return [_damage(file, wrong_crc(path))]
     try:
         shards = read_index(role_dir, file).shards
     except CheckpointCorruptError as error:

@@ -118,22 +118,46 @@ def check_size(path: Path | str, what: str, size: int, most: int) -> None:
         )
 
 
+def read_checked(role_dir: Path, record: FileRecord, most: int) -> bytes:
+    """Reads a whole file and checks its size and CRC.
+
+    Raises CheckpointCorruptError if it is missing, damaged, or larger than `most` bytes.
+    """
+    path = role_dir / record.path
+    check_size(path, "a file", record.size, most)
+    with open_file(role_dir, record) as descriptor:
+        data = read_exact(descriptor, record.size, 0, path)
+    check_crc(crc32(data), record, path)
+    return data
+
+
+def check_crc(found: int, record: FileRecord, path: Path | str) -> None:
+    """Raises CheckpointCorruptError, which names `path`, if the CRC of a whole file is not that in the manifest."""
+    if found != record.crc32:
+        raise CheckpointCorruptError(wrong_crc(path))
+
+
+def wrong_crc(path: Path | str) -> str:
+    """Says that a whole file has a wrong CRC."""
+    return f"{path}: has a wrong CRC: it is damaged, or another file with this name"
+
+
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
     """Reads the values in a small `.pt` file, and checks its checksum. Nothing in the file is executed.
 
     Raises CheckpointCorruptError.
     """
     path = role_dir / record.path
-    check_size(path, "a small file", record.size, limits.PLAIN_BYTES)
-    with open_file(role_dir, record) as descriptor:
-        data = read_exact(descriptor, record.size, 0, path)
-    return parse_plain(data, record, path)
+    return _decode_plain(read_checked(role_dir, record, limits.PLAIN_BYTES), path)
 
 
 def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, Any]:
     """Decodes the bytes of a small `.pt` file, and checks them as `read_plain` does. Errors name `path`."""
-    if crc32(data) != record.crc32:
-        raise CheckpointCorruptError(f"{path}: has a wrong CRC: it is damaged, or another file with this name")
+    check_crc(crc32(data), record, path)
+    return _decode_plain(data, path)
+
+
+def _decode_plain(data: bytes, path: Path | str) -> dict[str, Any]:
     try:
         value = decode_pt(data)
     except Exception as error:  # torch may raise any type for bytes that are not a valid tensor.

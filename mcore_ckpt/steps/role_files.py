@@ -16,11 +16,11 @@ from typing import Any
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
-from mcore_ckpt.checkpoint.reading import check_size, open_file, read_manifest, read_plain
+from mcore_ckpt.checkpoint.reading import read_checked, read_manifest, read_plain
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import make_folders, read_exact, sync_dir, write_file
+from mcore_ckpt.io.files import make_folders, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit
@@ -93,13 +93,7 @@ class RoleReader:
 
         Raises CheckpointCorruptError: the file is missing, too large, or damaged.
         """
-        record, full_path = self._record(path), self.role_dir / path
-        check_size(full_path, "a file", record.size, most)
-        with open_file(self.role_dir, record) as descriptor:
-            data = read_exact(descriptor, record.size, 0, full_path)
-        if crc32(data) != record.crc32:
-            raise CheckpointCorruptError(f"{full_path}: has a wrong CRC: damaged, or edited")
-        return data
+        return read_checked(self.role_dir, self._record(path), most)
 
     def read_values(self, path: str) -> dict[str, Any]:
         """Returns what `RoleWriter.write_values` wrote. Runs nothing that the file may hold.

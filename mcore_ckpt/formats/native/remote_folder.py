@@ -14,7 +14,7 @@ from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.dtypes import item_bytes
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import check_size, parse_index, parse_plain, read_remote_manifest
+from mcore_ckpt.checkpoint.reading import check_size, parse_index, parse_plain, read_remote_manifest, wrong_crc
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32
@@ -97,11 +97,7 @@ class RemoteFolder:
             return Damage(str(error), file.path, file.rank)
         if crc == file.crc32:
             return None
-        return Damage(
-            f"{self._url(file.path)}: has a wrong CRC: it is damaged, or another file with this name",
-            file.path,
-            file.rank,
-        )
+        return Damage(wrong_crc(self._url(file.path)), file.path, file.rank)
 
     def _fetch(self, fetch: Fetch, check: bool) -> None:
         data = self._read(fetch.file, fetch.start, fetch.stop)

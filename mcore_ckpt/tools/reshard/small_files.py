@@ -9,8 +9,7 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
-from mcore_ckpt.checkpoint.reading import open_file, read_plain
-from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.checkpoint.reading import check_crc, open_file, read_plain
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders, read_exact, write_file
@@ -120,8 +119,4 @@ def checked_bytes(role_dir: Path, record: FileRecord) -> Iterator[bytes]:
             data = read_exact(descriptor, min(_COPY_BYTES, record.size - at), at, role_dir / record.path)
             crc = crc32(data, crc)
             yield data
-    if crc != record.crc32:
-        raise CheckpointCorruptError(
-            f"{role_dir / record.path}: has a wrong CRC: the file is damaged or was replaced: use another copy "
-            "of the checkpoint"
-        )
+    check_crc(crc, record, role_dir / record.path)
