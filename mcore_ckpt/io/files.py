@@ -6,7 +6,8 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
@@ -67,30 +68,31 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a small file atomically: a reader finds the old bytes or the new, also after a crash. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        write_file(temporary, [data])
+    with _temporary_file(path, data) as temporary:
         os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # Otherwise each try on a full disk would leave a file behind.
-        raise
     sync_dir(path.parent)
 
 
 def claim_file(path: Path, data: bytes) -> None:
     """Makes a small file atomically, if it does not exist. Raises OSError, and FileExistsError if it exists."""
+    with _temporary_file(path, data) as temporary:
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            write_file(path, [data])  # This file system has no hard links, so the file is not made atomically.
+
+
+@contextmanager
+def _temporary_file(path: Path, data: bytes) -> Iterator[Path]:
+    """Writes a file beside `path`, yields its path, and deletes it if it is still there."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write_file(temporary, [data])
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        write_file(path, [data])  # This file system has no hard links, so the file is not made atomically.
+        yield temporary
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # Otherwise each try on a full disk would leave a file behind.
 
 
 def make_folder(path: Path) -> None:
