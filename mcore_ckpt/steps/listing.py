@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
@@ -95,35 +96,46 @@ def step_status(path: Path) -> StepStatus:
         entries = _entries(path)
     except OSError as error:
         return StepStatus(step, path, frozenset(), frozenset(), (_why_unreadable(path, error),))
-    committed, declared, problems, flat = set(), set(), [], None
-    for role_dir in [path, *(entry for entry in entries if file_names.is_role(entry.name))]:
-        try:
-            stat = (role_dir / file_names.MANIFEST_FILE).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            problems.append(_why_unreadable(role_dir, error))
-            continue
-        try:
-            saved_step, role, roles = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        except CheckpointNotFoundError:
-            continue
-        except CheckpointCorruptError as error:
-            if role_dir == path and _has_roles(path):
-                continue  # another program has put a file of that name beside the roles
-            problems.append(str(error))
-            declared.add(role_dir.name)
-            flat = path.name if role_dir == path else flat
-            continue
-        flat = role if role_dir == path else flat
-        declared.update(roles, (role,))
-        if (saved_step, role) == (step, role if role_dir == path else role_dir.name):
-            committed.add(role)
-        else:
-            problems.append(f"{role_dir}: its manifest is of {role} at step {saved_step}")
-            declared.add(role if role_dir == path else role_dir.name)
-    pinned = file_names.PINNED_FILE in {entry.name for entry in entries}
-    return StepStatus(step, path, frozenset(committed), frozenset(declared), tuple(problems), pinned, flat)
+    folders = [path, *(entry for entry in entries if file_names.is_role(entry.name))]
+    found = {folder: read for folder in folders if (read := _read_folder(step, path, folder)) is not None}
+    return StepStatus(
+        step,
+        path,
+        committed=frozenset(read.role for read in found.values() if read.role is not None and read.problem is None),
+        declared=frozenset(role for read in found.values() for role in read.declared),
+        problems=tuple(read.problem for read in found.values() if read.problem is not None),
+        pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
+        flat=found[path].role if path in found else None,
+    )
+
+
+class _RoleFolder(NamedTuple):
+    """What the manifest in a folder says: the folder's role, all roles of the step, and why the role does not count."""
+
+    role: str | None
+    declared: frozenset[str]
+    problem: str | None = None
+
+
+def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
+    """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if it has none."""
+    is_flat = role_dir == path
+    try:
+        stat = (role_dir / file_names.MANIFEST_FILE).stat()
+        saved_step, saved_role, roles = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
+        return None
+    except OSError as error:
+        return _RoleFolder(None, frozenset(), _why_unreadable(role_dir, error))
+    except CheckpointCorruptError as error:
+        if is_flat and _has_roles(path):
+            return None  # another program has put a file of that name beside the roles
+        return _RoleFolder(role_dir.name, frozenset((role_dir.name,)), str(error))
+    role = saved_role if is_flat else role_dir.name
+    declared = frozenset((*roles, saved_role, role))
+    if (saved_step, saved_role) == (step, role):
+        return _RoleFolder(role, declared)
+    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {saved_role} at step {saved_step}")
 
 
 def holds_something(status: StepStatus) -> bool:
