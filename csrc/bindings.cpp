@@ -1,4 +1,5 @@
-// mcore_ckpt._native: numbers in, numbers out. No torch headers, so that one build serves every torch release.
+// The module mcore_ckpt.io._native. It takes tensors as addresses and includes no torch headers, so that one build works
+// with every torch release.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -30,6 +31,19 @@ void require_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
 }
 
+std::vector<Copy> pair_up(const Numbers& destinations, const Numbers& sources, const Numbers& nbytes) {
+    require_same_length(destinations.size(), "destinations", sources.size(), nbytes.size());
+    std::vector<Copy> copies(nbytes.size());
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+        if (nbytes[i] != 0 && (destinations[i] == 0 || sources[i] == 0)) {
+            throw std::invalid_argument("null address for copy " + std::to_string(i) + " of " +
+                                        std::to_string(nbytes[i]) + " bytes");
+        }
+        copies[i] = {reinterpret_cast<void*>(destinations[i]), reinterpret_cast<const void*>(sources[i]), nbytes[i]};
+    }
+    return copies;
+}
+
 void refuse_overlap(const std::vector<Copy>& copies) {
     for (std::size_t i = 0; i < copies.size(); ++i) {
         const auto destination = reinterpret_cast<std::uintptr_t>(copies[i].destination);
@@ -43,29 +57,19 @@ void refuse_overlap(const std::vector<Copy>& copies) {
 
 }  // namespace
 
-std::vector<Copy> mcore_ckpt::pair_up(const Numbers& destinations, const Numbers& sources, const Numbers& nbytes) {
-    if (destinations.size() != sources.size() || sources.size() != nbytes.size()) {
-        throw std::invalid_argument("lists of different lengths: " + std::to_string(destinations.size()) +
-                                    " destinations, " + std::to_string(sources.size()) + " sources, " +
-                                    std::to_string(nbytes.size()) + " sizes");
-    }
-    std::vector<Copy> copies(nbytes.size());
-    for (std::size_t i = 0; i < copies.size(); ++i) {
-        if (nbytes[i] != 0 && (destinations[i] == 0 || sources[i] == 0)) {
-            throw std::invalid_argument("null address for copy " + std::to_string(i) + " of " +
-                                        std::to_string(nbytes[i]) + " bytes");
-        }
-        copies[i] = {reinterpret_cast<void*>(destinations[i]), reinterpret_cast<const void*>(sources[i]), nbytes[i]};
-    }
-    return copies;
+void mcore_ckpt::require_same_length(std::size_t destinations, const char* what, std::size_t sources,
+                                     std::size_t sizes) {
+    if (destinations == sources && sources == sizes) return;
+    throw std::invalid_argument("lists of different lengths: " + std::to_string(destinations) + " " + what + ", " +
+                                std::to_string(sources) + " sources, " + std::to_string(sizes) + " sizes");
 }
 
-// As Python's OSError, which has subclasses for the common numbers (FileNotFoundError, PermissionError, ...).
+// Raises Python's OSError, which turns into a subclass for common error numbers (FileNotFoundError, ...).
 void raise_as_os_error(std::exception_ptr thrown) {
     try {
         if (thrown) std::rethrow_exception(thrown);
     } catch (const FileError& error) {
-        // A path need not be UTF-8.
+        // The path of a file may contain bytes that are not UTF-8.
         const auto path = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(error.path.c_str()));
         PyErr_SetObject(PyExc_OSError, py::make_tuple(error.number, error.what(), path).ptr());
     } catch (const std::system_error& error) {
@@ -81,8 +85,8 @@ PYBIND11_MODULE(_native, m) {
     bind_device_copy(m);
 
     m.doc() =
-        "CRC-32, copies and files at the speed of memory and disk. Addresses, sizes in bytes and streams are plain "
-        "integers.";
+        "CRC-32, copies and file access at the speed of memory and disk. Addresses, sizes in bytes and CUDA streams "
+        "are integers.";
 
     m.def(
         "crc32",

@@ -1,19 +1,19 @@
-// The parts of mcore_ckpt.io._native, each bound in a file of its own beside what it binds.
+// Declares the functions that bind the parts of mcore_ckpt.io._native. Each is defined beside the C++ code that it binds.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
-
-#include "host_copy.h"
 
 namespace mcore_ckpt {
 
 using Numbers = std::vector<std::uintptr_t>;
 
-// Throws std::invalid_argument for lists of different lengths and null addresses with bytes.
-std::vector<Copy> pair_up(const Numbers& destinations, const Numbers& sources, const Numbers& nbytes);
+// Throws std::invalid_argument unless the lists of destinations (which the caller calls `what`), sources and sizes have
+// the same length.
+void require_same_length(std::size_t destinations, const char* what, std::size_t sources, std::size_t sizes);
 
 void bind_host_buffer(pybind11::module_& m);
 void bind_write_job(pybind11::module_& m);

@@ -1,3 +1,5 @@
+// Implementations of CRC-32 for several CPUs.
+//
 // A CRC is the remainder of the message, read as a polynomial over GF(2), times x^32, modulo P. In the reflected
 // convention the lowest bit of each word is the highest power of x: in 32 bits, bit i stands for x^(31-i).
 //
@@ -7,8 +9,8 @@
 //     A * x^D  =  L * (x^(D+64) mod P)  +  H * (x^D mod P)   (mod P)
 // which is two carry-less multiplications and fits 128 bits again. The carry-less product of two reflected
 // quadwords has its bits one place lower than a reflected register of 128 has, which is a factor of x: hence the
-// exponents D+63 and D-1 below. What is left at the end, 16 bytes and a tail, goes through the tables: they cost
-// nothing beside a block of a mebibyte, and spare the Barrett reduction of the paper.
+// exponents D+63 and D-1 below. The last 16 bytes and the tail are computed with tables, which is simpler than the
+// Barrett reduction of the paper and takes no measurable time of a block of 1 MiB.
 #include "crc32.h"
 
 #include <array>
@@ -44,7 +46,7 @@ constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
     return product;
 }
 
-// POWERS[k] = x^(2^k) mod P: enough for x^(8 n) with any n of 64 bits.
+// POWERS[k] = x^(2^k) mod P, up to what x^(8 n) with n of 64 bits needs.
 constexpr std::array<std::uint32_t, 67> make_powers() {
     std::array<std::uint32_t, 67> powers{};
     powers[0] = times_x(ONE);
@@ -62,7 +64,7 @@ constexpr std::uint32_t x_to_the(std::uint64_t n, std::size_t first = 0) {
     return result;
 }
 
-// TABLES[k][b]: the remainder of byte b followed by k bytes ("slicing by 8", Kounavis and Berry, 2005).
+// TABLES[k][b] is the remainder of byte b followed by k zero bytes ("slicing by 8", Kounavis and Berry, 2005).
 constexpr std::array<std::array<std::uint32_t, 256>, 8> make_tables() {
     std::array<std::array<std::uint32_t, 256>, 8> tables{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -80,7 +82,7 @@ constexpr std::array<std::array<std::uint32_t, 256>, 8> make_tables() {
 }
 constexpr auto TABLES = make_tables();
 
-// The functions named update_* take and return the bare remainder, without the complement that zlib puts around it.
+// The functions update_* take and return the remainder itself; zlib's CRC is its complement.
 using Update = std::uint32_t (*)(const std::uint8_t*, std::size_t, std::uint32_t);
 
 std::uint32_t update_tables(const std::uint8_t* data, std::size_t nbytes, std::uint32_t state) {
@@ -103,8 +105,8 @@ constexpr long long quadword(std::uint32_t remainder) {
 constexpr long long low_factor(std::uint64_t distance_bits) { return quadword(x_to_the(distance_bits + 63)); }
 constexpr long long high_factor(std::uint64_t distance_bits) { return quadword(x_to_the(distance_bits - 1)); }
 
-// Without target attributes the whole wheel would need -mpclmul and die with SIGILL on the first older CPU.
-// AVX only for its encoding of the same 128-bit instruction: on Zen 4 it runs twice as fast as the SSE one.
+// The target attributes apply to single functions. With -mpclmul for the whole extension it would die with SIGILL on an
+// older CPU. AVX is used only for its encoding of the 128-bit instruction, which is twice as fast as SSE's on Zen 4.
 #define TARGET_PCLMUL __attribute__((target("avx,pclmul")))
 #define TARGET_AVX512 __attribute__((target("avx512f,vpclmulqdq,avx,pclmul")))
 
@@ -131,7 +133,7 @@ TARGET_PCLMUL std::uint32_t update_pclmul(const std::uint8_t* data, std::size_t 
     __m128i a = _mm_xor_si128(load128(data), _mm_cvtsi32_si128(static_cast<int>(state)));
     __m128i b = load128(data + 16), c = load128(data + 32), d = load128(data + 48);
     data += 64, nbytes -= 64;
-    // Four lanes: one multiplication takes several cycles, but a new one can start in every cycle.
+    // Four lanes, because a multiplication takes several cycles, but a new one can start in every cycle.
     const __m128i by512 = _mm_set_epi64x(high_factor(512), low_factor(512));
     for (; nbytes >= 64; data += 64, nbytes -= 64) {
         a = fold128(a, by512, load128(data));
@@ -181,7 +183,7 @@ TARGET_AVX512 std::uint32_t update_avx512(const std::uint8_t* data, std::size_t 
 
 #ifdef MCORE_CKPT_ARM
 
-// ARMv8 has an instruction for this very polynomial.
+// ARMv8 has an instruction for this polynomial.
 __attribute__((target("+crc"))) std::uint32_t update_arm(const std::uint8_t* data, std::size_t nbytes,
                                                          std::uint32_t state) {
     for (; nbytes >= 8; data += 8, nbytes -= 8) {
@@ -203,7 +205,7 @@ struct Method {
 std::vector<Method> find_methods() {
     std::vector<Method> methods;
 #ifdef MCORE_CKPT_X86
-    // These ask the operating system too: one that does not save the wide registers counts as not having them.
+    // __builtin_cpu_supports also checks that the operating system saves the wide registers.
     const bool pclmul = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("avx");
     if (pclmul && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) {
         methods.push_back({"avx512", update_avx512});

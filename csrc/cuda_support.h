@@ -1,4 +1,4 @@
-// What the files that call CUDA share.
+// Helpers that only the files that call CUDA use.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,12 +7,15 @@
 
 namespace mcore_ckpt {
 
-// Throws std::runtime_error with CUDA's words.
+// Throws std::runtime_error with CUDA's message if a call has failed.
 void check(cudaError_t error, const char* doing);
 
-Stream make_stream();
+// The address of a function of the GPU driver, or nullptr if the driver does not have it or is not loaded yet.
+void* driver_function(const char* name);
 
-// Flags besides cudaEventDisableTiming.
-Event make_event(unsigned flags);
+StreamHandle make_stream();
+
+// Makes an event on the current GPU. `flags` are added to cudaEventDisableTiming.
+EventHandle make_event(unsigned flags);
 
 }  // namespace mcore_ckpt

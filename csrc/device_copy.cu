@@ -1,7 +1,7 @@
+// GPU memory, events and copies to the GPU, with the CUDA runtime.
 #include "device_copy.h"
 
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -12,14 +12,10 @@
 namespace mcore_ckpt {
 namespace {
 
-// Where it is not, "the thread's current GPU" is only CUDA's default.
+// Whether this thread has used a GPU. If it has not, cudaGetDevice only returns CUDA's default.
 bool thread_has_context() {
-    // Part of the driver, which the static runtime has loaded by now; not to be linked, since import must work without.
     using Function = int (*)(void**);
-    static const auto current_context = [] {
-        void* driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-        return driver == nullptr ? nullptr : reinterpret_cast<Function>(::dlsym(driver, "cuCtxGetCurrent"));
-    }();
+    static const auto current_context = reinterpret_cast<Function>(driver_function("cuCtxGetCurrent"));
     void* context = nullptr;
     return current_context != nullptr && current_context(&context) == 0 && context != nullptr;
 }
@@ -37,7 +33,7 @@ const bool BUILT_WITH_CUDA = true;
 
 void check(cudaError_t error, const char* doing) {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // else the next CUDA call of this thread, someone else's, reports this error again
+    cudaGetLastError();  // clears the error, which the next CUDA call of this thread would report again otherwise
     throw std::runtime_error(std::string("CUDA failed ") + doing + ": " + cudaGetErrorString(error));
 }
 
@@ -55,26 +51,27 @@ void wait_for_device(int device) {
     check(cudaDeviceSynchronize(), "waiting for the GPU");
 }
 
-void wait_for_event(std::uintptr_t number) {
-    const auto* event = reinterpret_cast<const DeviceEvent*>(number);
-    const CurrentDevice current(event->device);
-    check(cudaEventSynchronize(event->handle.get()), "waiting for a copy");
-}
-
-void pin_memory(void* memory, std::size_t nbytes) {
+int pin_memory(void* memory, std::size_t nbytes) {
+    int device = 0;
+    check(cudaGetDevice(&device), "asking for the current GPU");
     check(cudaHostRegister(memory, nbytes, cudaHostRegisterPortable | cudaHostRegisterMapped), "pinning memory");
+    return device;
 }
 
-void unpin_memory(void* memory) noexcept {
-    // It fails only where the driver is gone already, at the end of the process.
-    if (cudaHostUnregister(memory) != cudaSuccess) cudaGetLastError();
+void unpin_memory(void* memory, int device) noexcept {
+    try {
+        const CurrentDevice current(device);
+        check(cudaHostUnregister(memory), "unpinning memory");
+    } catch (const std::exception&) {
+        // This fails only at the end of the process, when the driver is already gone. The system unpins the memory.
+    }
 }
 
 CurrentDevice::CurrentDevice(int device) {
     int previous = 0;
     check(cudaGetDevice(&previous), "asking for the current GPU");
     if (previous == device && thread_has_context()) return;
-    // A thread that has not used a GPU stays on this one: "back" would be GPU 0, and would set it up (DeviceEvent).
+    // A thread that has not used a GPU keeps this one: setting GPU 0 again would initialize it (see DeviceEvent).
     if (thread_has_context()) previous_ = previous;
     check(cudaSetDevice(device), "choosing a GPU");
 }
@@ -83,48 +80,86 @@ CurrentDevice::~CurrentDevice() {
     if (previous_ >= 0) cudaSetDevice(previous_);
 }
 
-void Destroy::operator()(CUstream_st* stream) const noexcept { cudaStreamDestroy(stream); }
-void Destroy::operator()(CUevent_st* event) const noexcept { cudaEventDestroy(event); }
+void DestroyHandle::operator()(CUstream_st* stream) const noexcept { cudaStreamDestroy(stream); }
+void DestroyHandle::operator()(CUevent_st* event) const noexcept { cudaEventDestroy(event); }
 
-Stream make_stream() {
+StreamHandle make_stream() {
     cudaStream_t stream = nullptr;
-    // Not blocking: waits for nothing that is queued on the default stream, nor is it waited for.
+    // A non-blocking stream does not wait for the default stream, and the default stream does not wait for it.
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-    return Stream(stream);
+    return StreamHandle(stream);
 }
 
-Event make_event(unsigned flags) {
+EventHandle make_event(unsigned flags) {
     cudaEvent_t event = nullptr;
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | flags), "making an event");
-    return Event(event);
+    return EventHandle(event);
 }
 
-Upload::Upload()
+HostToDeviceCopies::HostToDeviceCopies()
     : stream_(make_stream()),
       copied_{make_event(cudaEventBlockingSync), make_event(cudaEventBlockingSync)},
       most_stride_(most_stride()) {}
 
-Upload::~Upload() { cudaStreamSynchronize(stream_.get()); }
+HostToDeviceCopies::~HostToDeviceCopies() { cudaStreamSynchronize(stream_.get()); }
 
-void Upload::copy(void* device, const void* host, std::size_t nbytes) {
-    check(cudaMemcpyAsync(device, host, nbytes, cudaMemcpyHostToDevice, stream_.get()), "queueing an upload");
+void HostToDeviceCopies::copy(void* device, const void* host, std::size_t nbytes) {
+    check(cudaMemcpyAsync(device, host, nbytes, cudaMemcpyHostToDevice, stream_.get()), "queueing a copy to the GPU");
 }
 
-void Upload::copy(const Grid& grid) {
+void HostToDeviceCopies::copy(const Grid& grid) {
     if (grid.count > 1 && std::max(grid.destination_stride, grid.source_stride) <= most_stride_) {
         const cudaError_t error =
             cudaMemcpy2DAsync(grid.destination, grid.destination_stride, grid.source, grid.source_stride, grid.nbytes,
                               grid.count, cudaMemcpyHostToDevice, stream_.get());
         if (error == cudaSuccess) return;
-        cudaGetLastError();  // what is wrong with more than this one call, the copies below say again
+        cudaGetLastError();  // an error that concerns more than this one call comes again in the copies below
     }
     for (std::size_t row = 0; row < grid.count; ++row) {
         copy(grid.destination + row * grid.destination_stride, grid.source + row * grid.source_stride, grid.nbytes);
     }
 }
 
-void Upload::record(int buffer) { check(cudaEventRecord(copied_[buffer].get(), stream_.get()), "recording an event"); }
+void HostToDeviceCopies::record(int buffer) {
+    check(cudaEventRecord(copied_[buffer].get(), stream_.get()), "recording an event");
+}
 
-void Upload::wait(int buffer) { check(cudaEventSynchronize(copied_[buffer].get()), "waiting for an upload"); }
+void HostToDeviceCopies::wait(int buffer) {
+    check(cudaEventSynchronize(copied_[buffer].get()), "waiting for a copy to the GPU");
+}
+
+DeviceEvent::DeviceEvent(int device) : device_(device) {
+    const CurrentDevice current(device_);
+    handle_ = make_event(cudaEventBlockingSync);
+}
+
+DeviceEvent::~DeviceEvent() {
+    // The last owner may be a thread that has not used a GPU, and destroying the event there would initialize GPU 0.
+    try {
+        const CurrentDevice current(device_);
+        handle_.reset();
+    } catch (const std::exception&) {
+        // The driver is gone, or this is a forked child. The process frees the event when it ends.
+        static_cast<void>(handle_.release());
+    }
+}
+
+void DeviceEvent::record(CUstream_st* stream) { check(cudaEventRecord(handle_.get(), stream), "recording an event"); }
+
+bool DeviceEvent::done() const {
+    const CurrentDevice current(device_);
+    const cudaError_t state = cudaEventQuery(handle_.get());
+    if (state == cudaErrorNotReady) {
+        cudaGetLastError();  // clears the state, which other code of this thread would take for an error
+        return false;
+    }
+    check(state, "copying");
+    return true;
+}
+
+void DeviceEvent::wait() const {
+    const CurrentDevice current(device_);
+    check(cudaEventSynchronize(handle_.get()), "waiting for a copy");
+}
 
 }  // namespace mcore_ckpt

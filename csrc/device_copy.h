@@ -1,14 +1,16 @@
-// Copies between host and GPU memory. Without nvcc device_copy_none.cpp stands in: all that needs a GPU throws.
+// Copies between host and GPU memory. A build without nvcc compiles device_copy_none.cpp instead of the .cu files;
+// there, every function that needs a GPU throws.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "event.h"
+#include "host_buffer.h"
 #include "host_copy.h"
 
 struct CUevent_st;
@@ -16,24 +18,23 @@ struct CUstream_st;
 
 namespace mcore_ckpt {
 
-// Whatever fails throws std::runtime_error with CUDA's words, if nothing else is said.
+// Unless a comment says otherwise, a failed call throws std::runtime_error with CUDA's message.
 
 extern const bool BUILT_WITH_CUDA;
 
-// The GPU that has this memory. Throws std::invalid_argument if none has.
+// The number of the GPU that a GPU address belongs to. Throws std::invalid_argument for host memory.
 int device_of(const void* memory);
 
-// The host waits for all that is queued on the GPU.
+// Blocks the host until the GPU has done all work that is queued on it.
 void wait_for_device(int device);
 
-// The host waits for a DeviceEvent.
-void wait_for_event(std::uintptr_t event);
+// Makes host memory readable and writable for every GPU. Returns the GPU that is current now, which unpin_memory()
+// needs: a thread without a current GPU that unpins memory would initialize GPU 0 (see DeviceEvent). Pinned memory must
+// be unpinned before it is unmapped.
+int pin_memory(void* memory, std::size_t nbytes);
+void unpin_memory(void* memory, int device) noexcept;
 
-// Lets every GPU read and write host memory directly.
-void pin_memory(void* memory, std::size_t nbytes);
-void unpin_memory(void* memory) noexcept;
-
-// Makes a GPU the thread's current one for as long as it lives.
+// Makes a GPU the current one of this thread until the object is destroyed.
 class CurrentDevice {
   public:
     explicit CurrentDevice(int device);
@@ -42,84 +43,114 @@ class CurrentDevice {
     CurrentDevice& operator=(const CurrentDevice&) = delete;
 
   private:
-    int previous_ = -1;  // -1: stay
+    int previous_ = -1;  // -1: the destructor changes nothing
 };
 
-struct Destroy {
+struct DestroyHandle {
     void operator()(CUstream_st* stream) const noexcept;
     void operator()(CUevent_st* event) const noexcept;
 };
-using Stream = std::unique_ptr<CUstream_st, Destroy>;
-using Event = std::unique_ptr<CUevent_st, Destroy>;
+using StreamHandle = std::unique_ptr<CUstream_st, DestroyHandle>;
+using EventHandle = std::unique_ptr<CUevent_st, DestroyHandle>;
 
-// Copies from two pinned host buffers to the current GPU, on a stream of its own. For one thread.
-class Upload {
+// Copies from two pinned host buffers to the current GPU, on a stream of its own. Used by one thread.
+class HostToDeviceCopies {
   public:
-    Upload();
-    ~Upload();  // waits for all copies
-    Upload(const Upload&) = delete;
-    Upload& operator=(const Upload&) = delete;
+    HostToDeviceCopies();
+    ~HostToDeviceCopies();  // waits for all copies
+    HostToDeviceCopies(const HostToDeviceCopies&) = delete;
+    HostToDeviceCopies& operator=(const HostToDeviceCopies&) = delete;
 
     void copy(void* device, const void* host, std::size_t nbytes);
     void copy(const Grid& grid);
 
-    // The copies since the last record() were those from buffer `buffer` (0 or 1).
+    // Tells that all copies since the last record() were from buffer `buffer`, which is 0 or 1.
     void record(int buffer);
 
-    // The host waits for the copies from this buffer, if there were any.
+    // Blocks the host until the copies from this buffer are done.
     void wait(int buffer);
 
   private:
-    Stream stream_;
-    Event copied_[2];
-    std::size_t most_stride_ = 0;  // that the GPU copies rows with in one call
+    StreamHandle stream_;
+    EventHandle copied_[2];
+    std::size_t most_stride_ = 0;  // the largest stride of rows that the GPU copies in one call
 };
 
-// An event knows its GPU: a thread that has none yet and waits for a bare cudaEvent_t would set up GPU 0, half a GB
-// of its memory, whatever GPU the rank has.
-struct DeviceEvent {
-    int device;
-    Event handle;
+// A point in a stream of one GPU. An event stores its GPU, because a thread that has no current GPU and waits for a
+// bare cudaEvent_t would initialize GPU 0, which takes half a GB of that GPU's memory.
+class DeviceEvent final : public Event {
+  public:
+    explicit DeviceEvent(int device);
+    ~DeviceEvent() override;
+
+    void record(CUstream_st* stream);
+    bool done() const;
+    void wait() const override;
+    CUevent_st* handle() const { return handle_.get(); }
+
+  private:
+    const int device_;
+    EventHandle handle_;
 };
 
-// Copies from a GPU to pinned host memory on a stream of its own. start() and close() are for one thread, the rest
-// for all.
+// Copies tensors from one GPU to pinned host memory, on a stream of its own. All methods may be called from any thread,
+// also at the same time.
 class DeviceCopier {
   public:
-    using Done = std::pair<std::size_t, std::uintptr_t>;  // number of copies, DeviceEvent
+    // `nbytes` bytes from GPU address `source` to byte `offset` of the buffer.
+    struct ToBuffer {
+        std::size_t offset;
+        const void* source;
+        std::size_t nbytes;
+    };
+    // How many copies are done when the event has happened.
+    using Done = std::pair<std::size_t, std::shared_ptr<DeviceEvent>>;
 
     explicit DeviceCopier(int device);
     ~DeviceCopier();
     DeviceCopier(const DeviceCopier&) = delete;
     DeviceCopier& operator=(const DeviceCopier&) = delete;
 
-    std::uintptr_t stream() const { return reinterpret_cast<std::uintptr_t>(stream_.get()); }
+    // 0 after close().
+    std::uintptr_t stream() const;
 
-    // Queues the copies behind what is queued on stream `after` now; the host does not wait. The destinations ascend
-    // through one pinned buffer. Returns, about every `group_bytes`, how many copies are done and the DeviceEvent
-    // that tells when; the events belong to the copier and serve the next start() again. Throws std::invalid_argument
-    // for memory of another kind.
-    std::vector<Done> start(const std::vector<Copy>& copies, std::uintptr_t after, std::size_t group_bytes);
+    // Queues the copies behind the work that is queued on stream `after` now. The host does not wait for the GPU. The
+    // copier keeps the buffer alive until the copies are done; the caller keeps the sources alive.
+    //
+    // Returns an event after about every `group_bytes` bytes. The copier records an event again only when nobody else
+    // holds it.
+    //
+    // Throws std::invalid_argument, before anything is queued, for a buffer that is not pinned, a destination that is
+    // not inside the buffer or begins before the previous one ends, and a source of which any part is not on this GPU.
+    std::vector<Done> start(const std::shared_ptr<HostBuffer>& buffer, const std::vector<ToBuffer>& copies,
+                            std::uintptr_t after, std::size_t group_bytes);
 
-    // What is queued on `stream` from now on waits for the copies; the host does not.
+    // Makes the work that is queued on `stream` from now on wait for the copies. The host does not wait.
     void hold(std::uintptr_t stream);
 
     bool done();
     void wait();
 
-    // Waits. Streams and events are gone then.
+    // Waits for the copies, then frees the stream and the events. hold(), done() and wait() throw
+    // std::invalid_argument from then on; calls of them that are under way end as if the copier were open.
     void close();
 
   private:
     void require_open() const;
-    DeviceEvent& event(std::size_t number);
-    std::vector<Done> queue(const std::vector<Copy>& copies, std::size_t group_bytes, std::ptrdiff_t mapping);
+    bool last_is_done() const;
+    void keep_alive(const std::shared_ptr<HostBuffer>& buffer);
+    const std::shared_ptr<DeviceEvent>& free_event(std::size_t number);
+    std::vector<Done> queue(const HostBuffer& buffer, const std::vector<ToBuffer>& copies, std::size_t group_bytes,
+                            std::ptrdiff_t mapping);
 
     const int device_;
-    Stream stream_;
-    Event after_;
-    std::deque<DeviceEvent> events_;  // a deque: others have their addresses
-    std::atomic<DeviceEvent*> last_{nullptr};
+
+    mutable std::mutex mutex_;  // guards everything below
+    StreamHandle stream_;
+    EventHandle after_;
+    std::vector<std::shared_ptr<DeviceEvent>> events_;
+    std::shared_ptr<DeviceEvent> last_;                   // happens when all copies are done
+    std::vector<std::shared_ptr<HostBuffer>> in_flight_;  // buffers that copies may still write to
 };
 
 }  // namespace mcore_ckpt

@@ -1,8 +1,7 @@
-// Stands in for device_copy.cu and device_copier.cu where there is no nvcc; setup.py says why in
-// MCORE_CKPT_NO_CUDA_REASON.
-#include "device_copy.h"
-
+// Replaces the .cu files in a build without nvcc. setup.py defines MCORE_CKPT_NO_CUDA_REASON.
 #include <stdexcept>
+
+#include "device_copy.h"
 
 namespace mcore_ckpt {
 namespace {
@@ -10,7 +9,7 @@ namespace {
 [[noreturn]] void refuse() {
     throw std::runtime_error(
         "mcore_ckpt cannot copy GPU tensors: it was built without CUDA, because " MCORE_CKPT_NO_CUDA_REASON
-        "; install it again with nvcc at hand");
+        "; install it again with nvcc on the PATH");
 }
 
 }  // namespace
@@ -19,27 +18,34 @@ const bool BUILT_WITH_CUDA = false;
 
 int device_of(const void*) { refuse(); }
 void wait_for_device(int) { refuse(); }
-void wait_for_event(std::uintptr_t) { refuse(); }
-void pin_memory(void*, std::size_t) { refuse(); }
-void unpin_memory(void*) noexcept {}
+int pin_memory(void*, std::size_t) { refuse(); }
+void unpin_memory(void*, int) noexcept {}
 
 CurrentDevice::CurrentDevice(int) { refuse(); }
 CurrentDevice::~CurrentDevice() = default;
 
-void Destroy::operator()(CUstream_st*) const noexcept {}
-void Destroy::operator()(CUevent_st*) const noexcept {}
+void DestroyHandle::operator()(CUstream_st*) const noexcept {}
+void DestroyHandle::operator()(CUevent_st*) const noexcept {}
 
-Upload::Upload() { refuse(); }
-Upload::~Upload() = default;
-void Upload::copy(void*, const void*, std::size_t) { refuse(); }
-void Upload::copy(const Grid&) { refuse(); }
-void Upload::record(int) { refuse(); }
-void Upload::wait(int) { refuse(); }
+HostToDeviceCopies::HostToDeviceCopies() { refuse(); }
+HostToDeviceCopies::~HostToDeviceCopies() = default;
+void HostToDeviceCopies::copy(void*, const void*, std::size_t) { refuse(); }
+void HostToDeviceCopies::copy(const Grid&) { refuse(); }
+void HostToDeviceCopies::record(int) { refuse(); }
+void HostToDeviceCopies::wait(int) { refuse(); }
 
-// Nobody gets a copier whose other members could be called.
+DeviceEvent::DeviceEvent(int device) : device_(device) { refuse(); }
+DeviceEvent::~DeviceEvent() = default;
+void DeviceEvent::record(CUstream_st*) { refuse(); }
+bool DeviceEvent::done() const { refuse(); }
+void DeviceEvent::wait() const { refuse(); }
+
+// The constructor throws, so nobody has a copier whose other members could be called.
 DeviceCopier::DeviceCopier(int device) : device_(device) { refuse(); }
 DeviceCopier::~DeviceCopier() = default;
-std::vector<DeviceCopier::Done> DeviceCopier::start(const std::vector<Copy>&, std::uintptr_t, std::size_t) {
+std::uintptr_t DeviceCopier::stream() const { refuse(); }
+std::vector<DeviceCopier::Done> DeviceCopier::start(const std::shared_ptr<HostBuffer>&, const std::vector<ToBuffer>&,
+                                                    std::uintptr_t, std::size_t) {
     refuse();
 }
 void DeviceCopier::hold(std::uintptr_t) { refuse(); }

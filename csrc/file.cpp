@@ -1,3 +1,4 @@
+// System calls on files, repeated after an interruption or without O_DIRECT.
 #include "file.h"
 
 #include <fcntl.h>
@@ -17,7 +18,7 @@ namespace mcore_ckpt {
 namespace {
 
 bool has_no_disk(int descriptor) {
-    struct statfs system {};
+    struct statfs system{};
     return ::fstatfs(descriptor, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC);
 }
 
@@ -45,13 +46,13 @@ File::File(const std::string& path, Mode mode, bool direct) : path_(path), direc
     }
     if (descriptor_ < 0) throw FileError(errno, "opening", path, 0);
     in_memory_ = has_no_disk(descriptor_);
-    if (in_memory_) direct_ = false;  // from Linux 6.6 on tmpfs takes O_DIRECT and ignores it
+    if (in_memory_) direct_ = false;  // since Linux 6.6 tmpfs accepts O_DIRECT and ignores it
 }
 
 File::~File() { ::close(descriptor_); }
 
 std::uint64_t File::size() const {
-    struct stat status {};
+    struct stat status{};
     if (::fstat(descriptor_, &status) != 0) throw FileError(errno, "asking for the size", path_, 0);
     return status.st_size;
 }
@@ -65,14 +66,15 @@ void File::reserve(std::uint64_t offset, std::uint64_t nbytes) {
     }
 }
 
-// Some file systems take O_DIRECT at open and refuse it later, or want more than pages. `was_direct`: before the call
-// that has failed; another thread may have given up O_DIRECT since.
+// Whether to repeat a call that failed. Some file systems accept O_DIRECT at open and refuse it later, or require
+// larger blocks than pages; then this turns O_DIRECT off. `was_direct` is the state before the failed call, because
+// another thread may have turned O_DIRECT off since.
 bool File::worth_another_try(int number, bool was_direct) const {
     if (number == EINTR) return true;
     if (number != EINVAL || !was_direct) return false;
     const int flags = ::fcntl(descriptor_, F_GETFL);
     if (flags < 0 || ::fcntl(descriptor_, F_SETFL, flags & ~O_DIRECT) != 0) return false;
-    direct_.store(false, std::memory_order_release);  // after the flag is gone: who sees it trusts that
+    direct_.store(false, std::memory_order_release);  // after fcntl: a thread that reads false relies on it
     return true;
 }
 
@@ -99,7 +101,7 @@ void File::write(std::vector<iovec>& pieces, std::uint64_t offset) {
             if (worth_another_try(number, was_direct)) continue;
             throw FileError(number, "writing", path_, offset);
         }
-        if (written == 0) throw FileError(EIO, "writing, nothing was taken", path_, offset);
+        if (written == 0) throw FileError(EIO, "writing, but the system took no bytes", path_, offset);
         offset += written;
         pass(written);
     }
@@ -118,8 +120,8 @@ std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std
         }
         done += count;
         if (count == 0) break;
-        // A short direct read that ends inside a page is the end of the file: the next one would be refused as
-        // unaligned.
+        // A direct read that ends inside a page has reached the end of the file. The next one would be refused, because
+        // its offset is not aligned.
         if (direct() && done % PAGE_BYTES != 0) break;
     }
     if (done < least) throw FileError(ENODATA, "the file ends", path_, offset + done);
@@ -127,7 +129,7 @@ std::size_t File::read(void* data, std::size_t nbytes, std::uint64_t offset, std
 }
 
 void File::start_writeback(std::uint64_t offset, std::uint64_t nbytes) {
-    // Advice: where it fails, sync() does the work.
+    // An error is ignored: sync() writes the bytes then.
     ::sync_file_range(descriptor_, offset, nbytes, SYNC_FILE_RANGE_WRITE);
 }
 

@@ -1,4 +1,4 @@
-// One open file. Every failure says what was being done, where in the file, and the system's error.
+// One open file. Each error tells what was being done, at which byte of which file, and the system's message.
 #pragma once
 
 #include <sys/uio.h>
@@ -12,30 +12,31 @@
 
 namespace mcore_ckpt {
 
-// What O_DIRECT wants offsets, sizes and addresses to be multiples of: a page serves all file systems seen so far.
+// O_DIRECT requires offsets, sizes and addresses to be multiples of a block. A page is enough for all file systems seen
+// so far.
 constexpr std::size_t PAGE_BYTES = 4096;
 
 constexpr std::uint64_t page_floor(std::uint64_t offset) { return offset / PAGE_BYTES * PAGE_BYTES; }
 constexpr std::uint64_t page_ceil(std::uint64_t offset) { return page_floor(offset + PAGE_BYTES - 1); }
 
-// Becomes Python's OSError(number, what(), path).
+// Python sees it as OSError(number, what(), path).
 class FileError : public std::runtime_error {
   public:
     FileError(int number, const std::string& doing, const std::string& path, std::uint64_t offset);
 
-    const int number;  // errno; ENODATA where the file ends too early
+    const int number;  // errno; ENODATA if the file ends too early
     const std::string path;
     const std::uint64_t offset;  // in bytes
 };
 
-// Reads and writes may come from several threads at once.
+// Several threads may read and write at the same time.
 class File {
   public:
-    // WRITE reads, too; it makes the file if it is not there, and cuts nothing off one that is.
+    // WRITE also allows to read. It creates the file if there is none, and keeps the bytes of an existing one.
     enum class Mode { READ, WRITE };
 
-    // `direct`: past the page cache where there is a disk behind it and the file system can (some network file
-    // systems cannot).
+    // `direct`: bypass the page cache if the file is on a disk and the file system supports it. Some network file
+    // systems do not.
     File(const std::string& path, Mode mode, bool direct);
     ~File();
     File(const File&) = delete;
@@ -43,37 +44,38 @@ class File {
 
     const std::string& path() const { return path_; }
 
-    // Whether offsets, sizes and addresses must be multiples of PAGE_BYTES. Turns false at the first write or read
-    // that the file system refuses, which is then done again through the page cache.
+    // Whether offsets, sizes and addresses must be multiples of PAGE_BYTES. It becomes false at the first read or write
+    // that the file system refuses; this one is then repeated through the page cache.
     bool direct() const { return direct_.load(std::memory_order_acquire); }
 
-    // Whether there is no disk behind it.
+    // Whether the file is on a file system in memory, without a disk.
     bool in_memory() const { return in_memory_; }
 
     std::uint64_t size() const;
 
-    // Finds out now whether there is space on the disk for `[offset, offset + nbytes)`, and keeps extents together. Not
-    // all file systems can; then nothing happens.
+    // Reserves disk space for `[offset, offset + nbytes)`, so that a full disk is found now and extents stay together.
+    // Does nothing on a file system that cannot reserve space.
     void reserve(std::uint64_t offset, std::uint64_t nbytes);
 
     void write(const void* data, std::size_t nbytes, std::uint64_t offset);
 
-    // The pieces one after the other; changes `pieces` while it is at it.
+    // Writes the pieces one after the other. Changes `pieces`.
     void write(std::vector<iovec>& pieces, std::uint64_t offset);
 
-    // At least `least` bytes of `[offset, offset + nbytes)`: with O_DIRECT the last page of a file is asked for
-    // whole. Returns how many there were.
+    // Reads `[offset, offset + nbytes)` or, if the file ends earlier, at least `least` bytes of it: O_DIRECT requires
+    // to ask for the whole last page of a file. Returns the number of bytes read.
     std::size_t read(void* data, std::size_t nbytes, std::uint64_t offset, std::size_t least) const;
 
-    // Asks the page cache to begin writing what it has of `[offset, offset + nbytes)`, without waiting.
+    // Asks the system to begin writing `[offset, offset + nbytes)` from the page cache to the disk. Does not wait.
     void start_writeback(std::uint64_t offset, std::uint64_t nbytes);
 
-    // Maps `[offset, offset + nbytes)`, for all who have it open, over what is at `address`. Says whether it could.
+    // Maps `[offset, offset + nbytes)`, shared, at `address`, and replaces what was mapped there. Returns whether it
+    // succeeded.
     bool map(void* address, std::size_t nbytes, std::uint64_t offset) const;
 
     void truncate(std::uint64_t size);
 
-    // Waits until all bytes written so far, by any thread, are on the disk.
+    // Waits until all bytes that any thread has written are on the disk.
     void sync();
 
   private:

@@ -1,3 +1,4 @@
+// The kernel that makes many small copies from GPU memory at once.
 #include "gather.h"
 
 #include <cstdint>
@@ -5,11 +6,11 @@
 namespace mcore_ckpt {
 namespace {
 
-// Enough threads to fill the link to the host; the other multiprocessors are left to training.
+// Enough threads to fill the link to the host. The other multiprocessors stay free for training.
 constexpr unsigned BLOCKS = 32;
 constexpr unsigned THREADS = 512;
 
-// What one block copies at a time. A multiple of 16, so that the shares of a tensor are aligned as its start is.
+// How many bytes one block copies at a time. A multiple of 16 gives all shares of a tensor the alignment of its start.
 constexpr std::size_t SHARE_BYTES = std::size_t{16} << 10;
 
 template <typename Word>
@@ -26,7 +27,7 @@ __device__ void copy_words(std::uint8_t* destination, const std::uint8_t* source
     }
 }
 
-// In the widest words for which source and destination are aligned alike.
+// Copies in the widest words for which source and destination have the same alignment.
 __device__ void copy_share(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes) {
     const auto apart = reinterpret_cast<std::uintptr_t>(destination) - reinterpret_cast<std::uintptr_t>(source);
     if (apart % 16 == 0) {
@@ -42,7 +43,8 @@ __device__ void copy_share(std::uint8_t* destination, const std::uint8_t* source
     }
 }
 
-// The shares of all rows in a line go round the blocks: blocks end together, whatever the sizes of the rows.
+// The shares of all rows form one sequence, and the blocks take them in turn. So all blocks end at about the same time,
+// whatever the sizes of the rows.
 __global__ void gather(const __grid_constant__ GatherTable table) {
     std::size_t share = blockIdx.x;
     for (std::size_t i = 0; i < table.count; ++i) {
@@ -60,7 +62,7 @@ __global__ void gather(const __grid_constant__ GatherTable table) {
 
 }  // namespace
 
-static_assert(sizeof(GatherTable) <= 4096, "kernels take no larger parameters");
+static_assert(sizeof(GatherTable) <= 4096, "a kernel's parameters take at most 4 KiB");
 
 cudaError_t launch_gather(const GatherTable& table, cudaStream_t stream) {
     gather<<<BLOCKS, THREADS, 0, stream>>>(table);

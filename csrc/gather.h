@@ -1,5 +1,5 @@
-// Many small copies from GPU memory in one kernel: each alone would cost the host and the copy engine some
-// microseconds.
+// Makes many small copies from GPU memory with one kernel. A copy of its own costs the host and the copy engine some
+// microseconds each time.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,10 +8,10 @@
 
 namespace mcore_ckpt {
 
-// Travels as the kernel's parameter (at most 4 KiB), so that it may be changed or freed right after the launch.
+// The table is passed as the kernel's parameter (at most 4 KiB), so the caller may change or free it after the launch.
 struct GatherTable {
     struct Row {
-        void* destination;  // as the GPU sees it
+        void* destination;  // the GPU's address of pinned host memory
         const void* source;
         std::size_t nbytes;
     };
@@ -21,7 +21,7 @@ struct GatherTable {
     std::size_t count = 0;
 };
 
-// Queues the copies; addresses may have any alignment.
+// Queues the copies. Addresses may have any alignment.
 cudaError_t launch_gather(const GatherTable& table, cudaStream_t stream);
 
 }  // namespace mcore_ckpt

@@ -1,3 +1,4 @@
+// Maps, fetches and pins host memory.
 #include "host_buffer.h"
 
 #include <sys/mman.h>
@@ -21,15 +22,16 @@
 namespace mcore_ckpt {
 namespace {
 
-// What a thread fetches at a time.
+// How many bytes a thread fetches at a time.
 constexpr std::size_t SHARE_BYTES = std::size_t{32} << 20;
 
-// Returns errno, or 0.
+// Returns 0, or errno.
 int fetch_pages(std::uint8_t* data, std::size_t nbytes) {
     while (::madvise(data, nbytes, MADV_POPULATE_WRITE) != 0) {
         if (errno == EINTR || errno == EAGAIN) continue;
         if (errno != EINVAL) return errno;
-        // An older kernel. What it cannot give, it tells with a signal, as for any other memory.
+        // The kernel is older than MADV_POPULATE_WRITE: touch each page. A lack of memory then ends the process, as
+        // for any other memory.
         for (std::size_t at = 0; at < nbytes; at += PAGE_BYTES) static_cast<volatile std::uint8_t*>(data)[at] = 0;
         return 0;
     }
@@ -67,9 +69,9 @@ std::unique_ptr<HostBuffer> HostBuffer::reserve(std::size_t nbytes, bool to_pin)
 }
 
 HostBuffer::~HostBuffer() {
-    // In a forked child the addresses of pinned memory may by now be those of something else.
+    // A forked child does not inherit pinned memory, so other memory may be at its addresses.
     if (::getpid() != process_) return;
-    if (pinned_) unpin_memory(data_);
+    if (pinned_) unpin_memory(data_, device_);
     unmap();
 }
 
@@ -79,7 +81,8 @@ void HostBuffer::map(bool to_pin) {
     data_ = map_anonymous(size, PROT_READ | PROT_WRITE);
     if (data_ == nullptr) throw OutOfMemory(nbytes_, errno);
     ::madvise(data_, size, MADV_HUGEPAGE);
-    // After a fork the parent's next write to a page would give it another one, while the GPU goes on with the first.
+    // After a fork the parent's next write to a page would give the parent a new page, while the GPU still uses the
+    // old.
     if (to_pin) ::madvise(data_, size, MADV_DONTFORK);
 }
 
@@ -104,7 +107,7 @@ void HostBuffer::fetch(std::size_t begin, std::size_t nbytes, int threads) {
 
 void HostBuffer::pin() {
     if (pinned_) return;
-    pin_memory(data_, nbytes_);
+    device_ = pin_memory(data_, nbytes_);
     pinned_ = true;
 }
 

@@ -1,8 +1,9 @@
-// Host memory for whole file images and for the pieces that are read and written.
+// Host memory that file contents are staged in: large, aligned, and optionally pinned for copies to and from GPUs.
 #pragma once
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,11 +14,11 @@ namespace mcore_ckpt {
 
 constexpr std::size_t HUGE_PAGE_BYTES = std::size_t{2} << 20;
 
-// Addresses that begin on a huge page, `nbytes` (whole pages) of them; to be given back by munmap. nullptr, and errno,
-// where there are none.
+// Maps `nbytes` bytes (whole pages) at an address that is a multiple of a huge page. The caller unmaps them with
+// munmap. Returns nullptr, and sets errno, if the system has no memory.
 std::uint8_t* map_anonymous(std::size_t nbytes, int protection);
 
-// Becomes Python's MemoryError.
+// Python sees it as MemoryError.
 class OutOfMemory : public std::bad_alloc {
   public:
     OutOfMemory(std::size_t nbytes, int number);
@@ -27,11 +28,12 @@ class OutOfMemory : public std::bad_alloc {
     std::string words_;
 };
 
-// Begins on a huge page, is made of huge pages where the system gives them, and is there from the start: no page
-// fault later.
+// A buffer that begins on a huge page and consists of huge pages where the system has them. The constructor fetches all
+// pages, so that no page fault comes later.
 class HostBuffer {
   public:
-    // `threads` threads fetch the pages. Throws OutOfMemory, std::runtime_error in CUDA's words.
+    // `threads` threads fetch the pages. Throws OutOfMemory, or std::runtime_error with CUDA's message if pinning
+    // fails.
     explicit HostBuffer(std::size_t nbytes, bool pinned = false, int threads = 1);
     // Maps memory without its pages: `fetch` brings them. `to_pin`: `pin` will be called.
     static std::unique_ptr<HostBuffer> reserve(std::size_t nbytes, bool to_pin);
@@ -56,9 +58,10 @@ class HostBuffer {
     void unmap() noexcept;
 
     const std::size_t nbytes_;
-    bool pinned_ = false;
+    std::atomic<bool> pinned_{false};  // a thread may pin while another one asks
     const pid_t process_;
     std::uint8_t* data_ = nullptr;
+    int device_ = -1;  // the GPU that was current when the memory was pinned
 };
 
 }  // namespace mcore_ckpt

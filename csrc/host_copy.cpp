@@ -1,3 +1,4 @@
+// Copies with ordinary or streaming stores, on one or several threads.
 #include "host_copy.h"
 
 #include <algorithm>
@@ -14,22 +15,22 @@
 namespace mcore_ckpt {
 namespace {
 
-// Threads take this many bytes at a time: small enough that the slowest ends soon after the others, and large
-// enough that neither taking them nor the cut through a tensor costs anything.
+// How many bytes a thread takes at a time: few enough that the slowest thread ends soon after the others, and enough
+// that taking them and cutting a tensor there costs nothing.
 constexpr std::size_t SHARE_BYTES = std::size_t{1} << 20;
 
 #if defined(__x86_64__)
 
-// An ordinary store first reads the line it overwrites into the cache: a third of the traffic, for memory that is not
-// looked at before it has left the cache again. The C library streams only where one call is worth the whole
-// cache, and the tensors of a checkpoint are smaller, each. Below this size ordinary stores are as fast or faster.
+// An ordinary store first reads the line that it overwrites into the cache. That is a third of the traffic, and wasted:
+// the line leaves the cache before it is used. memcpy uses streaming stores only for a copy as large as the cache, and
+// each tensor of a checkpoint is smaller. Below this size ordinary stores are as fast or faster.
 constexpr std::size_t STREAM_FROM_BYTES = std::size_t{16} << 10;
-// Rows share one finish_streams(). Where they are shorter, the lines that they share with what is beside them cost more
-// than streaming saves.
+// The same for a row, of which many share one finish_streams(). The first and the last line of a shorter row, which it
+// shares with its neighbours, cost more than streaming saves.
 constexpr std::size_t STREAM_ROWS_FROM_BYTES = std::size_t{2} << 10;
 
 void stream_copy(std::uint8_t* destination, const std::uint8_t* source, std::size_t nbytes) {
-    // Only whole lines of 64 bytes are combined into one write.
+    // The processor combines the stores of a whole line of 64 bytes into one write.
     const std::size_t head = -reinterpret_cast<std::uintptr_t>(destination) % 64;
     std::memcpy(destination, source, head);
     destination += head, source += head, nbytes -= head;
@@ -54,7 +55,8 @@ void copy_bytes(std::uint8_t* destination, const std::uint8_t* source, std::size
     }
 }
 
-// Streaming stores are not ordered with others: without this the thread that is told "copied" could read old bytes.
+// Streaming stores are not ordered with other stores. Without this, a thread that learns that the copy is done could
+// read old bytes.
 void finish_streams() { _mm_sfence(); }
 
 #else
@@ -86,7 +88,7 @@ void copy_past_cache(const Grid& grid) {
 }
 
 void copy_host(const std::vector<Copy>& copies, int threads) {
-    // ends[i]: the bytes of copies 0 to i together. A share is a range of this line of bytes.
+    // All copies form one sequence of bytes, in which copy i ends at ends[i]. A share is a range of this sequence.
     std::vector<std::size_t> ends(copies.size());
     std::size_t total = 0;
     for (std::size_t i = 0; i < copies.size(); ++i) ends[i] = total += copies[i].nbytes;

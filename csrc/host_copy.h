@@ -1,4 +1,4 @@
-// Copies within host memory, at the speed of memory.
+// Copies within host memory.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,11 @@ struct Copy {
     std::size_t nbytes;
 };
 
-// One copy. Large ones go past the cache: they take no room in it from what is needed again, and read nothing that they
-// overwrite.
+// Makes one copy. A large one bypasses the cache, so that it does not evict data that is needed again and does not read
+// the lines that it overwrites.
 void copy_past_cache(void* destination, const void* source, std::size_t nbytes);
 
-// Row k of `count`: `nbytes` bytes from `source + k * source_stride` to `destination + k * destination_stride`.
+// `count` rows: row k is `nbytes` bytes from `source + k * source_stride` to `destination + k * destination_stride`.
 struct Grid {
     std::uint8_t* destination;
     std::size_t destination_stride;
@@ -28,8 +28,8 @@ struct Grid {
 
 void copy_past_cache(const Grid& grid);
 
-// Does all copies on up to `threads` threads, the caller's among them; each thread gets about the same number of bytes,
-// whatever the sizes of the tensors. No destination may overlap any source.
+// Makes all copies on up to `threads` threads, including the caller's. Each thread copies about the same number of
+// bytes, whatever the sizes of the tensors. No destination may overlap any source.
 void copy_host(const std::vector<Copy>& copies, int threads);
 
 }  // namespace mcore_ckpt

@@ -1,3 +1,4 @@
+// Maps extents of a file in memory, and asks the system to make them huge pages.
 #include "huge_extent.h"
 
 #include <sys/mman.h>
@@ -13,9 +14,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a huge page saves: with every one that is found sooner there is more time to look for others.
+// The time that a huge page saves. A huge page that is found faster adds the rest to the credit.
 constexpr HugePageCredit::Duration SAVED = std::chrono::microseconds(500);
-// A system that has none says so quickly, every time.
+// The cost of a failure, in addition to its time: a system without huge pages fails quickly, every time.
 constexpr HugePageCredit::Duration FAILURE = std::chrono::milliseconds(5);
 
 }  // namespace
@@ -42,10 +43,10 @@ std::uint8_t* HugeExtent::map(File& file, std::uint64_t offset) {
 bool HugeExtent::find_huge_page(File& file, std::uint64_t offset) {
     if (window_ == nullptr) window_ = map_anonymous(BYTES, PROT_NONE);
     if (window_ == nullptr) return false;
-    // An extent without any page is not collapsed. Its last byte also makes the file long enough; ftruncate could make
-    // it shorter than another process has made it meanwhile.
+    // The system does not collapse an extent without any page, so write one. Writing the last byte also makes the file
+    // long enough; ftruncate could cut it, if another process has made it longer meanwhile.
     file.write("", 1, offset + BYTES - 1);
-    // What is collapsed has all its pages: a store to one that is missing kills the process when memory is full.
+    // After MADV_COLLAPSE all pages exist. A store to a missing page would kill the process when memory is full.
     return file.map(window_, BYTES, offset) && ::madvise(window_, BYTES, MADV_COLLAPSE) == 0;
 }
 

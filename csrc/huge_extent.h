@@ -1,5 +1,5 @@
-// Files in memory (tmpfs), written by storing into huge pages. The system's own way, page by page, costs several times
-// what the copy costs.
+// Writes files in memory (tmpfs) by copying into huge pages that are mapped from the file. A write by system call
+// allocates page by page, which takes several times as long as the copy.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@
 
 namespace mcore_ckpt {
 
-// What the search for huge pages may still cost all threads of a job. Where memory is fragmented the system makes room
-// for each by moving other pages, which costs more than it saves.
+// The time that all threads of a job together may still spend on the search for huge pages. In fragmented memory the
+// system moves other pages to make room for a huge page, which takes longer than the huge page saves.
 class HugePageCredit {
   public:
     using Duration = std::chrono::nanoseconds;
@@ -27,7 +27,7 @@ class HugePageCredit {
     std::atomic<std::int64_t> nanoseconds_{MOST.count()};
 };
 
-// One extent of a file at a time, for one thread.
+// Maps one extent of a file at a time. Used by one thread.
 class HugeExtent {
   public:
     static constexpr std::size_t BYTES = HUGE_PAGE_BYTES;
@@ -37,8 +37,9 @@ class HugeExtent {
     HugeExtent(const HugeExtent&) = delete;
     HugeExtent& operator=(const HugeExtent&) = delete;
 
-    // Where to store what `[offset, offset + BYTES)` of a file in memory is to be, until the next call; `offset` is a
-    // multiple of BYTES. nullptr: it is to be written like other files. Throws FileError where the file cannot grow.
+    // Maps `[offset, offset + BYTES)` of a file in memory, where `offset` is a multiple of BYTES, until the next call.
+    // Returns nullptr if there is no huge page to be had quickly; the caller then writes as to other files. Throws
+    // FileError if the file cannot grow.
     std::uint8_t* map(File& file, std::uint64_t offset);
 
   private:

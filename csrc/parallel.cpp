@@ -1,3 +1,4 @@
+// Starts threads, and continues with fewer if the system refuses some.
 #include "parallel.h"
 
 #include <exception>
@@ -11,7 +12,7 @@ std::vector<std::thread> start_threads(std::size_t count, const std::function<vo
         try {
             threads.emplace_back(work);
         } catch (const std::exception&) {
-            break;  // a container's limit on threads or memory makes a save slower, it must not make it fail
+            break;  // a container's limit on threads or memory should make a save slower, not make it fail
         }
     }
     return threads;

@@ -1,3 +1,4 @@
+// Reads the pieces of a job on several threads, checks their blocks and copies the rows.
 #include "read_job.h"
 
 #include <algorithm>
@@ -5,6 +6,7 @@
 #include <optional>
 #include <tuple>
 
+#include "buffer_cache.h"
 #include "crc32.h"
 #include "device_copy.h"
 #include "file.h"
@@ -15,7 +17,7 @@
 namespace mcore_ckpt {
 namespace {
 
-// Bytes that nobody wants, but that cost less than the call that would leave them out.
+// Two blocks with a gap of at most this size are read at once: reading the gap takes less time than a second call.
 constexpr std::size_t GAP_BYTES = std::size_t{64} << 10;
 
 std::string range(std::uint64_t start, std::uint64_t stop) {
@@ -27,18 +29,18 @@ std::string words(const ReadJob::Rows& rows) {
     return rows.count == 1 ? nbytes : std::to_string(rows.count) + " rows of " + nbytes;
 }
 
-// Whether rows end at most `room` bytes after the first begins.
+// Whether the last row ends at most `room` bytes after the first begins.
 bool fit(const ReadJob::Rows& rows, std::size_t stride, std::size_t room) {
     return rows.nbytes <= room && (rows.count == 1 || rows.count - 1 <= (room - rows.nbytes) / stride);
 }
 
-// How many rows begin before byte `at` of the tensor.
+// The number of rows that begin before byte `at` of the tensor.
 std::size_t begun(const ReadJob::Rows& rows, std::size_t at) {
     if (at <= rows.start) return 0;
     return std::min(rows.count, (at - rows.start - 1) / rows.source_stride + 1);
 }
 
-// How many rows end at byte `at` or before.
+// The number of rows that end at byte `at` or before it.
 std::size_t ended(const ReadJob::Rows& rows, std::size_t at) {
     if (at - std::min(at, rows.start) < rows.nbytes) return 0;
     return std::min(rows.count, (at - rows.start - rows.nbytes) / rows.source_stride + 1);
@@ -52,16 +54,17 @@ DamagedBlock::DamagedBlock(std::size_t number, std::uint64_t at, std::size_t siz
       offset(at),
       nbytes(size) {}
 
-// What one thread works with. The order of its members is the order in which they may go: first the uploads, which are
-// waited for, then the buffers that they read, then the GPU that the buffers are pinned for.
+// The file, the buffers and the stream of one thread. The destructor destroys the members from the last to the first:
+// it waits for the copies to the GPU, gives the buffers back that the copies read, and leaves the GPU.
 class ReadJob::Lane {
   public:
     explicit Lane(ReadJob& job) : job_(job) {
-        const bool uploads = job.device_ >= 0;
-        if (uploads) device_.emplace(job.device_);
-        buffers_[0].emplace(job.buffer_bytes_, uploads);
-        if (uploads) buffers_[1].emplace(job.buffer_bytes_, true);
-        if (uploads) upload_.emplace();
+        const bool to_device = job.device_ >= 0;
+        if (to_device) device_.emplace(job.device_);
+        auto& cache = BufferCache::of_this_process();
+        buffers_[0] = cache.take(job.buffer_bytes_, to_device);
+        if (to_device) buffers_[1] = cache.take(job.buffer_bytes_, true);
+        if (to_device) copies_.emplace();
     }
 
     void read(const Piece& piece) {
@@ -69,27 +72,27 @@ class ReadJob::Lane {
             file_.emplace(job_.paths_[piece.file], File::Mode::READ, job_.settings_.direct);
             file_number_ = piece.file;
         }
-        if (upload_) upload_->wait(slot_);
+        if (copies_) copies_->wait(buffer_);
         const std::uint64_t start = page_floor(piece.start);
-        std::uint8_t* data = buffers_[slot_]->data();
+        std::uint8_t* data = buffers_[buffer_]->data();
         job_.bytes_read_ += file_->read(data, page_ceil(piece.stop) - start, start, piece.stop - start);
         for (std::size_t i = piece.first; i < piece.last;) i = deliver(i, piece.last, data - start);
-        if (upload_) {
-            upload_->record(slot_);
-            slot_ = 1 - slot_;
+        if (copies_) {
+            copies_->record(buffer_);
+            buffer_ = 1 - buffer_;
         }
     }
 
-    // Uploads may fail after they were queued.
+    // Waits for the copies to the GPU: they may fail after they were queued.
     void finish() {
-        if (!upload_) return;
-        upload_->wait(0);
-        upload_->wait(1);
+        if (!copies_) return;
+        copies_->wait(0);
+        copies_->wait(1);
     }
 
   private:
-    // Checks the block of slice `first`, and copies what it and the slices after it want of this block. Returns the
-    // first slice that wants another one.
+    // Checks the block of slice `first`, and copies the rows that are in it to this slice's destination and to those of
+    // the following slices of the same block. Returns the first slice of another block.
     std::size_t deliver(std::size_t first, std::size_t last, const std::uint8_t* file_start) {
         const Slice& block = job_.slices_[first];
         const std::uint8_t* data = file_start + block.offset;
@@ -97,7 +100,7 @@ class ReadJob::Lane {
         while (end < last && job_.slices_[end].offset == block.offset && job_.slices_[end].nbytes == block.nbytes) {
             ++end;
         }
-        // All first: one read may know the CRC of a block that another takes unchecked.
+        // Check for all slices before copying for any: one read may have the CRC of a block that another reads without.
         check(first, end, data);
         for (std::size_t i = first; i < end; ++i) {
             const Slice& slice = job_.slices_[i];
@@ -106,7 +109,7 @@ class ReadJob::Lane {
         return end;
     }
 
-    // Slices [first, end), all of one block.
+    // Compares the CRC of a block with those of slices [first, end), which all are of this block.
     void check(std::size_t first, std::size_t end, const std::uint8_t* data) {
         std::optional<std::uint32_t> found;
         for (std::size_t i = first; i < end; ++i) {
@@ -117,7 +120,8 @@ class ReadJob::Lane {
         }
     }
 
-    // Copies what a block, bytes [start, stop) of the tensor, holds of the rows. It may cut its first and its last one.
+    // Copies the parts of rows that are in a block, which is bytes [start, stop) of the tensor. The block's limits may
+    // cut the first and the last of these rows.
     void copy_rows(const Rows& rows, const std::uint8_t* block, std::size_t start, std::size_t stop) {
         const std::size_t begin = ended(rows, start), end = begun(rows, stop);
         const std::size_t whole_end = ended(rows, stop);
@@ -135,17 +139,21 @@ class ReadJob::Lane {
         const std::size_t from = std::max(row_start, start), to = std::min(row_start + rows.nbytes, stop);
         std::uint8_t* destination = rows.destination + row * rows.destination_stride + (from - row_start);
         if (rows.on_device) {
-            upload_->copy(destination, block + (from - start), to - from);
+            copies_->copy(destination, block + (from - start), to - from);
         } else {
             copy_past_cache(destination, block + (from - start), to - from);
         }
     }
 
     void copy_whole(const Rows& rows, std::size_t first, std::size_t count, const std::uint8_t* source) {
-        const Grid grid{rows.destination + first * rows.destination_stride, rows.destination_stride, source,
-                        rows.source_stride, rows.nbytes, count};
+        const Grid grid{rows.destination + first * rows.destination_stride,
+                        rows.destination_stride,
+                        source,
+                        rows.source_stride,
+                        rows.nbytes,
+                        count};
         if (rows.on_device) {
-            upload_->copy(grid);
+            copies_->copy(grid);
         } else {
             copy_past_cache(grid);
         }
@@ -155,12 +163,12 @@ class ReadJob::Lane {
     std::optional<File> file_;
     std::size_t file_number_ = 0;
     std::optional<CurrentDevice> device_;
-    std::array<std::optional<HostBuffer>, 2> buffers_;
-    std::optional<Upload> upload_;
-    int slot_ = 0;
+    std::array<std::shared_ptr<HostBuffer>, 2> buffers_;
+    std::optional<HostToDeviceCopies> copies_;
+    int buffer_ = 0;  // the one to read into next
 };
 
-// The pages that hold a block are one more than its bytes fill.
+// A block that does not begin on a page takes one page more than its size.
 ReadJob::ReadJob(std::vector<std::string> paths, const Settings& settings)
     : paths_(std::move(paths)),
       settings_(settings),
@@ -176,11 +184,11 @@ ReadJob::ReadJob(std::vector<std::string> paths, const Settings& settings)
 
 void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes, const std::optional<std::size_t>& crcs,
                      const Rows& rows) {
-    if (started_) throw std::invalid_argument("the job has run");
+    if (started_) throw std::invalid_argument("the job has run: make another one");
     if (file >= paths_.size()) {
         throw std::invalid_argument("no file " + std::to_string(file) + " among " + std::to_string(paths_.size()));
     }
-    // Signed: what pread takes.
+    // pread takes a signed offset.
     if (offset > INT64_MAX || nbytes > INT64_MAX - offset) {
         throw std::invalid_argument("no file has " + std::to_string(nbytes) + " bytes from byte " +
                                     std::to_string(offset) + " on");
@@ -203,9 +211,13 @@ void ReadJob::refuse(std::size_t file, std::uint64_t offset, std::size_t nbytes,
         throw std::invalid_argument("no memory has room for " + words(rows) + " at the address");
     }
     if (!rows.on_device) return;
-    if (!settings_.pinned) throw std::invalid_argument("reads to a GPU need pinned buffers");
+    if (!settings_.pinned) {
+        throw std::invalid_argument("reads to a GPU need pinned buffers: make the job with pinned=True");
+    }
     const int device = device_of(rows.destination);
-    if (device_ >= 0 && device_ != device) throw std::invalid_argument("destinations on several GPUs");
+    if (device_ >= 0 && device_ != device) {
+        throw std::invalid_argument("destinations on several GPUs: make a job for each");
+    }
     device_ = device;
 }
 
@@ -217,7 +229,7 @@ std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nby
         rows.nbytes *= rows.count;
         rows.count = 1;
     }
-    if (rows.count == 1) rows.source_stride = rows.nbytes;  // to divide by
+    if (rows.count == 1) rows.source_stride = rows.nbytes;  // the code below divides by it
     const std::size_t read = reads_.size(), block_bytes = settings_.block_bytes;
     reads_.push_back(rows);
     for (std::size_t row = 0, at = rows.start; row < rows.count;) {
@@ -232,7 +244,7 @@ std::size_t ReadJob::add(std::size_t file, std::uint64_t offset, std::size_t nby
 }
 
 void ReadJob::cut_into_pieces() {
-    // Stable, so that of several reads of a damaged block the first is the one that is named.
+    // The sort is stable, so that the error of a damaged block names the first of several reads.
     std::stable_sort(slices_.begin(), slices_.end(), [](const Slice& a, const Slice& b) {
         return std::tie(a.file, a.offset, a.nbytes) < std::tie(b.file, b.offset, b.nbytes);
     });
@@ -253,17 +265,15 @@ void ReadJob::cut_into_pieces() {
     }
 }
 
-std::size_t ReadJob::scratch_bytes() const {
-    return settings_.threads * most_bytes_ * (device_ >= 0 ? 2 : 1);
-}
+std::size_t ReadJob::scratch_bytes() const { return settings_.threads * most_bytes_ * (device_ >= 0 ? 2 : 1); }
 
 void ReadJob::run() {
-    if (started_.exchange(true)) throw std::invalid_argument("the job has run");
+    if (started_.exchange(true)) throw std::invalid_argument("the job has run: make another one");
     cut_into_pieces();
     for (const Piece& piece : pieces_) {
         buffer_bytes_ = std::max<std::size_t>(buffer_bytes_, page_ceil(piece.stop) - page_floor(piece.start));
     }
-    // What is queued on the GPU may still use the memory that the destinations lie in.
+    // Work that is queued on the GPU may still use the memory of the destinations.
     if (device_ >= 0) wait_for_device(device_);
     const std::size_t threads = std::min<std::size_t>(settings_.threads, pieces_.size());
     if (threads != 0) run_on_threads(static_cast<int>(threads), [this] { work(); });

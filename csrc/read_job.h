@@ -1,10 +1,12 @@
-// Reads ranges of files into memory. Every block that has a CRC is checked before a byte of it goes where it is wanted.
+// Reads ranges of files into memory. A block that has a CRC is checked before any byte of it is copied to a
+// destination.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -13,7 +15,7 @@
 
 namespace mcore_ckpt {
 
-// Becomes Python's DamagedBlock(read, offset, nbytes).
+// Python sees it as DamagedBlock(read, offset, nbytes).
 class DamagedBlock : public std::runtime_error {
   public:
     DamagedBlock(std::size_t read, std::uint64_t offset, std::size_t nbytes);
@@ -23,38 +25,39 @@ class DamagedBlock : public std::runtime_error {
     const std::size_t nbytes;
 };
 
-// A job runs once.
+// A list of reads that is run once.
 class ReadJob {
   public:
     struct Settings {
         int threads;
-        std::size_t piece_bytes;  // what one pread asks for at most, if that is not less than a block
+        std::size_t piece_bytes;  // the most that one pread asks for; at least a block is read at once
         std::size_t block_bytes;
-        bool direct;  // past the page cache
-        bool pinned;  // whether destinations may be GPU memory
+        bool direct;  // bypass the page cache
+        bool pinned;  // destinations may be in GPU memory
     };
 
     ReadJob(std::vector<std::string> paths, const Settings& settings);
 
-    // Row k of `count` is the `nbytes` bytes of a tensor from byte `start + k * source_stride` on; it goes to
-    // `destination + k * destination_stride`. A single row has no use for strides.
+    // `count` rows of a tensor. Row k is the `nbytes` bytes from byte `start + k * source_stride` of the tensor on, and
+    // is copied to `destination + k * destination_stride`. The strides of a single row are ignored.
     struct Rows {
         std::size_t start, nbytes, count;
         std::size_t source_stride;
         std::uint8_t* destination;
         std::size_t destination_stride;
         bool on_device;
+        std::shared_ptr<const void> owner = nullptr;  // keeps the destination alive; nullptr if the caller does
     };
 
-    // A stored tensor: bytes [offset, offset + nbytes) of a file, with a CRC for each block, or nullopt where the file
-    // has none. Returns the number of the read. Throws std::invalid_argument for what cannot be meant, such as rows
-    // that overlap.
+    // Adds a read of rows of a stored tensor, which is bytes [offset, offset + nbytes) of a file. `crcs` has a CRC for
+    // each block of the tensor; it is nullopt if the file has none. Returns the number of the read. Throws
+    // std::invalid_argument for arguments that contradict each other, such as rows that overlap.
     std::size_t add(std::size_t file, std::uint64_t offset, std::size_t nbytes,
                     const std::optional<std::vector<std::uint32_t>>& crcs, Rows rows);
 
-    // Returns when all is read. Throws the first error that any thread has met: FileError, DamagedBlock, what pinning
-    // or uploading throws; std::runtime_error("cancelled") after cancel(). Nothing is in flight any more then,
-    // either.
+    // Returns when all rows have arrived. Throws the first error of any thread: FileError, DamagedBlock, an error of
+    // pinning or of a copy to the GPU; or std::runtime_error("cancelled") after cancel(). Nothing is in flight any more
+    // when it throws.
     void run();
 
     std::uint64_t progress() const { return bytes_read_; }
@@ -62,8 +65,8 @@ class ReadJob {
     std::size_t scratch_bytes() const;
 
   private:
-    // A block that holds a byte of a row. Which rows those are is found out when it is there: there may be thousands in
-    // each of thousands of blocks.
+    // A block that holds a byte of a row. The rows in it are computed when the block has been read, because there may
+    // be thousands of rows in each of thousands of blocks.
     struct Slice {
         std::size_t file;
         std::uint64_t offset;
@@ -72,7 +75,7 @@ class ReadJob {
         std::size_t read;
         std::size_t start;  // in the tensor
     };
-    // Slices [first, last), and the bytes of the file that hold their blocks.
+    // Slices [first, last), and the range of the file that holds their blocks.
     struct Piece {
         std::size_t file;
         std::uint64_t start, stop;
@@ -88,13 +91,13 @@ class ReadJob {
 
     const std::vector<std::string> paths_;
     const Settings settings_;
-    const std::size_t most_bytes_;  // of a piece, in whole pages
+    const std::size_t most_bytes_;  // the size of the largest piece allowed, in whole pages
 
     std::vector<Rows> reads_;
     std::vector<Slice> slices_;
     std::vector<Piece> pieces_;
-    std::size_t buffer_bytes_ = 0;  // of the largest piece, in whole pages
-    int device_ = -1;  // the GPU of all destinations that are on one
+    std::size_t buffer_bytes_ = 0;  // the size of the largest piece, in whole pages
+    int device_ = -1;               // the GPU of the destinations; -1: all are in host memory
 
     std::atomic<bool> started_{false};
     std::atomic<bool> cancelled_{false};

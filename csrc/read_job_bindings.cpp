@@ -1,3 +1,4 @@
+// Python's ReadJob and DamagedBlock.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,7 +29,7 @@ void raise_damaged_block(std::exception_ptr thrown) {
 }  // namespace
 
 void bind_read_job(py::module_& m) {
-    damaged_block = PyErr_NewException("mcore_ckpt._native.DamagedBlock", PyExc_ValueError, nullptr);
+    damaged_block = PyErr_NewException("mcore_ckpt.io._native.DamagedBlock", PyExc_ValueError, nullptr);
     if (damaged_block == nullptr) throw py::error_already_set();
     m.attr("DamagedBlock") = py::handle(damaged_block);
     py::register_local_exception_translator(raise_damaged_block);
@@ -43,15 +44,17 @@ void bind_read_job(py::module_& m) {
         .def(
             "add",
             [](ReadJob& job, std::size_t file, std::uint64_t offset, std::size_t nbytes,
-               const std::optional<std::vector<std::uint32_t>>& crcs, std::size_t start, std::size_t row_bytes, std::size_t rows,
-               std::size_t source_stride, std::uintptr_t destination, std::size_t destination_stride, bool on_device) {
+               const std::optional<std::vector<std::uint32_t>>& crcs, std::size_t start, std::size_t row_bytes,
+               std::size_t rows, std::size_t source_stride, std::uintptr_t destination, std::size_t destination_stride,
+               bool on_device, const py::object& owner) {
                 auto* address = reinterpret_cast<std::uint8_t*>(destination);
-                return job.add(file, offset, nbytes, crcs,
-                               {start, row_bytes, rows, source_stride, address, destination_stride, on_device});
+                return job.add(
+                    file, offset, nbytes, crcs,
+                    {start, row_bytes, rows, source_stride, address, destination_stride, on_device, owner_of(owner)});
             },
             py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("crcs"), py::arg("start"),
             py::arg("row_bytes"), py::arg("rows"), py::arg("source_stride"), py::arg("destination"),
-            py::arg("destination_stride"), py::arg("on_device") = false)
+            py::arg("destination_stride"), py::arg("on_device") = false, py::arg("owner") = py::none())
         .def("run", &ReadJob::run, WithoutGil())
         .def("progress", &ReadJob::progress)
         .def("cancel", &ReadJob::cancel)

@@ -1,3 +1,4 @@
+// The threads of a write job, and how they share the pieces.
 #include "write_job.h"
 
 #include <sys/uio.h>
@@ -10,19 +11,18 @@
 #include <system_error>
 
 #include "crc32.h"
-#include "device_copy.h"
-#include "host_buffer.h"
 #include "host_copy.h"
 #include "parallel.h"
 
 namespace mcore_ckpt {
 namespace {
 
-// What is read from memory once: checked, then copied while it is in a core's own cache.
+// So many bytes are checked, then copied while they are in the core's own cache: memory is read once.
 constexpr std::size_t CACHED_BYTES = std::size_t{32} << 10;
-// A piece of a file in the page cache. The system copies it while the CRC has it in the core's own cache.
+// The size of a piece of a file in the page cache. The system copies it while it is in the core's own cache from the
+// computation of the CRC.
 constexpr std::size_t BUFFERED_PIECE_BYTES = std::size_t{256} << 10;
-// Smaller tensors are gathered by copying: for them a system call's entry per tensor costs more.
+// Smaller tensors are copied together, because an entry of a system call for each of them would cost more.
 constexpr std::size_t GATHER_BELOW_BYTES = PAGE_BYTES;
 constexpr std::uint64_t WRITEBACK_BYTES = std::uint64_t{16} << 20;
 
@@ -50,25 +50,40 @@ void check_ready(const WriteJob::Range& range) {
     if (range.ready.empty()) return;
     const auto earlier = [](const auto& a, const auto& b) { return a.first < b.first; };
     if (!std::is_sorted(range.ready.begin(), range.ready.end(), earlier)) refuse("ready is not ascending");
-    const auto blocks = range.image->blocks_in(range.start, range.stop);
+    const auto blocks = range.layout->blocks_in(range.start, range.stop);
     if (blocks.size() != 0 && range.ready.back().first < std::min((blocks.end() - 1)->end, range.stop)) {
-        refuse("no event says when the bytes from " + std::to_string(range.ready.back().first) + " on are in place");
+        refuse("no event tells when the bytes from " + std::to_string(range.ready.back().first) + " on are in place");
     }
 }
 
 void check_sources(const WriteJob::Range& range) {
-    const auto& slots = range.image->slots();
-    if (!range.ready.empty()) refuse("sources have no events to wait for");
+    const auto& slots = range.layout->slots();
+    if (!range.ready.empty()) refuse("events are for a buffer, not for sources");
     if (range.sources.size() != slots.size()) {
         refuse(std::to_string(range.sources.size()) + " sources for " + std::to_string(slots.size()) + " slots");
     }
-    for (const FileImage::Block& block : range.image->blocks_in(range.start, range.stop)) {
+    for (const FileLayout::Block& block : range.layout->blocks_in(range.start, range.stop)) {
         if (range.sources[block.slot] == nullptr) refuse("null address for slot " + std::to_string(block.slot));
     }
 }
 
-void check(const WriteJob::Range& range, bool in_place) {
-    const std::uint64_t end = range.image->end();
+void check_buffer(const WriteJob::Range& range) {
+    const std::size_t nbytes = range.buffer->nbytes(), offset = range.buffer_offset;
+    if (!range.sources.empty()) refuse("either sources or a buffer, not both");
+    if (offset % PAGE_BYTES != 0) {
+        refuse("the offset in the buffer, " + std::to_string(offset) + ", is not a multiple of " +
+               std::to_string(PAGE_BYTES));
+    }
+    if (offset > nbytes || range.stop - range.start > nbytes - offset) {
+        refuse("the buffer of " + std::to_string(nbytes) + " bytes ends before the " +
+               std::to_string(range.stop - range.start) + " bytes of the range, which begin at its byte " +
+               std::to_string(offset));
+    }
+    check_ready(range);
+}
+
+void check(const WriteJob::Range& range) {
+    const std::uint64_t end = range.layout->end();
     const std::string words = "[" + std::to_string(range.start) + ", " + std::to_string(range.stop) + ")";
     if (range.start > range.stop || range.stop > end) {
         refuse(words + " is no range of a file of " + std::to_string(end) + " bytes");
@@ -76,18 +91,18 @@ void check(const WriteJob::Range& range, bool in_place) {
     if (range.start % PAGE_BYTES != 0 || (range.stop % PAGE_BYTES != 0 && range.stop != end)) {
         refuse(words + " does not begin and end at multiples of " + std::to_string(PAGE_BYTES));
     }
-    if (!in_place) return check_sources(range);
-    if (range.buffer == nullptr || reinterpret_cast<std::uintptr_t>(range.buffer) % PAGE_BYTES != 0) {
-        refuse("the buffer's address is not a multiple of " + std::to_string(PAGE_BYTES));
+    if (range.buffer) {
+        check_buffer(range);
+    } else {
+        check_sources(range);
     }
-    check_ready(range);
 }
 
 void write_patches(File& file, const WriteJob::Patches& patches) {
     if (patches.empty()) return;
     const HostBuffer pages(2 * PAGE_BYTES);
     for (const auto& [offset, crc] : patches) {
-        const std::uint64_t begin = page_floor(offset), after = offset + FileImage::DESCRIPTOR_BYTES;
+        const std::uint64_t begin = page_floor(offset), after = offset + FileLayout::DESCRIPTOR_BYTES;
         const std::uint64_t end = page_ceil(after);
         file.read(pages.data(), end - begin, begin, after - begin);
         put_descriptor(offset, crc, begin, end, pages.data());
@@ -95,7 +110,7 @@ void write_patches(File& file, const WriteJob::Patches& patches) {
     }
 }
 
-// In whole pages, which O_DIRECT wants: what is too much is cut off at the end.
+// Writes whole pages, as O_DIRECT requires, and then cuts the file to its size.
 void write_end(File& file, std::uint64_t end, const std::vector<std::uint8_t>& rest, const std::string& tail,
                const WriteJob::Patches& patches) {
     if (const std::size_t nbytes = rest.size() + tail.size()) {
@@ -110,29 +125,30 @@ void write_end(File& file, std::uint64_t end, const std::vector<std::uint8_t>& r
 
 }  // namespace
 
-// A range, and how far it is.
+// A range, and which of its pieces are done.
 struct WriteJob::Target {
     Range range;
     std::size_t number;
-    bool in_place;
+    std::uint8_t* in_place;  // the address of the byte at range.start in the buffer; nullptr with sources
 
     // Guarded by the job's mutex.
     enum class State { WAITING, OPENING, OPEN, FINISHED } state = State::WAITING;
     std::unique_ptr<File> file;
-    std::size_t taken = 0, checked = 0, written = 0;  // pieces; checked: all before this one have their CRCs in `crcs`
+    std::size_t taken = 0, written = 0;  // numbers of pieces
+    std::size_t checked = 0;             // all pieces before this one have their CRCs in `crcs`
     std::vector<bool> has_crcs;
     bool has_arrived = false;
 
-    // Fixed once OPEN.
+    // Constant after the state is OPEN.
     std::uint64_t piece_bytes = 0;  // pieces end at multiples of it in the file
     std::size_t pieces = 0;
 
-    // Each written by one thread, and read by others after `checked` has passed it.
+    // Each element is written by one thread, and read by others when `checked` is greater than its index.
     std::vector<Crcs> crcs;
-    std::vector<std::uint8_t> rest;  // what is after the last page boundary of the file
+    std::vector<std::uint8_t> rest;  // the bytes after the last page boundary of the file
 
-    // A second thread that writes to the same file would spin in the kernel, which lets one at a time into the page
-    // cache.
+    // Held while writing through the page cache. The kernel lets one thread at a time write to a file there, and a
+    // second one would spin.
     std::mutex writing;
 
     bool ended() const { return pieces != 0 && written == pieces; }
@@ -143,7 +159,7 @@ struct WriteJob::Target {
 
     void set_pieces(std::uint64_t bytes) {
         piece_bytes = bytes;
-        // A range without bytes has a piece, too: somebody must open the file.
+        // An empty range has one piece, so that a thread opens the file.
         pieces = range.start == range.stop ? 1 : piece_at(range.stop - 1) + 1;
         has_crcs.resize(pieces);
         crcs.resize(pieces);
@@ -152,17 +168,17 @@ struct WriteJob::Target {
     Crcs joined() const {
         std::vector<std::uint64_t> cuts;
         for (std::size_t k = 0; k <= pieces; ++k) cuts.push_back(cut(k));
-        return range.image->join(cuts, crcs);
+        return range.layout->join(cuts, crcs);
     }
 
-    // Of a slot that begins in this range and whose pieces are all checked.
-    std::uint32_t slot_crc(const FileImage::Slot& slot) const {
+    // The CRC of a slot that begins in this range and whose pieces are all checked.
+    std::uint32_t slot_crc(const FileLayout::Slot& slot) const {
         std::uint32_t crc = 0;
         if (slot.begin == slot.end) return crc;
         const std::size_t last = piece_at(slot.end - 1);
         for (std::size_t k = piece_at(slot.begin); k <= last; ++k) {
-            const auto blocks = range.image->blocks_in(cut(k), cut(k + 1));
-            const FileImage::Block* first = range.image->blocks().data() + slot.first_block;
+            const auto blocks = range.layout->blocks_in(cut(k), cut(k + 1));
+            const FileLayout::Block* first = range.layout->blocks().data() + slot.first_block;
             for (const auto* block = std::max(blocks.begin(), first); block != blocks.end(); ++block) {
                 if (block->begin >= slot.end) break;
                 const std::uint64_t nbytes = std::min(block->end, cut(k + 1)) - std::max(block->begin, cut(k));
@@ -172,56 +188,57 @@ struct WriteJob::Target {
         return crc;
     }
 
-    // Of the bytes that block `block` has from `offset` on.
-    const std::uint8_t* source(const FileImage::Block& block, std::uint64_t offset) const {
-        if (in_place) return range.buffer + (offset - range.start);
-        return range.sources[block.slot] + (offset - range.image->slots()[block.slot].begin);
+    // The address of the bytes of a block from `offset` in the file on.
+    const std::uint8_t* source(const FileLayout::Block& block, std::uint64_t offset) const {
+        if (in_place != nullptr) return in_place + (offset - range.start);
+        return range.sources[block.slot] + (offset - range.layout->slots()[block.slot].begin);
     }
 
-    // The first event after which all slots are in place up to `offset`.
-    std::optional<std::uintptr_t> event_before(std::uint64_t offset) const {
-        if (range.ready.empty()) return {};
+    // The first event after which all slots before `offset` are in place, or nullptr if they are in place already.
+    const Event* event_before(std::uint64_t offset) const {
+        if (range.ready.empty()) return nullptr;
         const auto before = [](const auto& ready, std::uint64_t at) { return ready.first < at; };
         const std::uint64_t needed = std::min(offset, range.ready.back().first);
-        return std::lower_bound(range.ready.begin(), range.ready.end(), needed, before)->second;
+        return std::lower_bound(range.ready.begin(), range.ready.end(), needed, before)->second.get();
     }
 };
 
-// What a thread does with a piece, and the memory that it does it in.
+// One thread's work on a piece, and the memory that the thread uses.
 class WriteJob::Worker {
   public:
     explicit Worker(WriteJob& job) : job_(job), extent_(job.huge_page_credit_) {}
 
-    // False if the job has been stopped in between.
+    // Returns false if the job was stopped meanwhile.
     bool process(const Piece& piece) {
         Target& target = *piece.target;
         prepare(piece);
         const auto descriptors = own_descriptors(piece);
         const bool in_turn = std::any_of(descriptors.begin(), descriptors.end(), [&](const auto& descriptor) {
-            return target.range.image->slots()[descriptor.slot].begin < piece.begin;
+            return target.range.layout->slots()[descriptor.slot].begin < piece.begin;
         });
-        if (!job_.publish(piece, std::move(crcs_), !target.in_place && copies_, in_turn)) return false;
+        const bool from_sources = target.in_place == nullptr;
+        if (!job_.publish(piece, std::move(crcs_), from_sources && copies_, in_turn)) return false;
         for (const auto& descriptor : descriptors) {
-            const std::uint32_t crc = target.slot_crc(target.range.image->slots()[descriptor.slot]);
+            const std::uint32_t crc = target.slot_crc(target.range.layout->slots()[descriptor.slot]);
             put_descriptor(descriptor.at, crc, piece.begin, piece.end, memory_);
         }
         if (!mapped_) write(piece);
-        job_.written(piece, !target.in_place && !copies_);
+        job_.written(piece, from_sources && !copies_);
         return true;
     }
 
   private:
-    // Brings the piece's bytes into place, and their CRCs into crcs_.
+    // Brings the piece's bytes into place, and stores their CRCs in crcs_.
     void prepare(const Piece& piece) {
         Target& target = *piece.target;
-        if (const auto event = target.event_before(piece.end)) {
-            wait_for_event(*event);
+        if (const Event* event = target.event_before(piece.end)) {
+            event->wait();
             if (piece.end == target.range.stop) job_.arrived(target);
         }
         choose_memory(piece);
         crcs_.clear();
         iovecs_.clear();
-        const auto payload = [&](const FileImage::Block& block, std::uint64_t begin, std::uint64_t end) {
+        const auto payload = [&](const FileLayout::Block& block, std::uint64_t begin, std::uint64_t end) {
             std::uint8_t* place = memory_ + (begin - piece.begin);
             const std::uint8_t* source = target.source(block, begin);
             if (source != place && (copies_ || end - begin < GATHER_BELOW_BYTES)) {
@@ -237,7 +254,7 @@ class WriteJob::Worker {
             std::memcpy(place, bytes, end - begin);
             append(iovecs_, place, end - begin);
         };
-        target.range.image->walk(piece.begin, piece.end, payload, gap);
+        target.range.layout->walk(piece.begin, piece.end, payload, gap);
     }
 
     void choose_memory(const Piece& piece) {
@@ -245,9 +262,9 @@ class WriteJob::Worker {
         direct_ = target.file->direct();
         memory_ = map_extent(piece);
         mapped_ = memory_ != nullptr;
-        copies_ = mapped_ || (direct_ && !target.in_place);
+        copies_ = mapped_ || (direct_ && target.in_place == nullptr);
         if (mapped_) return;
-        memory_ = target.in_place ? target.range.buffer + (piece.begin - target.range.start) : own_memory(piece);
+        memory_ = target.in_place != nullptr ? target.in_place + (piece.begin - target.range.start) : own_memory(piece);
     }
 
     std::uint8_t* map_extent(const Piece& piece) {
@@ -263,10 +280,10 @@ class WriteJob::Worker {
         return own_ ? own_->data() : nullptr;
     }
 
-    FileImage::Range<FileImage::Descriptor> own_descriptors(const Piece& piece) const {
+    FileLayout::Range<FileLayout::Descriptor> own_descriptors(const Piece& piece) const {
         const Range& range = piece.target->range;
-        auto found = range.image->descriptors_in(piece.begin, piece.end);
-        const auto foreign = [&](const auto& one) { return range.image->slots()[one.slot].begin < range.start; };
+        auto found = range.layout->descriptors_in(piece.begin, piece.end);
+        const auto foreign = [&](const auto& one) { return range.layout->slots()[one.slot].begin < range.start; };
         while (found.size() != 0 && foreign(*found.first)) ++found.first;
         return found;
     }
@@ -283,10 +300,10 @@ class WriteJob::Worker {
         if (!target.file->direct()) start_writeback(piece);
     }
 
-    // Takes what is after the last page boundary out of iovecs_.
+    // Moves the bytes after the last page boundary from iovecs_ to `rest`.
     void keep_rest(const Piece& piece) {
         std::size_t left = piece.end % PAGE_BYTES;
-        if (left == 0) return;  // and `rest` belongs to the thread that has the last piece
+        if (left == 0) return;  // do not touch `rest`, which the thread with the last piece may be writing
         auto& rest = piece.target->rest;
         rest.resize(left);
         while (left != 0) {
@@ -308,9 +325,9 @@ class WriteJob::Worker {
     HugeExtent extent_;
     std::optional<HostBuffer> own_;
     std::uint8_t* memory_ = nullptr;  // where the piece's first byte goes
-    bool mapped_ = false;             // what is in memory_ is in the file
-    bool copies_ = false;             // all payload goes to memory_
-    bool direct_ = false;             // as the file was when the piece was begun
+    bool mapped_ = false;             // memory_ is mapped from the file
+    bool copies_ = false;             // all payload is copied to memory_
+    bool direct_ = false;             // whether the file used O_DIRECT when the piece was begun
     Crcs crcs_;
     std::vector<iovec> iovecs_;
 };
@@ -329,19 +346,21 @@ WriteJob::~WriteJob() { close(); }
 bool WriteJob::forked() const { return ::getpid() != process_; }
 
 void WriteJob::require_same_process() const {
-    if (forked()) throw std::runtime_error("a WriteJob belongs to the process that made it, this is a forked child");
+    if (!forked()) return;
+    throw std::runtime_error("this is a forked child, and a WriteJob can only be used in the process that made it");
 }
 
 std::size_t WriteJob::add_file(Range range) {
     require_same_process();
-    const bool in_place = range.buffer != nullptr;
-    check(range, in_place);
+    check(range);
     const Lock lock(mutex_);
-    if (started_ || cancelled_) throw std::runtime_error("files are added before the job is started");
+    if (started_ || cancelled_) {
+        throw std::runtime_error("the job has been started or cancelled: add files before the job is started");
+    }
     auto target = std::make_unique<Target>();
+    target->in_place = range.buffer ? range.buffer->data() + range.buffer_offset : nullptr;
     target->range = std::move(range);
     target->number = targets_.size();
-    target->in_place = in_place;
     targets_.push_back(std::move(target));
     return targets_.size() - 1;
 }
@@ -353,7 +372,9 @@ void WriteJob::start() {
     bool events = false;
     {
         const Lock lock(mutex_);
-        if (started_ || cancelled_) throw std::runtime_error("a job is started once");
+        if (started_ || cancelled_) {
+            throw std::runtime_error("the job was started or cancelled before: a job is started once");
+        }
         for (const auto& target : targets_) {
             shares += (target->range.stop - target->range.start) / BUFFERED_PIECE_BYTES + 1;
             events = events || !target->range.ready.empty();
@@ -409,12 +430,12 @@ void WriteJob::finish(std::size_t number, const std::optional<std::string>& tail
     Lock lock(mutex_);
     Target& target = at(number);
     const Range& range = target.range;
-    if (tail.has_value() != (range.stop == range.image->end())) {
+    if (tail.has_value() != (range.stop == range.layout->end())) {
         refuse("a tail belongs to the range that ends the file, and to no other");
     }
     if (!tail && !patches.empty()) refuse("patches come with the tail");
     for (const auto& patch : patches) {
-        if (patch.first + FileImage::DESCRIPTOR_BYTES > range.image->end()) {
+        if (patch.first + FileLayout::DESCRIPTOR_BYTES > range.layout->end()) {
             refuse("a patch at " + std::to_string(patch.first) + " is beyond the end");
         }
     }
@@ -423,8 +444,8 @@ void WriteJob::finish(std::size_t number, const std::optional<std::string>& tail
         throw std::runtime_error("file " + std::to_string(number) + " is not written yet: wait for it first");
     }
     if (!target.file) throw std::runtime_error("file " + std::to_string(number) + " is closed already");
-    // Out of the job, also where this fails: an error of fdatasync is told once, a second call would find nothing
-    // wrong.
+    // Take the file out of the job now, also if an error follows: the system reports an error of fdatasync only once,
+    // and a second call would succeed.
     const std::unique_ptr<File> file = std::move(target.file);
     target.state = Target::State::FINISHED;
     lock.unlock();
@@ -449,16 +470,24 @@ void WriteJob::cancel() {
 void WriteJob::close() {
     if (forked()) return;
     cancel();
+    // Declared before the locks, so that it is destroyed after they are released: an owner may wait for Python's GIL.
+    std::vector<Range> dropped;
     const std::lock_guard<std::mutex> joining(joining_);
     for (auto* threads : {&threads_, &watcher_}) {
         for (auto& thread : *threads) thread.join();
         threads->clear();
     }
     const Lock lock(mutex_);
-    for (auto& target : targets_) target->file.reset();
+    dropped.reserve(targets_.size());
+    for (auto& target : targets_) {
+        target->file.reset();
+        auto& range = target->range;
+        dropped.push_back({{}, nullptr, 0, 0, {}, std::move(range.sources_owner), std::move(range.buffer), 0, {}});
+        dropped.back().ready.swap(range.ready);
+    }
 }
 
-// In a handler: keeps what has been thrown, without asking for memory that may have run out.
+// Called in a handler. It keeps the exception without allocating memory, which may have run out.
 void WriteJob::fail(const Target& target) noexcept {
     const Lock lock(mutex_);
     if (!error_ || target.number < failed_) {
@@ -485,7 +514,7 @@ void WriteJob::open(Target& target) {
     changed_.notify_all();
 }
 
-// The next piece of the first file that has one left.
+// Takes the next piece of the first file that has one left.
 std::optional<WriteJob::Piece> WriteJob::take() {
     Lock lock(mutex_);
     while (current_ < targets_.size() && !cancelled_ && !error_) {
@@ -511,8 +540,8 @@ std::optional<WriteJob::Piece> WriteJob::take() {
     return {};
 }
 
-// False if the job has been stopped. Only a piece that needs CRCs of earlier ones waits for them: other threads have
-// these.
+// Stores the CRCs of a piece. Returns false if the job has been stopped. `in_turn`: waits until all earlier pieces have
+// their CRCs too, because the piece contains the CRC of a slot that begins in one of them.
 bool WriteJob::publish(const Piece& piece, Crcs crcs, bool copied, bool in_turn) {
     Target& target = *piece.target;
     Lock lock(mutex_);
@@ -540,15 +569,15 @@ void WriteJob::arrived(Target& target) {
     target.has_arrived = true;
 }
 
-// A piece may be taken long after its event has happened.
+// Notes when the last event of each file happens. The worker threads cannot: they may take a piece much later.
 void WriteJob::watch_events() {
     for (const auto& target : targets_) {
-        const auto event = target->event_before(target->range.stop);
-        if (!event) continue;
+        const Event* event = target->event_before(target->range.stop);
+        if (event == nullptr) continue;
         try {
-            wait_for_event(*event);
+            event->wait();
         } catch (const std::exception&) {
-            return;  // whoever takes the piece gets the same error, and tells it
+            return;  // the thread that takes the piece gets the same error, and reports it
         }
         arrived(*target);
     }

@@ -1,4 +1,4 @@
-// Ranges of files on their way to the disk, on threads of their own: copied, checked and written piece by piece.
+// Writes ranges of files on threads of its own. Each piece of a file is copied, checked and written by one thread.
 #pragma once
 
 #include <sys/types.h>
@@ -17,29 +17,37 @@
 #include <utility>
 #include <vector>
 
+#include "event.h"
 #include "file.h"
-#include "file_image.h"
+#include "file_layout.h"
+#include "host_buffer.h"
 #include "huge_extent.h"
 
 namespace mcore_ckpt {
 
-// All methods may be called from any thread. The first error of a file ends the job for it and for all later files;
-// whoever asks for one of these gets it. Threads live as long as the job: a pool would be gone in the child of a
-// fork.
+// All methods may be called from any thread. The first error of a file ends the job for this file and all later ones,
+// and is thrown to each caller that asks for one of them. A job starts its own threads, because the threads of a pool
+// would not exist in a forked child.
 class WriteJob {
   public:
     using Clock = std::chrono::steady_clock;
-    using Crcs = FileImage::Crcs;
+    using Crcs = FileLayout::Crcs;
 
-    // The bytes [start, stop) of a file.
+    // The bytes [start, stop) of a file. The job keeps the owner, the buffer and the events alive until it is closed.
     struct Range {
         std::string path;
-        std::shared_ptr<const FileImage> image;
+        std::shared_ptr<const FileLayout> layout;
         std::uint64_t start, stop;
-        std::vector<const std::uint8_t*> sources;  // one for each slot, or none at all: then `buffer` has them in place
-        std::uint8_t* buffer;                      // where the byte at `start` is
-        // (offset, event), ascending: what is before the offset is in place when the event has happened.
-        std::vector<std::pair<std::uint64_t, std::uintptr_t>> ready;
+
+        // Without a buffer: the address of the bytes of each slot, and what owns them (nullptr if the caller does).
+        std::vector<const std::uint8_t*> sources = {};
+        std::shared_ptr<const void> sources_owner = nullptr;
+
+        // With a buffer: all slots are in place in it, and the byte at `start` of the file is at `buffer_offset`.
+        std::shared_ptr<HostBuffer> buffer = nullptr;
+        std::size_t buffer_offset = 0;
+        // Ascending (offset, event): the slots before the offset are in place when the event has happened.
+        std::vector<std::pair<std::uint64_t, std::shared_ptr<const Event>>> ready = {};
     };
 
     WriteJob(int threads, std::size_t piece_bytes, bool direct);
@@ -53,25 +61,26 @@ class WriteJob {
     // Throws std::system_error where the system grants no thread at all.
     void start();
 
-    // The CRCs of the range's parts once they are written, nothing if that is not before `deadline`. Throws the
-    // file's error, std::runtime_error("cancelled").
+    // Waits until the range is written and returns the CRCs of its parts, or nullopt at `deadline`. Throws the file's
+    // error, or std::runtime_error("cancelled").
     std::optional<Crcs> wait(std::size_t file, Clock::time_point deadline);
 
-    // Writes what is left of a file, makes it durable and closes it. With a tail, the file ends after it. `patches`:
-    // (offset, CRC).
+    // Writes the rest of a file, makes the file durable and closes it. The file ends after the tail, if there is one.
+    // `patches` are (offset, CRC): descriptors that other writers could not fill in.
     using Patches = std::vector<std::pair<std::uint64_t, std::uint32_t>>;
     void finish(std::size_t file, const std::optional<std::string>& tail, const Patches& patches);
 
     std::uint64_t progress() const { return bytes_written_; }
-    // Seconds from the start until the last byte was taken from the sources, or the last event had happened (0: there
-    // are none), and until the last write.
+    // Seconds from the start until the last byte was copied from the sources or the last event had happened, and until
+    // the last write. The first is 0 if there are neither sources nor events.
     std::pair<double, double> times() const;
 
     void cancel();
+    // Cancels the job, waits for its threads, closes its files, and drops the buffers, owners and events.
     void close();
 
-    // Whether this is a forked child, which has none of the threads, and locks that nobody will ever release: such a
-    // job can only be left alone, not even be destroyed. Most methods throw std::runtime_error.
+    // Whether this process is a forked child of the one that made the job. The child has none of the threads, and locks
+    // may be held for ever. So the job must not be used or destroyed; most methods throw std::runtime_error.
     bool forked() const;
 
   private:
@@ -104,15 +113,15 @@ class WriteJob {
     const bool direct_;
     const pid_t process_;
 
-    mutable std::mutex mutex_;            // guards all below, and what says so in Target
+    mutable std::mutex mutex_;            // guards the members below, and those of Target that say so
     std::condition_variable changed_;     // for the threads of the job
-    std::condition_variable file_ended_;  // for those who wait for a file
+    std::condition_variable file_ended_;  // for callers that wait for a file
     std::vector<std::unique_ptr<Target>> targets_;
     std::size_t current_ = 0;  // the target whose pieces are being taken
     bool started_ = false;
     bool cancelled_ = false;
     std::exception_ptr error_;
-    std::size_t failed_ = 0;  // the first file that it concerns
+    std::size_t failed_ = 0;  // the first file that the error concerns
     double copied_seconds_ = 0, written_seconds_ = 0;
     Clock::time_point start_time_;
     std::atomic<std::uint64_t> bytes_written_{0};

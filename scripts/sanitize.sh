@@ -1,7 +1,7 @@
 #!/bin/sh
-# csrc/ under AddressSanitizer and UndefinedBehaviorSanitizer, then under ThreadSanitizer, without Python: random jobs
-# that write and read, and, where CUDA's headers are, all that uses a GPU, on a fake one. Exit status 77 where the
-# compiler has no sanitizers.
+# Checks csrc/ under AddressSanitizer and UndefinedBehaviorSanitizer, then under ThreadSanitizer. The programs under sanitizers do not use Python: they run random
+# jobs that write and read and, if CUDA's headers are installed, everything that uses a GPU on a fake CUDA. The exit status
+# is 77 if the compiler has no sanitizers.
 #
 #     scripts/sanitize.sh [seconds for each kind of job and sanitizer]
 set -eu
@@ -21,15 +21,16 @@ for sanitizer in $sanitizers; do
     mkdir "$folder/$sanitizer"
 done
 
-common="csrc/crc32.cpp csrc/file.cpp csrc/host_buffer.cpp csrc/host_copy.cpp csrc/parallel.cpp"
-write_stress="tests/native/write_stress.cpp csrc/write_job.cpp csrc/file_image.cpp csrc/huge_extent.cpp"
-read_stress="tests/native/read_stress.cpp csrc/read_job.cpp csrc/device_copy_none.cpp"
+common="csrc/buffer_cache.cpp csrc/crc32.cpp csrc/file.cpp csrc/file_layout.cpp csrc/host_buffer.cpp"
+common="$common csrc/host_copy.cpp csrc/huge_extent.cpp csrc/parallel.cpp csrc/read_job.cpp csrc/write_job.cpp"
+write_stress="tests/native/write_stress.cpp csrc/device_copy_none.cpp"
+read_stress="tests/native/read_stress.cpp csrc/device_copy_none.cpp"
 device_test=""
 headers=.
 for home in "${CUDA_HOME:-}" /usr/local/cuda; do
     [ -e "$home/include/cuda_runtime_api.h" ] || continue
     device_test="tests/native/fake_cuda/device_copy_test.cpp tests/native/fake_cuda/fake_cuda.cpp"
-    device_test="$device_test csrc/read_job.cpp csrc/device_copy.cu csrc/device_copier.cu"
+    device_test="$device_test csrc/device_copy.cu csrc/device_copier.cu"
     headers=$home/include
     break
 done

@@ -1,7 +1,9 @@
-"""CRC-32, copies and files at the speed of memory and disk; built from csrc/.
+"""CRC-32, copies and file access at the speed of memory and disk. Built from csrc/.
 
-Addresses are what `tensor.data_ptr()` returns, sizes are in bytes, streams are raw `cudaStream_t` handles
-(`torch.cuda.Stream.cuda_stream`). The caller keeps the memory alive. Everything that takes time releases the GIL.
+An address is what `tensor.data_ptr()` returns, a size is in bytes, and a stream is a raw `cudaStream_t` handle
+(`torch.cuda.Stream.cuda_stream`). Functions that take addresses need the caller to keep the memory alive until they
+return. Jobs and copiers keep the objects alive that they are given: `HostBuffer`, `DeviceEvent` and `owner`. Everything
+that takes time releases the GIL.
 
     crc = crc32(tensor.data_ptr(), tensor.nbytes)
 """
@@ -12,45 +14,46 @@ from os import PathLike
 built_with_cuda: bool
 
 def crc32(address: int, nbytes: int, seed: int = 0) -> int:
-    """The CRC-32 of zlib (polynomial 0xEDB88320), bit-identical with `zlib.crc32(data, seed)`.
+    """Returns the CRC-32 of zlib (polynomial 0xEDB88320), equal to `zlib.crc32(data, seed)`.
 
     `seed` is the CRC of the bytes before these, in 0..2**32-1. Method: Gopal et al., "Fast CRC Computation for Generic
     Polynomials Using PCLMULQDQ Instruction", Intel, 2009. Raises ValueError for a null address with bytes.
     """
 
 def crc32_blocks(address: int, nbytes: int, block_bytes: int, threads: int = 1) -> list[int]:
-    """The CRC-32 of every `block_bytes` bytes, the last block may be shorter; no bytes, no blocks.
+    """Returns the CRC-32 of each block of `block_bytes` bytes. The last block may be shorter; no bytes have no blocks.
 
     Raises ValueError for a null address with bytes, `block_bytes` of 0 or `threads` below 1.
     """
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """The CRC-32 of two pieces in a row, from the CRC of each and the size of the second; O(log(second_nbytes))."""
+    """Returns the CRC-32 of two consecutive pieces from the CRC of each, in O(log(second_nbytes))."""
 
 def crc32_methods() -> list[str]:
-    """The implementations this CPU can run, of "avx512", "pclmul", "arm", "tables"; `crc32` uses the first."""
+    """Names the implementations that this CPU can run: "avx512", "pclmul", "arm", "tables". `crc32` uses the first."""
 
 def crc32_by(method: str, address: int, nbytes: int, seed: int = 0) -> int:
-    """`crc32` by one of `crc32_methods()`; for tests and benchmarks. Raises ValueError for any other name."""
+    """Does `crc32` by one of `crc32_methods()`, for tests and benchmarks. Raises ValueError for any other name."""
 
 def copy_host(destinations: list[int], sources: list[int], nbytes: list[int], threads: int) -> None:
-    """Copies `nbytes[i]` from `sources[i]` to `destinations[i]` for all i, on up to `threads` threads.
+    """Copies `nbytes[i]` bytes from `sources[i]` to `destinations[i]` for all i, on up to `threads` threads.
 
-    The bytes are spread evenly over the threads, whatever the sizes. Raises ValueError, before any byte is copied, for
-    lists of different lengths, a null address with bytes, `threads` below 1, or a copy whose two ends overlap. No other
-    two destinations, and no destination and another copy's source, may overlap either: that is not checked.
+    Each thread copies about the same number of bytes, whatever the sizes. Raises ValueError, before any byte is copied,
+    for lists of different lengths, a null address with bytes, `threads` below 1, or a source and a destination of one
+    copy that overlap. The caller makes sure that no destination overlaps the source or destination of another copy.
     """
 
 class DamagedBlock(ValueError):
-    """`args`: number of the read, offset and size of the block in the file whose CRC is wrong."""
+    """The CRC of a block is wrong. `args`: the number of the read, the offset and the size of the block in the file."""
 
 class ReadJob:
-    """Reads ranges of files into memory. Every block that has a CRC is checked before a byte of it goes to its
-    destination.
+    """Reads ranges of files into memory. A block that has a CRC is checked before any byte of it is copied.
+
+    The job reuses the buffers of earlier jobs; see `free_idle_buffers`.
 
     job = ReadJob(paths, threads=4, piece_bytes=16 << 20, block_bytes=1 << 20)
-    half = width // 2  # of each row of a stored matrix, the second one
-    job.add(0, offset, height * width, crcs, half, half, height, width, tensor.data_ptr(), half)
+    half = width // 2  # read the second half of each row of a stored matrix
+    job.add(0, offset, height * width, crcs, half, half, height, width, tensor.data_ptr(), half, owner=tensor)
     job.run()
     """
 
@@ -64,13 +67,13 @@ class ReadJob:
         direct: bool = True,
         pinned: bool = False,
     ) -> None:
-        """Opens nothing yet. Raises ValueError for settings that cannot be meant.
+        """Does not open files yet. Raises ValueError for unusable settings.
 
         Args:
-            piece_bytes: what a thread reads at a time, at least a block.
-            block_bytes: what a CRC covers.
-            direct: past the page cache, where the file system can.
-            pinned: destinations may be on a GPU. They get their bytes through pinned buffers.
+            piece_bytes: how many bytes a thread reads at a time. At least a block is read at once.
+            block_bytes: how many bytes a CRC covers.
+            direct: bypass the page cache if the file system supports it.
+            pinned: destinations may be on a GPU. Their bytes go through pinned buffers.
         """
 
     def add(
@@ -86,99 +89,122 @@ class ReadJob:
         destination: int,
         destination_stride: int,
         on_device: bool = False,
+        owner: object = None,
     ) -> int:
-        """Of a tensor stored at `[offset, offset + nbytes)` of a file, rows go to addresses.
+        """Adds a read of rows of a tensor that is stored at `[offset, offset + nbytes)` of a file.
 
-        Row k is the tensor's bytes from `start + k * source_stride` on and goes to `destination + k *
-        destination_stride`. Only blocks that hold a byte of a row are read; no rows, or empty ones, are no error.
+        Row k is `row_bytes` bytes from byte `start + k * source_stride` of the tensor on, and is copied to
+        `destination + k * destination_stride`. Only blocks that hold a byte of a row are read. A read without rows, or
+        with empty rows, is allowed.
 
         Args:
-            crcs: of each block; blocks begin at `offset`. None: the file has none, and its bytes are taken for right.
-            source_stride, destination_stride: at least `row_bytes`; not looked at for a single row.
+            crcs: the CRC of each block; blocks begin at `offset`. None: the file has no CRCs, and nothing is checked.
+            source_stride, destination_stride: at least `row_bytes`; ignored for a single row.
+            owner: an object that owns the destination. The job keeps it alive. None: the caller keeps the destination
+                alive until `run` has returned.
 
         Returns:
             The number of the read.
 
         Raises:
-            ValueError: for what cannot be meant, such as rows that overlap or leave the tensor, for a second GPU, and
-                once the job has run.
-            RuntimeError: with CUDA's words, and where the package was built without CUDA.
+            ValueError: for arguments that contradict each other, such as rows that overlap or are not all in the
+                tensor, for a second GPU, and after `run`.
+            RuntimeError: with CUDA's message, or if the package was built without CUDA.
         """
 
     def run(self) -> None:
-        """Reads all, once, and waits first for everything that is queued on the GPU that destinations are on.
+        """Reads everything. May be called once. It first waits for all work that is queued on the destinations' GPU.
 
-        Whether it returns or raises, nothing is in flight any more. After an error some blocks have arrived and others
-        have not. The error is the first that any thread met.
+        When it returns or raises, nothing is in flight any more. After an error some blocks have arrived and others
+        have not. The error is the first one of any thread.
 
         Raises:
-            DamagedBlock: a block's CRC is wrong; none of its bytes has been copied.
-            OSError: with the file and the byte in it; ENODATA where the file ends too early.
-            MemoryError: for the buffers.
-            RuntimeError: "cancelled", or CUDA's words.
+            DamagedBlock: the CRC of a block is wrong. None of its bytes has been copied.
+            OSError: with the file and the byte in it; ENODATA if the file ends too early.
+            MemoryError: there is no memory for the buffers.
+            RuntimeError: "cancelled", or CUDA's message.
         """
 
     def progress(self) -> int:
-        """Bytes read from files so far: whole pages and small gaps between tensors count, too."""
+        """Returns how many bytes have been read from files, including whole pages and small gaps between tensors."""
 
     def cancel(self) -> None:
-        """Makes `run` end soon. Does not wait."""
+        """Makes `run` end soon, and does not wait for that."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Host memory that `run` uses at most."""
+        """The most host memory that `run` uses, in bytes."""
+
+class DeviceEvent:
+    """Happens when copies from a GPU are done. Made by `DeviceCopier.start`."""
+
+    def wait(self) -> None:
+        """Blocks until the event has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
 
 class DeviceCopier:
-    """Copies GPU tensors to pinned host memory on a stream of its own, behind the caller's back.
+    """Copies GPU tensors to a pinned buffer on a stream of its own, while training goes on.
 
-    groups = copier.start(destinations, sources, nbytes, torch.cuda.current_stream().cuda_stream, 16 << 20)
-    ...  # queue what only reads the tensors
+    All methods may be called from any thread, also at the same time.
+
+    groups = copier.start(buffer, offsets, sources, nbytes, torch.cuda.current_stream().cuda_stream, 16 << 20)
+    ...  # queue work that only reads the tensors
     copier.hold(torch.cuda.current_stream().cuda_stream)
-    ...  # queue what changes them
+    ...  # queue work that changes them
     """
 
     def __init__(self, device: int) -> None: ...
     @property
     def stream(self) -> int:
-        """For `tensor.record_stream(torch.cuda.ExternalStream(copier.stream))`; 0 once closed."""
+        """The stream, for `tensor.record_stream(torch.cuda.ExternalStream(copier.stream))`. 0 after `close`."""
 
     def start(
-        self, destinations: list[int], sources: list[int], nbytes: list[int], after: int, group_bytes: int
-    ) -> list[tuple[int, int]]:
-        """Queues copies behind what is queued on stream `after` now. The host does not wait for the GPU.
+        self,
+        buffer: HostBuffer,
+        offsets: list[int],
+        sources: list[int],
+        nbytes: list[int],
+        after: int,
+        group_bytes: int,
+    ) -> list[tuple[int, DeviceEvent]]:
+        """Queues copies behind the work that is queued on stream `after` now. The host does not wait for the GPU.
 
-        The caller keeps both ends until the copies are done. A copy is never split: for events after about every
-        `group_bytes`, cut large tensors.
+        The copier keeps the buffer alive until the copies are done. The caller keeps the sources alive. A copy is never
+        split, so for events after about every `group_bytes` bytes, the caller cuts large tensors.
 
         Args:
-            destinations: ascending addresses in one pinned buffer.
-            sources: on the copier's GPU.
+            buffer: pinned.
+            offsets: where in the buffer each copy goes; ascending.
+            sources: addresses on the copier's GPU.
 
         Returns:
-            After about every `group_bytes`: how many of the copies are done by then, and the event (for
-            `WriteJob.add_file`) that tells. Events serve again at the next call and go with `close`.
+            After about every `group_bytes` bytes: how many of the copies are done when the event has happened, and the
+            event (for `WriteJob.add_file`).
 
         Raises:
-            ValueError: for lists of different lengths, null addresses with bytes, sources on another GPU or none,
-                destinations that are not pinned.
-            RuntimeError: with CUDA's words. Nothing is in flight any more.
+            ValueError: for lists of different lengths, a buffer that is not pinned, any destination that is not in the
+                buffer or begins before the last one ends, and any source that is not on the copier's GPU. Nothing has
+                been queued then.
+            RuntimeError: with CUDA's message. Nothing is in flight any more.
         """
 
     def hold(self, stream: int) -> None:
-        """What is queued on `stream` from now on waits for the copies. The host does not."""
+        """Makes the work that is queued on `stream` from now on wait for the copies. The host does not wait."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Returns whether all copies are done. Raises RuntimeError if one has failed."""
+
     def wait(self) -> None:
-        """Until all copies are done. Raises RuntimeError if one has failed."""
+        """Waits until all copies are done. Raises RuntimeError if one has failed."""
 
     def close(self) -> None:
-        """Waits, then frees stream and events."""
+        """Waits for the copies, then frees the stream. All other methods raise ValueError from then on."""
 
 class HostBuffer:
-    """Host memory that starts on a huge page and is made of huge pages where the system gives them; zeroed.
+    """Zeroed host memory that starts on a huge page and consists of huge pages if the system has them.
 
-    All its pages are there from the start. Supports the buffer protocol, writable: `memoryview(buffer)`,
-    `torch.frombuffer(buffer, dtype=torch.uint8)`. Freed when the last reference goes, those included.
+    All its pages exist from the start. It supports the buffer protocol and is writable: `memoryview(buffer)`,
+    `torch.frombuffer(buffer, dtype=torch.uint8)`. It is freed when nothing uses it any more: no Python reference, no
+    view, no job and no copy.
     """
 
     address: int
@@ -186,10 +212,12 @@ class HostBuffer:
     pinned: bool
 
     def __init__(self, nbytes: int, *, pinned: bool = False, threads: int = 1) -> None:
-        """Fetches the pages on `threads` threads. `pinned`: for copies to and from GPUs; not inherited by a fork.
+        """Fetches the pages on `threads` threads.
 
-        Raises ValueError for 0 bytes or `threads` below 1, MemoryError where the system has no memory, RuntimeError in
-        CUDA's words where pinning fails.
+        A pinned buffer is for copies to and from GPUs. A forked child does not inherit it.
+
+        Raises ValueError for 0 bytes or `threads` below 1, MemoryError if the system has no memory, RuntimeError with
+        CUDA's message if pinning fails.
         """
 
     @staticmethod
@@ -213,11 +241,18 @@ class HostBuffer:
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-class FileImage:
-    """The layout of a file without its payload; immutable. All offsets and sizes are in bytes.
+def free_idle_buffers() -> int:
+    """Frees the buffers that finished read jobs have left for the next job. Returns how many bytes they had.
 
-    A slot is the place of one tensor. Its blocks begin at its offset, every `block_bytes`; the last may be shorter. The
-    *parts* of a range of the file are its non-empty intersections with blocks, in order.
+    At most 257 MiB are kept, for the whole process. Call it after a load, if the memory is needed for something else.
+    """
+
+class FileLayout:
+    """Where the bytes of each tensor, and the bytes between them, are in a file. Immutable; offsets and sizes in bytes.
+
+    A slot is the place of one tensor, a gap is a range that belongs to no slot. A slot consists of blocks of
+    `block_bytes` bytes; the last may be shorter. The *parts* of a range of the file are its non-empty intersections
+    with blocks, in order.
     """
 
     def __init__(
@@ -229,107 +264,125 @@ class FileImage:
         end: int,
         block_bytes: int,
     ) -> None:
-        """`offsets`, `nbytes`: the slots, ascending. `gaps`: `(offset, bytes)`, all that is not in a slot, ascending.
+        """Takes the slots (`offsets`, `nbytes`) and the gaps (`(offset, bytes)`), both ascending.
 
-        `descriptor_crc_at[i]`: where in the gaps after slot i the 4 little-endian bytes of its CRC-32 go; -1: nowhere,
-        as in a safetensors file. Raises ValueError unless slots and gaps tile `[0, end)`.
+        `descriptor_crc_at[i]` is the offset of the CRC-32 of slot i, 4 little-endian bytes in a gap after the slot. It
+        is -1 if the file does not contain the CRC, as a safetensors file. Raises ValueError unless slots and gaps tile
+        `[0, end)`.
         """
 
     def part_count(self, start: int, stop: int) -> int:
-        """How many parts `[start, stop)` has."""
+        """Returns how many parts `[start, stop)` has."""
 
     def join(self, cuts: Sequence[int], crcs: Sequence[Sequence[int]]) -> list[int]:
-        """The CRC of every block, in order, from those of the parts of each `[cuts[k], cuts[k + 1])`.
+        """Computes the CRC of every block, in order, from those of the parts of each `[cuts[k], cuts[k + 1])`.
 
-        `cuts` go from 0 to the end. Raises ValueError for cuts that do not, or counts that do not fit.
+        `cuts` go from 0 to the end. Raises ValueError for other cuts, or for a wrong number of CRCs.
         """
 
     def slot_crcs(self, block_crcs: Sequence[int]) -> list[int]:
-        """The CRC of every slot (0 for an empty one) from that of every block. Raises ValueError for a wrong count."""
+        """Computes the CRC of every slot (0 for an empty one) from those of all blocks.
+
+        Raises ValueError for a wrong number of CRCs.
+        """
 
     def file_crc(self, slot_crcs: Sequence[int]) -> int:
-        """The CRC of `[0, end)`, descriptors filled in. Raises ValueError for a wrong count."""
+        """Computes the CRC of `[0, end)` with the descriptors filled in.
+
+        Raises ValueError for a wrong number of CRCs.
+        """
 
     def foreign_descriptors(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """`(offset, slot)` of the descriptors that the writer of one of the ranges between `cuts` cannot fill in.
+        """Returns `(offset, slot)` of each descriptor that the writer of one range between `cuts` cannot fill in.
 
-        They have a byte in a range that begins after the slot does. `WriteJob.finish` takes them as patches.
+        Such a descriptor has a byte in a range that begins after the begin of its slot. `WriteJob.finish` takes its
+        CRC as a patch.
         """
 
 class WriteJob:
-    """Writes ranges of files on threads of its own: each piece is copied, checked and written by one of them.
+    """Writes ranges of files on threads of its own. Each piece is copied, checked and written by one thread.
 
-    Piece by piece in the order of the files; `wait` and `finish` for one file while later ones are being written. Past
-    the page cache where the file system can; on tmpfs by storing into huge pages where the system gives them quickly;
-    else in pieces of at most 256 KiB. The caller keeps `sources` and buffers
-    alive and unchanged until the job is closed or has written them. The job ends with its last reference, too.
+    The pieces are written in the order of the files, so the caller may `wait` for and `finish` one file while later
+    files are being written. A file bypasses the page cache if its file system supports it. On tmpfs the job copies into huge
+    pages if the system provides them quickly. Otherwise it writes pieces of at most 256 KiB.
 
-    The first error of a file ends the job for it and all later files: each of them raises it. A job belongs to its
-    process: in a forked child `close` does nothing and all else raises RuntimeError.
+    The job keeps buffers, events and owners alive until it is closed. Their bytes must not change before they are
+    written. The job is closed when its last reference is dropped, too.
+
+    The first error of a file ends the job for this file and all later ones: each of them raises it. A job can only be
+    used in the process that made it: in a forked child `close` does nothing and everything else raises RuntimeError.
     """
 
     def __init__(self, *, threads: int, piece_bytes: int, direct: bool = True) -> None:
-        """`direct` False: through the page cache everywhere. With O_DIRECT, each thread copies into `piece_bytes`.
+        """With O_DIRECT each thread copies pieces of `piece_bytes`. `direct=False` uses the page cache everywhere.
 
-        Raises ValueError for `threads` below 1 or `piece_bytes` that are not a multiple of 4096.
+        Raises ValueError for `threads` below 1, or if `piece_bytes` is not a multiple of 4096.
         """
 
     def add_file(
         self,
         path: str | PathLike[str],
-        image: FileImage,
+        layout: FileLayout,
         start: int,
         stop: int,
-        sources: Sequence[int] | None,
-        buffer: int,
-        ready: Sequence[tuple[int, int]] = (),
+        *,
+        sources: Sequence[int] | None = None,
+        owner: object = None,
+        buffer: HostBuffer | None = None,
+        offset: int = 0,
+        ready: Sequence[tuple[int, DeviceEvent]] = (),
     ) -> int:
-        """Adds the bytes `[start, stop)` of a file; returns its number in the job. What is there already is kept.
+        """Adds the bytes `[start, stop)` of a file, either from `sources` or from `buffer`. Keeps the rest of the file.
 
         Args:
-            start, stop: multiples of 4096; `stop` may be the image's end.
-            sources: the address of each slot's bytes, any for slots outside the range. Or None:
-            buffer: the address, a multiple of 4096, of the byte at `start`; the slots are in place there, the gaps
-                belong to the job. 0 with `sources`.
-            ready: `(offset, event)`, ascending: what is before the offset in the file is in place when the event (a
-                cudaEvent_t) has happened. Empty: all is.
+            start, stop: multiples of 4096; `stop` may also be the layout's end.
+            sources: the address of each slot's bytes. It may be 0 for slots outside the range.
+            owner: an object that owns the sources. The job keeps it alive. None: the caller keeps them alive until
+                the job has written them or is closed.
+            buffer: has all slots of the range in place. The job writes the gaps into it.
+            offset: where in the buffer the byte at `start` is, a multiple of 4096.
+            ready: ascending `(file offset, event)`. The slots before the offset are in place in the buffer when the
+                event has happened. Empty: all slots are in place already.
 
-        Raises ValueError for what cannot be meant, RuntimeError after `start`.
+        Returns:
+            The number of the file in the job.
+
+        Raises ValueError for arguments that contradict each other, RuntimeError after `start`.
         """
 
     def start(self) -> None:
-        """Raises RuntimeError the second time, OSError (EAGAIN) where the system grants no thread."""
+        """Raises RuntimeError at the second call, OSError (EAGAIN) if the system refuses to start a thread."""
 
     def wait(self, file: int, timeout: float | None = None) -> list[int] | None:
-        """The CRCs of the parts of `[start, stop)` once all is written (not yet durable); None after `timeout` seconds.
+        """Waits until a file is written (not yet durable). Returns the CRCs of the parts of `[start, stop)`.
 
-        Raises OSError (the message has the offset), RuntimeError where the GPU fails, `RuntimeError("cancelled")`,
-        RuntimeError before `start`, ValueError for a number that no file has.
+        Returns None after `timeout` seconds. Raises OSError (the message has the offset), RuntimeError if the GPU
+        fails, `RuntimeError("cancelled")`, RuntimeError before `start`, ValueError for a number that no file has.
         """
 
     def finish(self, file: int, tail: bytes | None, patches: Sequence[tuple[int, int]] = ()) -> None:
-        """Makes a file durable and closes it, on the calling thread, after `wait` has returned.
+        """Makes a file durable and closes it, on the calling thread. Call it after `wait` has returned.
 
         Args:
-            tail: what comes after the image; the file ends after it. None for a range that does not end the file.
-            patches: `(offset, crc)`: 4 little-endian bytes each, put where other writers, now done, have written; with
-                a tail only.
+            tail: the bytes after the layout's end, with which the file ends. None if the range does not end the file.
+            patches: `(offset, crc)`: the 4 little-endian bytes of the CRC are written at the offset, over what other
+                writers have written there. Only with a tail.
 
-        Raises OSError, and the file is closed nevertheless; ValueError; RuntimeError if it is not written or closed.
+        Raises OSError, also then the file is closed; ValueError; RuntimeError if the file is not written or is closed.
         """
 
     def progress(self) -> int:
-        """Bytes written so far."""
+        """Returns how many bytes have been written."""
 
     def times(self) -> tuple[float, float]:
-        """Seconds from the start until all had been copied, and until the last write.
+        """Returns the seconds from the start until everything was copied, and until the last write.
 
-        All had been copied when the last byte was taken from `sources`, the last `ready` event had happened. 0: neither
-        was there to wait for.
+        Everything was copied when the last byte was read from `sources` and the last `ready` event had happened. The
+        first number is 0 if there are neither sources nor events.
         """
 
     def cancel(self) -> None:
-        """Ends the job at the next pieces, without waiting for those in flight. What is written may be finished."""
+        """Ends the job at the next pieces, without waiting for those in flight. Written files may be finished."""
 
     def close(self) -> None:
-        """Cancels what is left, waits for the threads, closes the files. Nothing is in use afterwards."""
+        """Cancels the rest, waits for the threads, closes the files, and drops the buffers, events and owners."""

@@ -29,7 +29,7 @@ class HostMemory:
     Example:
         >>> memory = HostMemory()
         >>> memory.prepare(1 << 20)
-        >>> memory.take(1 << 20) % 4096
+        >>> memory.take(1 << 20).address % 4096
         0
     """
 
@@ -63,8 +63,8 @@ class HostMemory:
         preparation = self._preparation
         return None if preparation is None or preparation.has_ended else preparation.fetched
 
-    def take(self, nbytes: int, pinned: bool = True) -> int:
-        """Returns the address (on a page) of `nbytes` bytes with arbitrary content; the next `take` reuses them.
+    def take(self, nbytes: int, pinned: bool = True) -> _native.HostBuffer:
+        """Returns a buffer of at least `nbytes` bytes with arbitrary content, which the next `take` reuses.
 
         Waits if that many bytes are not prepared, and then fetches the rest with all threads.
 
@@ -84,7 +84,7 @@ class HostMemory:
             self.release()  # before the new buffer comes: both at once might not fit
             self._buffer = _native.HostBuffer(nbytes, pinned=torch.cuda.is_available(), threads=tuning.HOST_THREADS)
         assert self._buffer is not None
-        return self._buffer.address
+        return self._buffer
 
     def check_limit(self, nbytes: int) -> None:
         """Raises UnsupportedError if `nbytes` bytes are above the limit."""

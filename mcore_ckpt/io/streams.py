@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from mcore_ckpt.io import tuning
+from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import PAGE_BYTES, even_cuts, page_ceil
 
@@ -27,10 +26,11 @@ P = TypeVar("P", bound=FilePart)
 
 @dataclass(frozen=True, eq=False)
 class Placed(Generic[P]):
-    """A part and the address of its first byte in memory, which is a multiple of the page size."""
+    """A part and the place of its first byte: an offset, a multiple of the page size, in a buffer."""
 
     part: P
-    address: int
+    buffer: _native.HostBuffer
+    offset: int
 
 
 def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], object]) -> Iterator[list[Placed[P]]]:
@@ -71,9 +71,9 @@ def cuts_of(end: int) -> tuple[int, ...]:
     return even_cuts(end, max(1, min(-(-end // tuning.STREAM_BYTES), end // PAGE_BYTES)))
 
 
-def memory_at(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns memory as a flat tensor. The owner of the memory must outlive the tensor."""
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8).view(dtype)
+def memory_at(buffer: _native.HostBuffer, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns bytes of a buffer as a flat tensor, which keeps the buffer alive."""
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).view(dtype)
 
 
 def _batches(files: Iterable[Sequence[P]]) -> Iterator[list[P]]:
@@ -96,7 +96,7 @@ def _batches(files: Iterable[Sequence[P]]) -> Iterator[list[P]]:
         yield waiting
 
 
-def _place(parts: Sequence[P], buffer: HostMemory) -> list[Placed[P]]:
+def _place(parts: Sequence[P], memory: HostMemory) -> list[Placed[P]]:
     sizes = [page_ceil(part.nbytes) for part in parts]
-    start = buffer.take(max(tuning.STREAM_BYTES + PAGE_BYTES, sum(sizes)))
-    return [Placed(part, start + sum(sizes[:number])) for number, part in enumerate(parts)]
+    buffer = memory.take(max(tuning.STREAM_BYTES + PAGE_BYTES, sum(sizes)))
+    return [Placed(part, buffer, sum(sizes[:number])) for number, part in enumerate(parts)]

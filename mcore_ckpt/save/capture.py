@@ -47,12 +47,10 @@ class Capture:
     Attributes:
         writes: one for each file that this rank writes a part of.
         seconds: how long copying took before `capture_copies` returned.
-        keep: tensors that must live until the bytes are on the disk.
     """
 
     writes: tuple[ImageWrite, ...]
     seconds: float
-    keep: tuple[torch.Tensor, ...] = ()
 
 
 def arena_bytes(files: Sequence[FilePlan]) -> int:
@@ -63,17 +61,15 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
     """Captures without copying: the tensors are in host memory, and must not change until they are on the disk."""
     writes: list[ImageWrite] = []
-    keep: list[torch.Tensor] = []
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
-        keep += found
         others = len(members.tensors) - first - len(found)
-        writes.append(ImageWrite(plan, [*[0] * first, *addresses, *[0] * others], 0, []))
-    return Capture(tuple(writes), 0.0, tuple(keep))
+        writes.append(ImageWrite(plan, [*[0] * first, *addresses, *[0] * others], owner=found))
+    return Capture(tuple(writes), 0.0)
 
 
 def capture_copies(
-    files: Sequence[FilePlan], tensors: Sequence[FileTensors], address: int, device: DeviceCopies | None
+    files: Sequence[FilePlan], tensors: Sequence[FileTensors], buffer: _native.HostBuffer, device: DeviceCopies | None
 ) -> Capture:
     """Copies the tensors to their places in images.
 
@@ -82,34 +78,37 @@ def capture_copies(
     Args:
         files: the files of this rank.
         tensors: the tensors of each file.
-        address: the address of `arena_bytes(files)` bytes of host memory, pinned if tensors are on a GPU.
+        buffer: host memory of at least `arena_bytes(files)` bytes, pinned if tensors are on a GPU.
         device: makes the copies from the GPU; None if no tensor is on one.
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
     copied_from: list[torch.Tensor] = []
     places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
+    place = 0  # in the buffer
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
         copied_from += found
         parts = plan.parts
-        destinations = [address - plan.start + at for at in parts.at]
+        offsets = [place - plan.start + at for at in parts.at]
         sources = [addresses[tensor - first] + skip for tensor, skip in zip(parts.tensor, parts.skip, strict=True)]
         on_gpu = _on_gpu(found)
         is_cuda = [on_gpu[tensor - first] for tensor in parts.tensor]
-        host.add(destinations, sources, parts.nbytes, [not cuda for cuda in is_cuda])
+        host.add(offsets, sources, parts.nbytes, [not cuda for cuda in is_cuda])
         before = len(on_device.nbytes)
-        on_device.add(destinations, sources, parts.nbytes, is_cuda)
-        offsets = compress(parts.at, is_cuda)
-        places.append((plan, address, list(enumerate(offsets, before + 1))))
-        address += page_ceil(plan.nbytes)
-    events: list[tuple[int, int]] = []
+        on_device.add(offsets, sources, parts.nbytes, is_cuda)
+        places.append((plan, place, list(enumerate(compress(parts.at, is_cuda), before + 1))))
+        place += page_ceil(plan.nbytes)
+    events: list[tuple[int, _native.DeviceEvent]] = []
     if on_device.nbytes:
         assert device is not None, "tensors on a GPU without copies from it"
-        events = device.start(on_device.destinations, on_device.sources, on_device.nbytes, copied_from)
+        events = device.start(buffer, on_device.offsets, on_device.sources, on_device.nbytes, copied_from)
     if host.nbytes:
-        _native.copy_host(host.destinations, host.sources, host.nbytes, HOST_THREADS)
-    writes = tuple(ImageWrite(plan, None, at, _ready(plan, copies, events)) for plan, at, copies in places)
+        destinations = [buffer.address + offset for offset in host.offsets]
+        _native.copy_host(destinations, host.sources, host.nbytes, HOST_THREADS)
+    writes = tuple(
+        ImageWrite(plan, buffer=buffer, offset=at, ready=_ready(plan, copies, events)) for plan, at, copies in places
+    )
     return Capture(writes, time.perf_counter() - started)
 
 
@@ -117,14 +116,14 @@ class _Columns:
     """The destinations, sources and sizes of copies, in columns as the native calls take them."""
 
     def __init__(self) -> None:
-        self.destinations: list[int] = []
+        self.offsets: list[int] = []
         self.sources: list[int] = []
         self.nbytes: list[int] = []
 
     def add(
-        self, destinations: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], which: Sequence[bool]
+        self, offsets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], which: Sequence[bool]
     ) -> None:
-        self.destinations += compress(destinations, which)
+        self.offsets += compress(offsets, which)
         self.sources += compress(sources, which)
         self.nbytes += compress(nbytes, which)
 
@@ -154,8 +153,8 @@ def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def _ready(
-    plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
+    plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, _native.DeviceEvent]]
+) -> list[tuple[int, _native.DeviceEvent]]:
     """Lists up to which offset of the file the bytes have arrived when each event has happened.
 
     Args:
@@ -164,7 +163,7 @@ def _ready(
         events: (how many copies are done when the event has happened, the event), ascending.
     """
     counts = [count for count, _ in copies]
-    ready: list[tuple[int, int]] = []
+    ready: list[tuple[int, _native.DeviceEvent]] = []
     for done, event in events:
         covered = bisect_right(counts, done)
         if covered:

@@ -18,23 +18,25 @@ class DeviceCopies:
 
     def start(
         self,
-        destinations: list[int],
+        buffer: _native.HostBuffer,
+        offsets: list[int],
         sources: list[int],
         nbytes: list[int],
         tensors: Sequence[torch.Tensor],
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, _native.DeviceEvent]]:
         """Queues copies behind the work of the current stream. The host does not wait.
 
         Args:
-            destinations, sources, nbytes: addresses and sizes, by ascending destination.
+            buffer: pinned host memory to copy to.
+            offsets, sources, nbytes: offsets in the buffer, addresses and sizes, by ascending offset.
             tensors: the tensors that the sources belong to. If their memory is freed meanwhile (`resize_(0)`, a new
                 `.data`), torch does not reuse it before it has been copied.
 
         Returns:
-            For each group of copies: (how many copies are done when the event has happened, the CUDA event).
+            For each group of copies: (how many copies are done when the event has happened, the event).
         """
         after = torch.cuda.current_stream().cuda_stream
-        ready = self._copier.start(destinations, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
+        ready = self._copier.start(buffer, offsets, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self._stream)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt.formats.native.file_plan import FilePlan
-from mcore_ckpt.io import tuning
+from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.pages import page_ceil
 from mcore_ckpt.save.capture import Capture, FileTensors, arena_bytes, capture_copies
@@ -18,11 +18,11 @@ class ReservedImages:
     """Host memory of one save.
 
     Attributes:
-        address: of the first image.
+        buffer: the memory, at whose beginning the first image is; None if no file has an image.
         files: the numbers of the files that have an image, ascending. The others are written in place.
     """
 
-    address: int
+    buffer: _native.HostBuffer | None
     files: tuple[int, ...]
 
 
@@ -41,8 +41,8 @@ class HostImages:
         """Begins to fetch host memory of that size, beside the training. Raises nothing."""
         self._memory.prepare(nbytes)
 
-    def reserve(self, files: Sequence[FilePlan]) -> int:
-        """Reserves host memory for this rank's parts of the files, and returns its address. Earlier images are lost.
+    def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
+        """Reserves host memory for this rank's parts of the files, and returns it. Earlier images are lost.
 
         Waits for memory that is still being prepared. A state on a GPU has to wait: copies from a GPU need pinned
         memory, and memory is pinned as a whole.
@@ -72,21 +72,21 @@ class HostImages:
         self._memory.check_limit(needed)
         fitting = _largest_that_fit(files, ready)
         nbytes = arena_bytes([files[number] for number in fitting])
-        return ReservedImages(self._memory.take(nbytes, pinned=False) if fitting else 0, fitting)
+        return ReservedImages(self._memory.take(nbytes, pinned=False) if fitting else None, fitting)
 
     def capture(
         self,
         files: Sequence[FilePlan],
         tensors: Sequence[FileTensors],
-        address: int,
+        buffer: _native.HostBuffer,
         lazy: Sequence[tuple[int, int]] | None,
     ) -> Capture:
-        """Copies the tensors into images at `address`.
+        """Copies the tensors into images in the buffer.
 
         Args:
             files: the files of this rank.
             tensors: the tensors of each file.
-            address: the address of the reserved memory.
+            buffer: the reserved memory.
             lazy: None: when this returns, all tensors may change. Otherwise tensors on a GPU are still being copied,
                 and whatever changes them must call `hold` first. The tensors with these (file, tensor) numbers are
                 cloned on the GPU, so that they may change at once.
@@ -95,7 +95,7 @@ class HostImages:
             tensors = _detached(tensors, lazy)
         if self._device is None and any(tensor.is_cuda for members in tensors for tensor in members.tensors):
             self._device = DeviceCopies()
-        capture = capture_copies(files, tensors, address, self._device)
+        capture = capture_copies(files, tensors, buffer, self._device)
         if lazy is None:
             self.wait()
         return capture

@@ -149,7 +149,6 @@ class Save:
                 self._start_writing(attempt.staging).wait_for_sources()
             if self._has_images:
                 self._plan = replace(self._plan, tensors=())  # the trainer may offload them now
-                self._capture = replace(self._capture, keep=())
         except Exception as error:
             self._capture = error
         self._times["begun"] = time.perf_counter()
@@ -193,6 +192,7 @@ class Save:
         finally:
             if self._writer is not None:
                 self._writer.close()
+            self._capture = None  # it refers to the host memory, which a larger buffer may replace now
         self._context.names.mark_sent(self._plan.files)
         # Files with an index are counted by this rank's part (`_nbytes`), because several ranks may share one.
         report = self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
@@ -221,7 +221,7 @@ class Save:
 
     def _reserve_images(self) -> ReservedImages:
         if not self._has_images:
-            return ReservedImages(0, ())
+            return ReservedImages(None, ())
         images, files = self._context.host_images, self._plan.files
         if self._plan.on_gpu:
             return ReservedImages(images.reserve(files), tuple(range(len(files))))
@@ -232,12 +232,14 @@ class Save:
         plan, images = self._plan, set(self._images.files)
         in_place = _part_of(plan, [number for number in range(len(plan.files)) if number not in images])
         capture = capture_in_place(in_place.files, in_place.tensors)
-        if not images:
+        # Only the capture refers to the buffer from now on: when it is dropped, a larger one may replace the buffer.
+        buffer, self._images = self._images.buffer, replace(self._images, buffer=None)
+        if buffer is None:
             return capture
         copied = _part_of(plan, self._images.files)
-        copies = self._context.host_images.capture(copied.files, copied.tensors, self._images.address, self._lazy())
+        copies = self._context.host_images.capture(copied.files, copied.tensors, buffer, self._lazy())
         # The files in place come first: the trainer may be waiting for them.
-        return Capture((*capture.writes, *copies.writes), copies.seconds, (*capture.keep, *copies.keep))
+        return Capture((*capture.writes, *copies.writes), copies.seconds)
 
     def _lazy(self) -> Sequence[tuple[int, int]] | None:
         """The argument `lazy` of `HostImages.capture`."""

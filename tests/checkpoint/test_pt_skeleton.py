@@ -190,10 +190,10 @@ def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
     files = [write(tmp_path / "in place", tensors)]
     for poison in (0x00, 0xFF):
         arena = HostMemory()
-        address = arena.take(1 << 20)
-        ctypes.memset(address, poison, 1 << 20)
-        assert arena.take(arena_bytes([plan])) == address
-        capture = capture_copies([plan], [FileTensors.of(list(tensors.values()))], address, None)
+        buffer = arena.take(1 << 20)
+        ctypes.memset(buffer.address, poison, 1 << 20)
+        assert arena.take(arena_bytes([plan])) is buffer
+        capture = capture_copies([plan], [FileTensors.of(list(tensors.values()))], buffer, None)
         (tmp_path / str(poison)).mkdir()
         with ImageWriter(tmp_path / str(poison), capture.writes, Alone()) as writer:
             writer.start()

@@ -462,9 +462,9 @@ def test_memory_does_not_grow_with_files(saved: Path, tmp_path: Path, monkeypatc
     taken: list[int] = []
 
     class HostMemory(streaming.HostMemory):
-        def take(self, nbytes: int) -> int:
+        def take(self, nbytes: int, pinned: bool = True) -> _native.HostBuffer:
             taken.append(nbytes)
-            return super().take(nbytes)
+            return super().take(nbytes, pinned)
 
     monkeypatch.setattr(streaming, "HostMemory", HostMemory)
     monkeypatch.setattr(filling, "HostMemory", HostMemory)

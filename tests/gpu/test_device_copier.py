@@ -17,8 +17,12 @@ def copier() -> Iterator[_native.DeviceCopier]:
     copier.close()
 
 
-def pinned(nbytes: int) -> torch.Tensor:
-    return torch.full((nbytes,), POISON, dtype=torch.uint8).pin_memory()
+class Host:
+    """A poisoned pinned buffer, and a tensor of its bytes."""
+
+    def __init__(self, nbytes: int, pinned: bool = True) -> None:
+        self.buffer = _native.HostBuffer(nbytes, pinned=pinned)
+        self.bytes = torch.frombuffer(self.buffer, dtype=torch.uint8).fill_(POISON)
 
 
 def current_stream() -> int:
@@ -26,10 +30,11 @@ def current_stream() -> int:
 
 
 def start(
-    copier: _native.DeviceCopier, host: torch.Tensor, starts: list[int], tensors: list[torch.Tensor], group_bytes: int
-) -> list[tuple[int, int]]:
+    copier: _native.DeviceCopier, host: Host, starts: list[int], tensors: list[torch.Tensor], group_bytes: int
+) -> list[tuple[int, _native.DeviceEvent]]:
     return copier.start(
-        [host.data_ptr() + at for at in starts],
+        host.buffer,
+        starts,
         [tensor.data_ptr() for tensor in tensors],
         [tensor.nbytes for tensor in tensors],
         current_stream(),
@@ -55,28 +60,28 @@ def test_only_the_destinations_change(copier: _native.DeviceCopier, seed: int) -
         tensors.append(source[at : at + size])
         starts.append(end)
         end += size + order.choice([0, 1, 8, order.randint(0, 64)])
-    host = pinned(end + 64)
-    expected = bytearray(host.numpy().tobytes())
+    host = Host(end + 64)
+    expected = bytearray(host.bytes.numpy().tobytes())
     for at, tensor in zip(starts, tensors, strict=True):
         expected[at : at + tensor.numel()] = as_bytes(tensor)
     groups = start(copier, host, starts, tensors, order.choice([1, 100_000, MEBIBYTE, 1 << 40]))
     copier.wait()
     assert copier.done()
     assert groups[-1][0] == len(tensors)
-    assert host.numpy().tobytes() == bytes(expected)
+    assert host.bytes.numpy().tobytes() == bytes(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("apart", range(16))
 def test_every_alignment_of_the_two_ends(copier: _native.DeviceCopier, dtype: torch.dtype, apart: int) -> None:
     numbers = torch.randint(0, 2, (40_000,), device="cuda").to(dtype)
-    host = pinned(numbers.nbytes + 32)
+    host = Host(numbers.nbytes + 32)
     small = numbers.view(torch.uint8)[:60_001]
     start(copier, host, [apart], [small], 1)
     copier.wait()
-    assert host.numpy().tobytes()[apart : apart + small.numel()] == as_bytes(small)
-    assert host[:apart].eq(POISON).all()
-    assert host[apart + small.numel() :].eq(POISON).all()
+    assert host.bytes.numpy().tobytes()[apart : apart + small.numel()] == as_bytes(small)
+    assert host.bytes[:apart].eq(POISON).all()
+    assert host.bytes[apart + small.numel() :].eq(POISON).all()
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
@@ -86,7 +91,7 @@ def test_old_values_arrive_a_thousand_times(copier: _native.DeviceCopier, sizes:
     flat = torch.zeros(sum(sizes), dtype=torch.uint8, device="cuda")
     tensors = list(flat.split(sizes))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    host = pinned(flat.numel())
+    host = Host(flat.numel())
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for round in range(1000):
@@ -95,12 +100,12 @@ def test_old_values_arrive_a_thousand_times(copier: _native.DeviceCopier, sizes:
             copier.hold(current_stream())
             flat.fill_(255)
             copier.wait()
-            assert bool((host == round % 200).all()), round
+            assert bool((host.bytes == round % 200).all()), round
 
 
 def test_start_and_hold_do_not_wait_for_the_gpu(copier: _native.DeviceCopier) -> None:
     tensors = [torch.zeros(MEBIBYTE, dtype=torch.uint8, device="cuda") for _ in range(8)]
-    host = pinned(8 * MEBIBYTE)
+    host = Host(8 * MEBIBYTE)
     starts = [i * MEBIBYTE for i in range(8)]
     start(copier, host, starts, tensors, MEBIBYTE)  # makes its events
     torch.cuda.synchronize()
@@ -119,12 +124,12 @@ def test_start_and_hold_do_not_wait_for_the_gpu(copier: _native.DeviceCopier) ->
 def test_closing_waits_for_the_copies() -> None:
     copier = _native.DeviceCopier(torch.cuda.current_device())
     tensor = torch.zeros(64 * MEBIBYTE, dtype=torch.uint8, device="cuda")
-    host = pinned(tensor.nbytes)
+    host = Host(tensor.nbytes)
     torch.cuda._sleep(100_000_000)
     tensor.fill_(3)
     start(copier, host, [0], [tensor], 1)
     copier.close()
-    assert bool((host == 3).all())
+    assert bool((host.bytes == 3).all())
     with pytest.raises(ValueError, match="closed"):
         copier.done()
 
@@ -132,7 +137,11 @@ def test_closing_waits_for_the_copies() -> None:
 def test_memory_of_the_wrong_kind_is_refused(copier: _native.DeviceCopier) -> None:
     on_gpu = torch.zeros(8, device="cuda")
     with pytest.raises(ValueError, match="not pinned"):
-        start(copier, torch.zeros(32, dtype=torch.uint8), [0], [on_gpu], 1)
+        start(copier, Host(32, pinned=False), [0], [on_gpu], 1)
     with pytest.raises(ValueError, match="not in GPU memory"):
-        start(copier, pinned(32), [0], [torch.zeros(8)], 1)
+        start(copier, Host(32), [0], [torch.zeros(8)], 1)
+    with pytest.raises(ValueError, match="copy 1: the tensor is not"):
+        start(copier, Host(96), [0, 32, 64], [on_gpu, torch.zeros(8), on_gpu], 1)
+    with pytest.raises(ValueError, match="copy 1: 32 bytes at offset 65"):
+        start(copier, Host(96), [0, 65, 64], [on_gpu] * 3, 1)
     torch.cuda.synchronize()  # the GPU can still be used

@@ -1,6 +1,5 @@
 """A lazy save holds the values that tensors had when it was asked for, whatever happens to them at once after."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
+from mcore_ckpt.io import _native
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.save.guards import Guards
 from mcore_ckpt.save.host_images import HostImages
@@ -40,8 +40,8 @@ def plan_of(tensors: list[torch.Tensor]) -> FilePlan:
     return plan_file(WriteRequest("model.pt", "model", writes), 0, StructureCache())
 
 
-def image_at(address: int, plan: FilePlan) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * plan.pt.records_end).from_address(address), dtype=torch.uint8)
+def image_in(buffer: _native.HostBuffer, plan: FilePlan) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=plan.pt.records_end)
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def test_old_values_are_saved_a_thousand_times(change: Change, staging: HostImag
     guards = Guards([(trainer, "step")], staging.hold)
     for round_ in range(1000):
         trainer.tensors = [torch.full((size,), float(round_), device="cuda") for size in SIZES]
-        address = staging.reserve([plan])
-        staging.capture([plan], [FileTensors.of(trainer.tensors)], address, lazy=[(0, BUFFER)])
+        buffer = staging.reserve([plan])
+        staging.capture([plan], [FileTensors.of(trainer.tensors)], buffer, lazy=[(0, BUFFER)])
         change(trainer)
         staging.wait()
-        image = image_at(address, plan)
+        image = image_in(buffer, plan)
         for slot in plan.pt.slots:
             saved = image[slot.offset : slot.offset + slot.nbytes].view(torch.float32)
             assert bool((saved == round_).all()), f"round {round_}, tensor of {slot.nbytes} bytes"
@@ -102,12 +102,12 @@ def test_without_the_guard_it_would_fail(staging: HostImages) -> None:
         trainer = Trainer()
         trainer.tensors = [torch.full((64 << 20,), float(round_), device="cuda")]
         plan = plan_of(trainer.tensors)
-        address = staging.reserve([plan])
-        staging.capture([plan], [FileTensors.of(trainer.tensors)], address, lazy=[])
+        buffer = staging.reserve([plan])
+        staging.capture([plan], [FileTensors.of(trainer.tensors)], buffer, lazy=[])
         trainer.step()
         staging.wait()
         (slot,) = plan.pt.slots
-        saved = image_at(address, plan)[slot.offset : slot.offset + slot.nbytes]
+        saved = image_in(buffer, plan)[slot.offset : slot.offset + slot.nbytes]
         found_new |= not bool((saved.view(torch.float32) == round_).all())
     assert found_new
 
@@ -117,9 +117,9 @@ def test_a_snapshot_is_whole_when_capture_returns(staging: HostImages) -> None:
     plan = plan_of(trainer.tensors)
     for round_ in range(100):
         trainer.tensors = [torch.full((size,), float(round_), device="cuda") for size in SIZES]
-        address = staging.reserve([plan])
-        staging.capture([plan], [FileTensors.of(trainer.tensors)], address, lazy=None)
-        image = image_at(address, plan)
+        buffer = staging.reserve([plan])
+        staging.capture([plan], [FileTensors.of(trainer.tensors)], buffer, lazy=None)
+        image = image_in(buffer, plan)
         assert all(
             bool((image[s.offset : s.offset + s.nbytes].view(torch.float32) == round_).all()) for s in plan.pt.slots
         )

@@ -1,18 +1,24 @@
-// ReadJob without Python: random reads of random files, with damage, cut files and cancels. For scripts/sanitize.sh.
+// Runs random ReadJobs without Python, some of them with damaged or cut files or cancelled. scripts/sanitize.sh builds
+// and runs it.
+#include <sys/types.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "buffer_cache.h"
 #include "crc32.h"
 #include "file.h"
 #include "read_job.h"
@@ -70,10 +76,10 @@ Stored make_file(const std::string& path, std::size_t block_bytes) {
 struct Wanted {
     std::size_t file, tensor;
     ReadJob::Rows rows;
-    Bytes destination;
+    std::weak_ptr<Bytes> destination;  // the job owns it
 };
 
-// Rows that fit into a tensor; without any where they do not.
+// Random rows of a random tensor. There are none if the tensor is too small for one.
 Wanted make_read(const std::vector<Stored>& files) {
     Wanted read{below(files.size()), 0, {}, {}};
     const std::vector<Tensor>& tensors = files[read.file].tensors;
@@ -81,24 +87,29 @@ Wanted make_read(const std::vector<Stored>& files) {
     const std::size_t nbytes = tensors[read.tensor].nbytes;
     ReadJob::Rows& rows = read.rows;
     rows.start = below(nbytes + 1);
-    const std::size_t room = nbytes - rows.start;
-    rows.nbytes = below(below(2) ? room + 1 : std::min<std::size_t>(room, 300) + 1);
+    const std::size_t left = nbytes - rows.start;
+    rows.nbytes = below(below(2) ? left + 1 : std::min<std::size_t>(left, 300) + 1);
     rows.source_stride = rows.nbytes + (below(4) ? below(below(2) ? 100 : 30'000) : 0);
     rows.destination_stride = rows.nbytes + (below(4) ? below(100) : 0);
-    rows.count = rows.nbytes == 0 ? below(2) : 1 + below((room - rows.nbytes) / rows.source_stride + 1);
+    rows.count = rows.nbytes == 0 ? below(2) : 1 + below((left - rows.nbytes) / rows.source_stride + 1);
     const bool empty = rows.nbytes == 0 || rows.count == 0;
-    read.destination.assign(empty ? 0 : (rows.count - 1) * rows.destination_stride + rows.nbytes, POISON);
-    rows.destination = read.destination.data();
+    const std::size_t room = empty ? 0 : (rows.count - 1) * rows.destination_stride + rows.nbytes;
+    const auto destination = std::make_shared<Bytes>(room, POISON);
+    rows.destination = destination->data();
+    rows.owner = destination;
+    read.destination = destination;
     return read;
 }
 
-// Every byte is the file's, or none has arrived yet in its block.
+// Checks that each byte is the file's, or, unless `all` is set, has not arrived.
 void require_right_or_none(const std::vector<Wanted>& reads, const std::vector<Stored>& files, bool all) {
     for (const Wanted& read : reads) {
+        const auto destination = read.destination.lock();
+        require(destination != nullptr, "the job does not own its destinations");
         const Stored& file = files[read.file];
         const std::uint8_t* tensor = file.bytes.data() + file.tensors[read.tensor].offset;
-        for (std::size_t i = 0; i < read.destination.size(); ++i) {
-            const std::uint8_t got = read.destination[i];
+        for (std::size_t i = 0; i < destination->size(); ++i) {
+            const std::uint8_t got = (*destination)[i];
             const std::size_t row = i / read.rows.destination_stride, column = i % read.rows.destination_stride;
             const std::size_t at = read.rows.start + row * read.rows.source_stride + column;
             const std::uint8_t right = column < read.rows.nbytes ? tensor[at] : POISON;
@@ -123,10 +134,11 @@ void one_round(const std::string& folder) {
     for (Wanted& read : reads) {
         read = make_read(files);
         const Tensor& tensor = files[read.file].tensors[read.tensor];
-        // What is not checked arrives damaged.
+        // A read without CRCs would accept damaged bytes.
         const bool checked = trouble == Trouble::DAMAGE || below(4) != 0;
         const auto crcs = checked ? std::make_optional(tensor.crcs) : std::nullopt;
         job.add(read.file, tensor.offset, tensor.nbytes, crcs, read.rows);
+        read.rows.owner = nullptr;
     }
 
     Stored& victim = files[below(files.size())];
@@ -152,14 +164,67 @@ void one_round(const std::string& folder) {
         require(trouble == Trouble::CANCEL && std::string(error.what()) == "cancelled", error.what());
     }
     if (canceller.joinable()) canceller.join();
-    require(done || trouble != Trouble::NONE, "a failure without a reason");
+    require(done || trouble != Trouble::NONE, "the job failed for no reason");
     require_right_or_none(reads, files, done);
+}
+
+void buffers_are_used_again() {
+    constexpr std::size_t MEBIBYTE = std::size_t{1} << 20;
+    BufferCache& cache = BufferCache::of_this_process();
+    cache.free_idle();
+    const std::uint8_t* first = cache.take(3 * MEBIBYTE, false)->data();
+    require(cache.take(2 * MEBIBYTE, false)->data() == first, "a larger buffer is not used again");
+    {
+        const auto one = cache.take(MEBIBYTE, false), other = cache.take(MEBIBYTE, false);
+        require(one->data() == first && other->data() != first, "two owners have the same buffer");
+    }
+    require(cache.free_idle() == 4 * MEBIBYTE && cache.free_idle() == 0, "the idle buffers");
+    for (std::size_t size = 1; size < 40; ++size) cache.take(size * MEBIBYTE, false);
+    require(cache.free_idle() == 39 * MEBIBYTE, "jobs of growing sizes fill the cache");
+}
+
+void idle_buffers_are_bounded() {
+    BufferCache& cache = BufferCache::of_this_process();
+    std::vector<std::shared_ptr<HostBuffer>> buffers;
+    while (buffers.size() < 5) buffers.push_back(cache.take(BufferCache::MOST_IDLE_BYTES / 4, false));
+    buffers.clear();
+    require(cache.free_idle() == BufferCache::MOST_IDLE_BYTES / 4 * 4, "the bound");
+    cache.take(BufferCache::MOST_IDLE_BYTES + 1, false);
+    require(cache.free_idle() == 0, "a buffer beyond the bound");
+}
+
+// The child has a cache of its own, also while another thread of the parent holds the lock of the parent's cache.
+void a_forked_child_begins_with_an_empty_cache() {
+    BufferCache& cache = BufferCache::of_this_process();
+    auto kept = cache.take(1, false);
+    cache.take(PAGE_BYTES, false);
+    std::atomic<bool> stop{false};
+    std::thread busy([&] {
+        while (!stop) cache.take(PAGE_BYTES, false);
+    });
+    for (int i = 0; i < 20; ++i) {
+        const pid_t child = ::fork();
+        if (child == 0) {
+            BufferCache& own = BufferCache::of_this_process();
+            const bool empty = own.free_idle() == 0;
+            own.take(PAGE_BYTES, false);
+            kept.reset();
+            ::_exit(empty && own.free_idle() == PAGE_BYTES ? 0 : 1);
+        }
+        int status = 0;
+        require(::waitpid(child, &status, 0) == child && status == 0, "the cache of a forked child");
+    }
+    stop = true;
+    busy.join();
 }
 
 }  // namespace
 
 // Arguments: a folder, seconds.
 int main(int, char** arguments) {
+    buffers_are_used_again();
+    idle_buffers_are_bounded();
+    a_forked_child_begins_with_an_empty_cache();
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(std::atoi(arguments[2]));
     std::size_t rounds = 0;
     for (; rounds < 4 || std::chrono::steady_clock::now() < until; ++rounds) one_round(arguments[1]);

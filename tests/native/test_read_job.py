@@ -641,6 +641,35 @@ def test_without_a_gpu_reads_to_one_are_refused() -> None:
         job.add(0, 0, 4, [1], 0, 4, 1, 0, 4096, 0, on_device=True)
 
 
+def test_a_job_keeps_the_owner_of_a_destination(tmp_path: Path) -> None:
+    file = StoredFile(tmp_path / "a", bytearray(b"\x09" * 5000), 4096, [(0, 5000)])
+    buffer = _native.HostBuffer(8192)
+    references = sys.getrefcount(buffer)
+    job = job_of([file])
+    job.add(0, 0, 5000, file.crcs[0], 0, 5000, 1, 0, buffer.address, 0, owner=buffer)
+    assert sys.getrefcount(buffer) == references + 1
+    view = memoryview(buffer)
+    del buffer
+    job.run()
+    assert bytes(view[:5001]) == b"\x09" * 5000 + b"\0"
+    held = sys.getrefcount(view.obj)
+    del job
+    assert sys.getrefcount(view.obj) == held - 1
+
+
+def test_jobs_use_the_same_buffers_again_until_they_are_freed(tmp_path: Path) -> None:
+    file = stored(tmp_path / "a", [2_000_000], 1, 4096)
+    _native.free_idle_buffers()
+    for _ in range(4):
+        job = job_of([file], threads=2, piece_bytes=1 << 20)
+        wanted = Reads(2_000_010)
+        wanted.add(job, 0, file, 0, 0, 2_000_000)
+        job.run()
+        wanted.check()
+    assert 1 << 20 <= _native.free_idle_buffers() <= job.scratch_bytes
+    assert _native.free_idle_buffers() == 0
+
+
 def test_references_do_not_leak() -> None:
     job = _native.ReadJob(["/a"], threads=1, piece_bytes=4096, block_bytes=4096)
     crcs = [123456789]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -17,14 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from images import PAGE, Reference, page_cuts, references
+from layouts import PAGE, Reference, page_cuts, references
 
 from mcore_ckpt.checkpoint.pt_skeleton import build_skeleton
 from mcore_ckpt.io import _native
 
 MEBIBYTE = 1 << 20
 HUGE_PAGE = 2 * MEBIBYTE
-TAIL = b"what comes after the image"
+TAIL = b"the bytes after the layout"
 
 
 class Memory:
@@ -36,22 +37,20 @@ class Memory:
             torch.frombuffer(bytearray(b), dtype=torch.uint8) if b else torch.empty(0) for b in reference.payloads
         ]
         self.sources = [payload.data_ptr() for payload in self.payloads]
-        self.buffers: list[_native.HostBuffer] = []
 
-    def in_place(self, start: int, stop: int) -> int:
+    def in_place(self, start: int, stop: int) -> _native.HostBuffer:
         buffer = _native.HostBuffer(max(1, stop - start))
-        self.buffers.append(buffer)
         data = bytearray(b"\xa5" * self.reference.end)
         for offset, payload in zip(self.reference.offsets, self.reference.payloads, strict=True):
             data[offset : offset + len(payload)] = payload
         memoryview(buffer)[: stop - start] = data[start:stop]
-        return buffer.address
+        return buffer
 
     def add(self, job: _native.WriteJob, path: Path, start: int, stop: int, in_place: bool) -> int:
-        image = self.reference.image()
+        layout = self.reference.layout()
         if in_place:
-            return job.add_file(path, image, start, stop, None, self.in_place(start, stop))
-        return job.add_file(path, image, start, stop, self.sources, 0)
+            return job.add_file(path, layout, start, stop, buffer=self.in_place(start, stop))
+        return job.add_file(path, layout, start, stop, sources=self.sources, owner=self.payloads)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -80,7 +79,7 @@ def test_any_file_by_any_writers(
     path = folder / "file.pt"
     path.write_bytes(b"\xee" * data.draw(st.sampled_from([0, 100, reference.end + 9999])))  # left by an earlier try
     cuts = data.draw(page_cuts(reference.end))
-    image, memory = reference.image(), Memory(reference)
+    layout, memory = reference.layout(), Memory(reference)
     ranges = list(itertools.pairwise(cuts))
     jobs = {}
     parts: dict[int, list[int]] = {}
@@ -99,14 +98,14 @@ def test_any_file_by_any_writers(
         assert jobs[k].progress() == stop - start
         if stop != reference.end:
             jobs[k].finish(0, None)
-    crcs = image.slot_crcs(image.join(cuts, [parts[k] for k in range(len(ranges))]))
-    patches = [(at, crcs[slot]) for at, slot in image.foreign_descriptors(cuts)]
+    crcs = layout.slot_crcs(layout.join(cuts, [parts[k] for k in range(len(ranges))]))
+    patches = [(at, crcs[slot]) for at, slot in layout.foreign_descriptors(cuts)]
     for k, (_, stop) in enumerate(ranges):
         if stop == reference.end and k != last:
             jobs[k].finish(0, TAIL)
     jobs[last].finish(0, TAIL, patches)
     assert path.read_bytes() == reference.data + TAIL
-    assert image.file_crc(crcs) == zlib.crc32(reference.data)
+    assert layout.file_crc(crcs) == zlib.crc32(reference.data)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["sources", "in place"])
@@ -158,9 +157,9 @@ def test_large_files_in_memory(
     for job, (start, stop) in zip(jobs, itertools.pairwise(cuts), strict=True):
         parts.append(reference.part_crcs(start, stop))
         assert job.wait(0) == parts[-1]
-    image = reference.image()
-    crcs = image.slot_crcs(image.join(cuts, parts))
-    patches = [(at, crcs[slot]) for at, slot in image.foreign_descriptors(cuts)]
+    layout = reference.layout()
+    crcs = layout.slot_crcs(layout.join(cuts, parts))
+    patches = [(at, crcs[slot]) for at, slot in layout.foreign_descriptors(cuts)]
     jobs[-1].finish(0, TAIL, patches)
     assert path.read_bytes() == reference.data + TAIL
 
@@ -172,7 +171,7 @@ def shared_huge_pages() -> int:
 
 def test_a_file_in_memory_is_made_of_huge_pages(memory_folder: Path) -> None:
     nbytes = 64 * MEBIBYTE
-    image = _native.FileImage([0], [nbytes], [nbytes], [(nbytes, bytes(4))], nbytes + 4, MEBIBYTE)
+    layout = _native.FileLayout([0], [nbytes], [nbytes], [(nbytes, bytes(4))], nbytes + 4, MEBIBYTE)
     most = 0
     for attempt in range(5):
         # Frees huge pages that are quick to get again: where they are slow to get the job does without.
@@ -180,11 +179,12 @@ def test_a_file_in_memory_is_made_of_huge_pages(memory_folder: Path) -> None:
         source = _native.HostBuffer(nbytes)
         before = shared_huge_pages()
         job = _native.WriteJob(threads=2, piece_bytes=4 * MEBIBYTE)
-        job.add_file(memory_folder / f"file{attempt}", image, 0, image_end := nbytes + 4, [source.address], 0)
+        path = memory_folder / f"file{attempt}"
+        job.add_file(path, layout, 0, nbytes + 4, sources=[source.address], owner=source)
         job.start()
         assert job.wait(0) is not None
         job.finish(0, TAIL)
-        assert (memory_folder / f"file{attempt}").stat().st_size == image_end + len(TAIL)
+        assert path.stat().st_size == nbytes + 4 + len(TAIL)
         most = max(most, shared_huge_pages() - before)
     if most == 0 and "[deny]" in Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text():
         pytest.skip("the system makes no huge pages of files in memory")
@@ -225,23 +225,24 @@ def test_what_goes_to_a_disk_goes_past_the_page_cache(tmp_path: Path, in_place: 
 def test_a_file_of_torch(folder: Path) -> None:
     tree = {"weights": {f"layer.{i}": torch.randn(200 + i, 301) for i in range(30)}, "none": torch.empty(0), "step": 7}
     tensors = [*tree["weights"].values(), tree["none"]]  # type: ignore[attr-defined]
-    image = build_skeleton(tree, tensors)
-    layout = _native.FileImage(
-        [slot.offset for slot in image.slots],
-        [slot.nbytes for slot in image.slots],
-        [-1 if slot.descriptor_crc_at is None else slot.descriptor_crc_at for slot in image.slots],
-        list(image.gaps),
-        image.records_end,
+    pt = build_skeleton(tree, tensors)
+    layout = _native.FileLayout(
+        [slot.offset for slot in pt.slots],
+        [slot.nbytes for slot in pt.slots],
+        [-1 if slot.descriptor_crc_at is None else slot.descriptor_crc_at for slot in pt.slots],
+        list(pt.gaps),
+        pt.records_end,
         MEBIBYTE,
     )
     job = _native.WriteJob(threads=2, piece_bytes=1 << 16)
     path = folder / "model_states.pt"
-    file = job.add_file(path, layout, 0, image.records_end, [tensor.data_ptr() for tensor in tensors], 0)
+    sources = [tensor.data_ptr() for tensor in tensors]
+    file = job.add_file(path, layout, 0, pt.records_end, sources=sources, owner=tensors)
     job.start()
     parts = job.wait(file)
     assert parts is not None
-    crcs = layout.slot_crcs(layout.join([0, image.records_end], [parts]))
-    tail = image.tail(crcs, b"{}", zlib.crc32(b"{}"))
+    crcs = layout.slot_crcs(layout.join([0, pt.records_end], [parts]))
+    tail = pt.tail(crcs, b"{}", zlib.crc32(b"{}"))
     job.finish(file, tail)
     assert zlib.crc32(path.read_bytes()) == zlib.crc32(tail, layout.file_crc(crcs))
     with zipfile.ZipFile(path) as archive:
@@ -259,6 +260,7 @@ def small_job(reference: Reference, paths: list[Path], threads: int = 2) -> tupl
 
 
 SMALL = Reference([10_000, 20_000], [50, 60], 100, 4096)
+BUFFER = _native.HostBuffer(SMALL.end)
 
 
 def test_an_error_in_the_second_of_three_files_is_told_for_it_and_what_follows(folder: Path) -> None:
@@ -304,9 +306,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 source = torch.zeros(4 << 20, dtype=torch.uint8)
 def write(end, tail):
     gaps = [(end - 96, bytes(96))]
-    image = _native.FileImage([0], [end - 96], [end - 90], gaps, end, 1 << 20)
+    layout = _native.FileLayout([0], [end - 96], [end - 90], gaps, end, 1 << 20)
     job = _native.WriteJob(threads=2, piece_bytes=1 << 16, direct={direct})
-    job.add_file({str(tmp_path / "file")!r}, image, 0, end, [source.data_ptr()], 0)
+    job.add_file({str(tmp_path / "file")!r}, layout, 0, end, sources=[source.data_ptr()])
     job.start()
     job.wait(0)
     job.finish(0, tail)
@@ -394,15 +396,56 @@ def test_a_wait_ends_at_its_timeout(tmp_path: Path) -> None:
     assert job.wait(0) == SMALL.part_crcs(0, SMALL.end)
 
 
-def test_an_event_without_a_gpu_is_an_error_of_the_file(tmp_path: Path) -> None:
-    if _native.built_with_cuda:
-        pytest.skip("needs a build without CUDA: here an event is the address of one")
-    memory = Memory(SMALL)
-    job = _native.WriteJob(threads=2, piece_bytes=PAGE)
-    job.add_file(tmp_path / "file", SMALL.image(), 0, SMALL.end, None, memory.in_place(0, SMALL.end), [(SMALL.end, 1)])
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * PAGE
+
+
+def test_a_job_keeps_the_buffer_until_it_is_closed(tmp_path: Path) -> None:
+    nbytes = 64 * MEBIBYTE
+    layout = _native.FileLayout([0], [nbytes], [-1], [], nbytes, MEBIBYTE)
+    buffer = _native.HostBuffer(PAGE + nbytes)
+    memoryview(buffer)[PAGE:] = b"\x07" * nbytes
+    job = _native.WriteJob(threads=2, piece_bytes=MEBIBYTE)
+    job.add_file(tmp_path / "file", layout, 0, nbytes, buffer=buffer, offset=PAGE)
+    before = resident_bytes()
     job.start()
-    with pytest.raises(RuntimeError):
-        job.wait(0)
+    del buffer
+    job.wait(0)
+    job.finish(0, b"")
+    assert zlib.crc32((tmp_path / "file").read_bytes()) == zlib.crc32(b"\x07" * nbytes)
+    job.close()
+    assert before - resident_bytes() > nbytes // 2
+
+
+class Owner:
+    """Can be referred to weakly, as lists and tuples cannot."""
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "refuse"])
+def test_a_job_keeps_the_owner_of_the_sources_until_its_end(tmp_path: Path, end: str) -> None:
+    memory, owner = Memory(SMALL), Owner()
+    alive = weakref.ref(owner)
+    job = _native.WriteJob(threads=1, piece_bytes=PAGE)
+    stop = SMALL.end + (end == "refuse")
+    try:
+        job.add_file(tmp_path / "file", SMALL.layout(), 0, stop, sources=memory.sources, owner=owner)
+    except ValueError as error:
+        assert end == "refuse", error
+        error.__traceback__ = None
+    del owner
+    if end == "refuse":
+        assert alive() is None
+        return
+    assert alive() is not None
+    job.start()
+    job.wait(0)
+    assert alive() is not None
+    if end == "close":
+        job.close()
+    else:
+        del job
+    assert alive() is None
 
 
 def test_a_forked_child_leaves_the_job_alone(tmp_path: Path) -> None:
@@ -455,19 +498,19 @@ def test_a_wrong_order_is_refused(tmp_path: Path) -> None:
         ({"start": 8192, "stop": 4096}, "no range of a file"),
         ({"sources": [1]}, "1 sources for 2 slots"),
         ({"sources": [1, 0]}, "null address for slot 1"),
-        ({"buffer": 4096}, "either sources or"),
-        ({"sources": None}, "either sources or"),
-        ({"sources": None, "buffer": 4097}, "not a multiple of 4096"),
-        ({"ready": [(1, 1)]}, "sources have no events"),
-        ({"sources": None, "buffer": 4096, "ready": [(2, 1), (1, 1)]}, "not ascending"),
-        ({"sources": None, "buffer": 4096, "ready": [(2, 1)]}, "from 2 on"),
+        ({"buffer": BUFFER}, "pass either sources or"),
+        ({"sources": None}, "pass either sources or"),
+        ({"sources": None, "buffer": BUFFER, "offset": 1}, "1, is not a multiple of 4096"),
+        ({"sources": None, "buffer": BUFFER, "offset": PAGE}, "ends before the 30210 bytes of the range"),
+        ({"sources": None, "buffer": BUFFER, "offset": 2**64 - PAGE}, "ends before the"),
+        ({"sources": None, "buffer": BUFFER, "ready": [(2, None)]}, "is None"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
     job = _native.WriteJob(threads=1, piece_bytes=PAGE)
-    arguments = {"start": 0, "stop": SMALL.end, "sources": [1, 1], "buffer": 0, **change}
+    arguments = {"start": 0, "stop": SMALL.end, "sources": [1, 1], **change}
     with pytest.raises(ValueError, match=message):
-        job.add_file(tmp_path / "file", SMALL.image(), **arguments)  # type: ignore[arg-type]
+        job.add_file(tmp_path / "file", SMALL.layout(), **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("threads", "piece"), [(0, 4096), (1, 0), (1, 4097)])

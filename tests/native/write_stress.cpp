@@ -1,4 +1,4 @@
-// WriteJob without Python: random jobs, whose files are compared byte by byte. For scripts/sanitize.sh.
+// Runs random WriteJobs without Python and compares their files byte by byte. scripts/sanitize.sh builds and runs it.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -22,46 +22,50 @@
 #include <vector>
 
 #include "crc32.h"
-#include "device_copy.h"
-#include "file_image.h"
+#include "event.h"
+#include "file_layout.h"
 #include "host_buffer.h"
 #include "write_job.h"
 
 using namespace mcore_ckpt;
 
-// An event is a number that `arrived` must reach: stands in for the GPU.
 namespace {
+
 std::mutex arrival;
 std::condition_variable arrivals;
 std::uintptr_t arrived = 0;
 
-// This event comes when later pieces of a job have been written, which they should not be, or after a while.
-constexpr std::uintptr_t HELD_BACK = 1000000;
-std::atomic<const WriteJob*> overtaking{nullptr};
+// Replaces an event of a GPU: it happens when `arrived` reaches its number.
+class NumberedEvent final : public Event {
+  public:
+    explicit NumberedEvent(std::uintptr_t number) : number_(number) {}
+    void wait() const override {
+        std::unique_lock<std::mutex> lock(arrival);
+        arrivals.wait(lock, [&] { return arrived >= number_; });
+    }
 
-void let_others_overtake() {
-    const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
-    while (overtaking.load()->progress() == 0 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
-}
+  private:
+    const std::uintptr_t number_;
+};
+
+// Happens when a later piece of a job has been written, which is an error, or after 20 ms.
+class HeldBackEvent final : public Event {
+  public:
+    explicit HeldBackEvent(const WriteJob& job) : job_(job) {}
+    void wait() const override {
+        const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(20);
+        while (job_.progress() == 0 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+    }
+
+  private:
+    const WriteJob& job_;
+};
 
 void arrive(std::uintptr_t event) {
     const std::lock_guard<std::mutex> lock(arrival);
     arrived = event;
     arrivals.notify_all();
 }
-}  // namespace
-
-namespace mcore_ckpt {
-void wait_for_event(std::uintptr_t event) {
-    if (event == HELD_BACK) return let_others_overtake();
-    std::unique_lock<std::mutex> lock(arrival);
-    arrivals.wait(lock, [&] { return arrived >= event; });
-}
-void pin_memory(void*, std::size_t) {}
-void unpin_memory(void*) noexcept {}
-}  // namespace mcore_ckpt
-
-namespace {
 
 using Random = std::mt19937_64;
 constexpr auto FOREVER = WriteJob::Clock::time_point::max();
@@ -74,15 +78,15 @@ void require(bool truth, const char* words) {
 
 std::uint64_t below(Random& random, std::uint64_t limit) { return random() % limit; }
 
-// A file as it must be: `data` with the descriptors filled in, `image` without.
+// The expected contents of a file. `data` has the descriptors filled in, `layout` does not.
 struct Expected {
     std::vector<std::uint64_t> offsets, sizes;
     std::vector<std::uint8_t> data;
-    std::shared_ptr<const FileImage> image;
+    std::shared_ptr<const FileLayout> layout;
 
     explicit Expected(Random& random, std::uint64_t largest = 60000) {
         std::vector<std::int64_t> descriptors;
-        std::vector<FileImage::Gap> gaps;
+        std::vector<FileLayout::Gap> gaps;
         const auto append = [&](std::size_t nbytes) {
             std::size_t at = data.size();
             data.resize(at + nbytes);
@@ -104,7 +108,7 @@ struct Expected {
             descriptors.push_back(data.size());
             gap();
         }
-        image = std::make_shared<FileImage>(offsets, sizes, descriptors, gaps, data.size(), 10000);
+        layout = std::make_shared<FileLayout>(offsets, sizes, descriptors, gaps, data.size(), 10000);
         for (std::size_t i = 0; i < sizes.size(); ++i) {
             const std::uint32_t crc = crc32(data.data() + offsets[i], sizes[i], 0);
             put_descriptor(descriptors[i], crc, 0, data.size(), data.data());
@@ -118,7 +122,7 @@ struct Expected {
     }
 };
 
-// The slots arrive while the job is running; what is between them is 0.
+// Copies the slots into the buffer while the job is running. The gaps stay 0.
 void deliver(const Expected& expected, HostBuffer& buffer) {
     std::size_t event = 0;
     for (std::size_t i = 0; i < expected.offsets.size(); ++i) {
@@ -138,7 +142,7 @@ void check_file(const std::string& path, std::vector<std::uint8_t> data, const s
     require(contents(path) == data, "the file has other bytes");
 }
 
-// Several files, each in two ranges that two jobs write; the patches and the tail come last.
+// Writes several files. Each consists of two ranges that two jobs write; the patches and the tail come last.
 void write_files(Random& random, const std::string& folder, std::size_t count, std::uint64_t largest,
                  std::size_t piece) {
     const bool direct = below(random, 2) == 0;
@@ -150,19 +154,19 @@ void write_files(Random& random, const std::string& folder, std::size_t count, s
         const std::uint64_t end = files[i].data.size(), cut = page_floor(below(random, end + 1));
         const std::string path = folder + "/file" + std::to_string(i);
         cuts.push_back(cut);
-        first.add_file({path, files[i].image, 0, cut, files[i].sources(), nullptr, {}});
-        second.add_file({path, files[i].image, cut, end, files[i].sources(), nullptr, {}});
+        first.add_file({path, files[i].layout, 0, cut, files[i].sources()});
+        second.add_file({path, files[i].layout, cut, end, files[i].sources()});
     }
     first.start();
     second.start();
     for (std::size_t i = 0; i < count; ++i) {
         const std::uint64_t end = files[i].data.size();
         const auto a = first.wait(i, FOREVER), b = second.wait(i, FOREVER);
-        const auto blocks = files[i].image->join({0, cuts[i], end}, {*a, *b});
-        const auto crcs = files[i].image->slot_crcs(blocks);
-        require(files[i].image->file_crc(crcs) == crc32(files[i].data.data(), end, 0), "the CRC of a file");
+        const auto blocks = files[i].layout->join({0, cuts[i], end}, {*a, *b});
+        const auto crcs = files[i].layout->slot_crcs(blocks);
+        require(files[i].layout->file_crc(crcs) == crc32(files[i].data.data(), end, 0), "the CRC of a file");
         WriteJob::Patches patches;
-        for (const auto& one : files[i].image->foreign_descriptors({0, cuts[i], end})) {
+        for (const auto& one : files[i].layout->foreign_descriptors({0, cuts[i], end})) {
             patches.emplace_back(one.at, crcs[one.slot]);
         }
         if (cuts[i] != end) first.finish(i, std::nullopt, {});
@@ -175,58 +179,62 @@ void write_small_files(Random& random, const std::string& folder) {
     write_files(random, folder, 1 + below(random, 4), 60000, PAGE_BYTES << below(random, 4));
 }
 
-// Large enough for huge pages, where the folder is in memory.
+// A file that is large enough for huge pages, if the folder is in memory.
 void write_a_large_file(Random& random, const std::string& folder) {
     write_files(random, folder, 1, std::uint64_t{3} << 20, HUGE_PAGE_BYTES);
 }
 
 void write_what_arrives(Random& random, const std::string& folder) {
     const Expected expected(random);
-    HostBuffer buffer(expected.data.size());
+    const auto buffer = std::make_shared<HostBuffer>(expected.data.size());
     arrive(0);
     WriteJob job(3, PAGE_BYTES, below(random, 2) == 0);
-    WriteJob::Range range{folder + "/file", expected.image, 0, expected.data.size(), {}, buffer.data(), {}};
+    WriteJob::Range range{folder + "/file", expected.layout, 0, expected.data.size()};
+    range.buffer = buffer;
     for (std::size_t i = 0; i < expected.offsets.size(); ++i) {
-        range.ready.emplace_back(expected.offsets[i] + expected.sizes[i], i + 1);
+        range.ready.emplace_back(expected.offsets[i] + expected.sizes[i], std::make_shared<NumberedEvent>(i + 1));
     }
     job.add_file(range);
     job.start();
     require(job.times().first == 0, "all has arrived before it was sent");
-    deliver(expected, buffer);
+    deliver(expected, *buffer);
     job.wait(0, FOREVER);
     require((job.times().first > 0) == !expected.offsets.empty(), "when the last slot has arrived");
     job.finish(0, "", {});
     check_file(folder + "/file", expected.data, "");
 }
 
-// A tensor's first piece comes last: the piece that has its descriptor must wait for it.
+// The first piece of a tensor arrives last. The piece that contains the tensor's descriptor must wait for it.
 void overtake(Random& random, const std::string& folder) {
     const std::uint64_t slot = PAGE_BYTES + 100, end = slot + 60;
     std::vector<std::uint8_t> data(end, 7);
     data[0] = static_cast<std::uint8_t>(random());
-    const std::vector<FileImage::Gap> gaps{{slot, std::string(60, 7)}};
-    const auto image = std::make_shared<FileImage>(std::vector<std::uint64_t>{0}, std::vector<std::uint64_t>{slot},
-                                                   std::vector<std::int64_t>{static_cast<std::int64_t>(slot)}, gaps,
-                                                   end, PAGE_BYTES);
-    HostBuffer buffer(end);
-    std::copy(data.begin(), data.end(), buffer.data());
+    const std::vector<FileLayout::Gap> gaps{{slot, std::string(60, 7)}};
+    const auto layout =
+        std::make_shared<FileLayout>(std::vector<std::uint64_t>{0}, std::vector<std::uint64_t>{slot},
+                                     std::vector<std::int64_t>{static_cast<std::int64_t>(slot)}, gaps, end, PAGE_BYTES);
+    const auto buffer = std::make_shared<HostBuffer>(end);
+    std::copy(data.begin(), data.end(), buffer->data());
     put_descriptor(slot, crc32(data.data(), slot, 0), 0, end, data.data());
     WriteJob job(2, PAGE_BYTES, false);
-    overtaking = &job;
-    job.add_file({folder + "/file", image, 0, end, {}, buffer.data(), {{PAGE_BYTES, HELD_BACK}, {end, 0}}});
+    WriteJob::Range range{folder + "/file", layout, 0, end};
+    range.buffer = buffer;
+    range.ready = {{PAGE_BYTES, std::make_shared<HeldBackEvent>(job)}, {end, std::make_shared<NumberedEvent>(0)}};
+    job.add_file(range);
     job.start();
     job.wait(0, FOREVER);
     job.finish(0, "", {});
     check_file(folder + "/file", data, "");
 }
 
-// Stopped at any time, by a cancel or by the destructor, while somebody is waiting; what has been waited for is there.
+// Stops a job at a random time, by cancel() or close(), while another thread waits. The files that it waited for are
+// complete.
 void stop_somewhere(Random& random, const std::string& folder) {
     const Expected expected(random);
     WriteJob job(3, PAGE_BYTES, false);
     for (int i = 0; i < 3; ++i) {
         const std::string path = folder + "/file" + std::to_string(i);
-        job.add_file({path, expected.image, 0, expected.data.size(), expected.sources(), nullptr, {}});
+        job.add_file({path, expected.layout, 0, expected.data.size(), expected.sources()});
     }
     job.start();
     std::thread waiting([&] {
@@ -246,7 +254,7 @@ void stop_somewhere(Random& random, const std::string& folder) {
     waiting.join();
 }
 
-// The second of three files fails, at its opening or somewhere inside.
+// The second of three files fails, when it is opened or somewhere inside it.
 void fail_somewhere(Random& random, const std::string& folder) {
     const Expected expected(random);
     const bool missing = below(random, 2) == 0;
@@ -256,17 +264,17 @@ void fail_somewhere(Random& random, const std::string& folder) {
     getrlimit(RLIMIT_FSIZE, &before);
     const rlimit lower{limit, before.rlim_max};
     const std::string second = folder + (missing ? "/no folder/file" : "/file1");
-    job.add_file({folder + "/file0", expected.image, 0, expected.data.size(), expected.sources(), nullptr, {}});
+    job.add_file({folder + "/file0", expected.layout, 0, expected.data.size(), expected.sources()});
     if (missing) {
-        job.add_file({second, expected.image, 0, expected.data.size(), expected.sources(), nullptr, {}});
+        job.add_file({second, expected.layout, 0, expected.data.size(), expected.sources()});
     } else {
         const std::uint64_t size = limit + 8 * PAGE_BYTES;
         const std::vector<std::uint64_t> none;
-        const std::vector<FileImage::Gap> gap{{0, std::string(size, 'x')}};
-        const auto image = std::make_shared<FileImage>(none, none, std::vector<std::int64_t>(), gap, size, 4096);
-        job.add_file({second, image, 0, size, {}, nullptr, {}});
+        const std::vector<FileLayout::Gap> gap{{0, std::string(size, 'x')}};
+        const auto layout = std::make_shared<FileLayout>(none, none, std::vector<std::int64_t>(), gap, size, 4096);
+        job.add_file({second, layout, 0, size});
     }
-    job.add_file({folder + "/file2", expected.image, 0, expected.data.size(), expected.sources(), nullptr, {}});
+    job.add_file({folder + "/file2", expected.layout, 0, expected.data.size(), expected.sources()});
     setrlimit(RLIMIT_FSIZE, &lower);
     job.start();
     job.wait(0, FOREVER);
@@ -283,6 +291,48 @@ void fail_somewhere(Random& random, const std::string& folder) {
     setrlimit(RLIMIT_FSIZE, &before);
 }
 
+// The caller drops everything that a job was given right after its start, and the job still writes the right bytes.
+// After close() the job holds nothing any more.
+void drop_all_that_a_job_uses(Random& random, const std::string& folder) {
+    auto expected = std::make_unique<Expected>(random);
+    const std::uint64_t end = expected->data.size();
+    const std::vector<std::uint8_t> data = expected->data;
+    auto buffer = std::make_shared<HostBuffer>(PAGE_BYTES + end);
+    auto event = std::make_shared<NumberedEvent>(1);
+    auto owner = std::make_shared<std::vector<std::uint8_t>>(expected->data);
+    const std::weak_ptr<void> dropped[] = {buffer, event, owner};
+    arrive(0);
+
+    WriteJob job(2, PAGE_BYTES, below(random, 2) == 0);
+    WriteJob::Range in_place{folder + "/file0", expected->layout, 0, end};
+    in_place.buffer = buffer;
+    in_place.buffer_offset = PAGE_BYTES;
+    in_place.ready = {{end, event}};
+    job.add_file(std::move(in_place));
+    WriteJob::Range from_sources{folder + "/file1", expected->layout, 0, end};
+    for (const std::uint64_t offset : expected->offsets) from_sources.sources.push_back(owner->data() + offset);
+    from_sources.sources_owner = owner;
+    job.add_file(std::move(from_sources));
+    job.start();
+    for (std::size_t i = 0; i < expected->offsets.size(); ++i) {
+        std::uint8_t* slot = buffer->data() + PAGE_BYTES + expected->offsets[i];
+        std::copy_n(expected->data.data() + expected->offsets[i], expected->sizes[i], slot);
+    }
+    expected.reset();
+    buffer.reset();
+    event.reset();
+    owner.reset();
+    arrive(1);
+    for (const std::size_t file : {0, 1}) {
+        job.wait(file, FOREVER);
+        job.finish(file, "", {});
+        check_file(folder + "/file" + std::to_string(file), data, "");
+    }
+    for (const auto& one : dropped) require(!one.expired(), "the job does not own what it uses");
+    job.close();
+    for (const auto& one : dropped) require(one.expired(), "a closed job keeps memory");
+}
+
 }  // namespace
 
 // Arguments: a folder, seconds, a folder in memory.
@@ -293,8 +343,10 @@ int main(int, char** arguments) {
     Random random(1);
     using Part = void (*)(Random&, const std::string&);
     const std::pair<Part, std::string> parts[] = {
-        {write_small_files, folder}, {write_a_large_file, arguments[3]}, {write_what_arrives, folder},
-        {overtake, folder},          {stop_somewhere, folder},           {fail_somewhere, folder},
+        {write_small_files, folder},        {write_a_large_file, arguments[3]},
+        {write_what_arrives, folder},       {overtake, folder},
+        {stop_somewhere, folder},           {fail_somewhere, folder},
+        {drop_all_that_a_job_uses, folder},
     };
     std::size_t rounds = 0;
     for (; rounds < 4 || std::chrono::steady_clock::now() < until; ++rounds) {

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +33,13 @@ class Gate:
         self.fetched: list[tuple[int, int, str]] = []
         self.fails_at: int | None = None
 
-    def fetch(self, buffer: Any, begin: int, nbytes: int, threads: int = 1) -> None:
+    def fetch(self, native_fetch: Callable[..., None], begin: int, nbytes: int, threads: int) -> None:
         name = threading.current_thread().name
         if name == "mcore_ckpt host memory":
             assert self.passes.acquire(timeout=LONG_S)
         if self.fails_at is not None and begin >= self.fails_at:
             raise MemoryError("no bytes of host memory")
-        buffer.fetch(begin, nbytes, threads=threads)
+        native_fetch(begin, nbytes, threads=threads)
         self.fetched.append((begin, nbytes, name))
 
     def let(self, pieces: int) -> None:
@@ -53,20 +54,12 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
 
-    class Buffer:
-        def __init__(self, native: Any) -> None:
-            self.native, self.address, self.nbytes, self.pinned = native, native.address, native.nbytes, False
+    native_fetch = _native.HostBuffer.fetch
 
-        @staticmethod
-        def reserve(nbytes: int, *, to_pin: bool = False) -> "Buffer":
-            return Buffer(_native.HostBuffer.reserve(nbytes))
+    def fetch(buffer: _native.HostBuffer, begin: int, nbytes: int, *, threads: int = 1) -> None:
+        gate.fetch(partial(native_fetch, buffer), begin, nbytes, threads)
 
-        def fetch(self, begin: int, nbytes: int, *, threads: int = 1) -> None:
-            gate.fetch(self.native, begin, nbytes, threads)
-
-    native = SimpleNamespace(HostBuffer=Buffer)
-    native.HostBuffer.__new__ = lambda cls, *a, **k: object.__new__(cls)
-    monkeypatch.setattr(host_memory, "_native", native)
+    monkeypatch.setattr(_native.HostBuffer, "fetch", fetch)
     stop = host_memory._Preparation.stop
 
     def stop_at_gate(preparation: Any) -> None:
@@ -90,7 +83,7 @@ def test_all_bytes_are_fetched_in_small_pieces_before_they_are_taken(gate: Gate)
     wait_for(lambda: memory.bytes_at_once is None)
     thread = "mcore_ckpt host memory"
     assert gate.fetched == [(n * PIECE, PIECE, thread) for n in range(3)] + [(3 * PIECE, 4096, thread)]
-    assert memory.take(3 * PIECE + 4096) % 4096 == 0
+    assert memory.take(3 * PIECE + 4096).address % 4096 == 0
     assert len(gate.fetched) == 4, "take has nothing left to fetch"
     memory.release()
 
@@ -102,11 +95,11 @@ def test_take_fetches_only_what_is_missing(gate: Gate) -> None:
     wait_for(lambda: memory.bytes_at_once == 2 * PIECE)
     first = memory.take(2 * PIECE)
     assert memory.bytes_at_once == 2 * PIECE, "the thread goes on for a taker of what is ready"
-    assert memory.take(7 * PIECE) == first
+    assert memory.take(7 * PIECE) is first
     begin, nbytes, name = gate.fetched[-1]
     assert begin == sum(nbytes for _, nbytes, _ in gate.fetched[:-1]) >= 2 * PIECE
     assert (begin + nbytes, name) == (7 * PIECE, "MainThread")
-    assert memory.take(8 * PIECE) == first
+    assert memory.take(8 * PIECE) is first
     assert gate.fetched[-1] == (7 * PIECE, PIECE, "MainThread")
     memory.release()
 
@@ -125,7 +118,7 @@ def test_an_estimate_that_is_far_too_small_makes_the_memory_grow() -> None:
     memory = HostMemory()
     memory.prepare(4096)
     nbytes = 2 * tuning.PREPARE_SPARE_BYTES
-    address = memory.take(nbytes)
+    address = memory.take(nbytes).address
     assert address % 4096 == 0
     _native.copy_host([address + nbytes - 8], [torch.ones(1, dtype=torch.int64).data_ptr()], [8], 1)
     memory.release()
@@ -148,7 +141,7 @@ def test_no_memory_on_the_thread_is_the_save_s_error(gate: Gate) -> None:
 def test_no_address_space_or_no_thread_leaves_everything_to_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = HostMemory()
     memory.prepare(1 << 62)
-    assert memory.take(4096) % 4096 == 0
+    assert memory.take(4096).address % 4096 == 0
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -157,7 +150,7 @@ def test_no_address_space_or_no_thread_leaves_everything_to_the_save(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         memory.prepare(4096)
-    assert memory.take(4096) % 4096 == 0
+    assert memory.take(4096).address % 4096 == 0
 
 
 def test_the_limit_bounds_what_is_prepared(gate: Gate) -> None:

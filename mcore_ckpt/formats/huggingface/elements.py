@@ -41,8 +41,8 @@ class Scratch:
         *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
         if not end:
             return []
-        address = self._memory.take(end)
-        return [memory_at(address + at, size, torch.uint8) for at, size in zip(offsets, sizes, strict=True)]
+        buffer = self._memory.take(end)
+        return [memory_at(buffer, at, size, torch.uint8) for at, size in zip(offsets, sizes, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,7 @@ class _Target:
     """
 
     file: WeightFile
-    image: _native.FileImage
+    image: _native.FileLayout
     offsets: tuple[int, ...]
     cuts: tuple[int, ...]
     crcs: list[list[int]]
@@ -106,7 +106,7 @@ class _Target:
         header = encode_header((tensor.name, tensor.dtype, tensor.tensor.shape) for tensor in file.tensors)
         sizes = [tensor.nbytes for tensor in file.tensors]
         *offsets, end = itertools.accumulate(sizes, initial=len(header))
-        image = _native.FileImage(offsets, sizes, [-1] * len(sizes), [(0, header)], end, BLOCK_BYTES)
+        image = _native.FileLayout(offsets, sizes, [-1] * len(sizes), [(0, header)], end, BLOCK_BYTES)
         return _Target(file, image, tuple(offsets), cuts_of(end), [])
 
     def parts(self) -> list[_Part]:
@@ -133,17 +133,17 @@ class _Part:
     def is_last(self) -> bool:
         return self.stop == self.target.cuts[-1]
 
-    def tensors(self, address: int) -> Iterator[Elements]:
-        """Yields the elements of each tensor in this part; `address` is the address of the part's first byte."""
+    def tensors(self, buffer: _native.HostBuffer, place: int) -> Iterator[Elements]:
+        """Yields the elements of each tensor in this part, whose first byte is at `place` in the buffer."""
         for tensor, offset in zip(self.target.file.tensors, self.target.offsets, strict=True):
             low, high = max(offset, self.start), min(offset + tensor.nbytes, self.stop)
             if low < high:
-                memory = memory_at(address + low - self.start, high - low, tensor.dtype)
+                memory = memory_at(buffer, place + low - self.start, high - low, tensor.dtype)
                 yield Elements(tensor, (low - offset) // tensor.dtype.itemsize, memory)
 
 
 def _read(reader: CheckpointReader, batch: Sequence[Placed[_Part]], scratch: Scratch) -> None:
-    fill(reader, (wanted for placed in batch for wanted in placed.part.tensors(placed.address)), scratch)
+    fill(reader, (wanted for placed in batch for wanted in placed.part.tensors(placed.buffer, placed.offset)), scratch)
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _write(batch: Sequence[Placed[_Part]], folder: Path, allow_nan: bool) -> Non
         for placed in batch:
             part = placed.part
             path = str(folder / part.target.file.name)
-            job.add_file(path, part.target.image, part.start, part.stop, None, placed.address)
+            job.add_file(path, part.target.image, part.start, part.stop, buffer=placed.buffer, offset=placed.offset)
         job.start()
         if not allow_nan:
             # Look for NaN while the batch is being written: the writing threads mostly wait for the disk.
@@ -178,7 +178,7 @@ def _crcs(job: _native.WriteJob, number: int, folder: Path) -> list[int]:
 
 
 def _refuse_nan(placed: Placed[_Part]) -> None:
-    for tensor, first, memory in placed.part.tensors(placed.address):
+    for tensor, first, memory in placed.part.tensors(placed.buffer, placed.offset):
         # A sum of infinities of both signs is NaN, too, so a NaN sum is only a hint.
         if tensor.dtype not in _SUMMED or not memory.sum().isnan():
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class FilePlan:
 
     request: WriteRequest
     pt: PtSkeleton
-    image: _native.FileImage
+    image: _native.FileLayout
     index: IndexTemplate
     share: Share
     start: int
@@ -98,7 +98,7 @@ class FileStructure:
     """The structure of a file, which does not depend on its writers; see FilePlan for the attributes."""
 
     pt: PtSkeleton
-    native: _native.FileImage
+    native: _native.FileLayout
     index: IndexTemplate
 
 
@@ -130,15 +130,19 @@ class ImageWrite:
     Attributes:
         plan: the file, and this rank's range of it.
         sources: the address of each tensor's bytes; None if the bytes have been copied to `buffer`.
-        buffer: the address of the range's first byte in host memory (page-aligned); 0 with `sources`.
-        ready: `(file offset, CUDA event)`: the bytes before the offset are in `buffer` once the event has happened.
-            Empty if all bytes are there.
+        owner: keeps the sources alive.
+        buffer: the host memory that the bytes have been copied to; None with `sources`.
+        offset: where in the buffer the range's first byte is, a multiple of a page.
+        ready: `(file offset, event)`: the bytes before the offset are in `buffer` once the event has happened. Empty if
+            all bytes are there.
     """
 
     plan: FilePlan
-    sources: list[int] | None
-    buffer: int
-    ready: list[tuple[int, int]]
+    sources: Sequence[int] | None = None
+    owner: object = None
+    buffer: _native.HostBuffer | None = None
+    offset: int = 0
+    ready: Sequence[tuple[int, _native.DeviceEvent]] = ()
 
 
 def plan_file(request: WriteRequest, rank: int, images: StructureCache) -> FilePlan:
@@ -168,8 +172,8 @@ def _refuse_names(request: WriteRequest) -> None:
             ) from None
 
 
-def _native_image(pt: PtSkeleton) -> _native.FileImage:
-    return _native.FileImage(
+def _native_image(pt: PtSkeleton) -> _native.FileLayout:
+    return _native.FileLayout(
         [slot.offset for slot in pt.slots],
         [slot.nbytes for slot in pt.slots],
         [-1 if slot.descriptor_crc_at is None else slot.descriptor_crc_at for slot in pt.slots],

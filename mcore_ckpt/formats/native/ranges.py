@@ -66,6 +66,7 @@ def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]],
             memory.data_ptr() + rows.destination * item,
             rows.destination_stride * item,
             memory.is_cuda,
+            owner=memory,
         )
     try:
         job.run()

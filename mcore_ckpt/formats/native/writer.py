@@ -53,6 +53,7 @@ class ImageWriter:
     def close(self) -> None:
         """Stops all writing; when this returns, no thread writes any more."""
         self._job.close()
+        self._writes = ()  # they refer to the host memory
 
     def start(self) -> None:
         """Begins to write. Raises OSError if a folder cannot be made."""
@@ -60,7 +61,17 @@ class ImageWriter:
             plan = write.plan
             make_folders(self._role_dir, plan.path)
             path = str(self._role_dir / plan.path)
-            self._job.add_file(path, plan.image, plan.start, plan.stop, write.sources, write.buffer, write.ready)
+            self._job.add_file(
+                path,
+                plan.image,
+                plan.start,
+                plan.stop,
+                sources=write.sources,
+                owner=write.owner,
+                buffer=write.buffer,
+                offset=write.offset,
+                ready=write.ready,
+            )
         self._job.start()
 
     def wait_for_sources(self) -> None:

@@ -117,15 +117,15 @@ def _ranges(file: PlannedFile) -> list[_FileRange]:
 
 def _reads(batch: Sequence[Placed[_FileRange]]) -> list[tuple[ReadRange, torch.Tensor]]:
     """Lists the stored ranges that fill the ranges of a batch, each with its memory."""
-    return [read for placed in batch for read in _reads_of(placed.part, placed.address)]
+    return [read for placed in batch for read in _reads_of(placed)]
 
 
-def _reads_of(file_range: _FileRange, address: int) -> Iterator[tuple[ReadRange, torch.Tensor]]:
-    plan = file_range.plan
+def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Tensor]]:
+    file_range, plan = placed.part, placed.part.plan
     for number, skip, at, nbytes in zip(*plan.parts, strict=True):
         located = file_range.file.located[number]
         item = located.dtype.itemsize
-        memory = memory_at(address + at - plan.start, nbytes, located.dtype)
+        memory = memory_at(placed.buffer, placed.offset + at - plan.start, nbytes, located.dtype)
         if located.outside:
             memory.zero_()
         for read in located.reads:
@@ -138,7 +138,7 @@ def _reads_of(file_range: _FileRange, address: int) -> Iterator[tuple[ReadRange,
 
 def _write(batch: Sequence[Placed[_FileRange]], staging: Path, exchange: _OwnExchange) -> Iterator[FileNames]:
     ranges = [placed.part for placed in batch]
-    writes = [ImageWrite(placed.part.plan, None, placed.address, []) for placed in batch]
+    writes = [ImageWrite(placed.part.plan, buffer=placed.buffer, offset=placed.offset) for placed in batch]
     # One number serves the whole batch: a range of a file with several writers is alone in its batch, and the writer of
     # a file that has only one is number 0.
     exchange.rank = ranges[0].writer

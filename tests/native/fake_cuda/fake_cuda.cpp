@@ -1,4 +1,7 @@
+// The CUDA runtime, the driver and the kernel, as far as the extension uses them, in host memory.
 #include "fake_cuda.h"
+
+#include <cuda.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -7,17 +10,19 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 
+#include "cuda_support.h"
 #include "gather.h"
 
 struct CUstream_st {
     int device;
     struct Step {
         std::function<void()> kernel;
-        CUstream_st* awaited = nullptr;  // and then: not before `until` steps of that stream have been done
+        CUstream_st* awaited = nullptr;  // the step waits until this stream has done `until` steps
         std::uint64_t until = 0;
-        const void* host = nullptr;  // memory that must stay pinned until then
+        const void* host = nullptr;  // memory that must stay pinned until the step is done
         std::size_t nbytes = 0;
     };
     std::deque<Step> steps;
@@ -38,10 +43,11 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 struct Memory {
     int device;  // -1: pinned host memory
     std::size_t nbytes;
+    int pinned_on;  // the GPU that was current when host memory was pinned
 };
 std::map<std::uintptr_t, Memory> memories;
 std::map<CUstream_st*, bool> streams;
-int events = 0;
+std::set<CUevent_st*> events;
 fake_cuda::Calls counted{};
 std::string failing;
 int calls_before_failing = 0;
@@ -58,16 +64,30 @@ void require(bool holds, const char* what) {
 
 bool fails(const char* name) { return failing == name && calls_before_failing-- <= 0; }
 
-const Memory* find(const void* memory, std::size_t nbytes = 1) {
-    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+using Found = std::map<std::uintptr_t, Memory>::const_iterator;
+
+Found find(std::uintptr_t address) {
     auto next = memories.upper_bound(address);
-    if (next == memories.begin()) return nullptr;
+    if (next == memories.begin()) return memories.end();
     --next;
-    return address + nbytes <= next->first + next->second.nbytes ? &next->second : nullptr;
+    return address < next->first + next->second.nbytes ? next : memories.end();
+}
+
+// The memory that a range begins in, or nullptr unless all of the range is in memory of the same GPU or the host.
+const Memory* find(const void* memory, std::size_t nbytes = 1) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory);
+    const Found first = find(begin);
+    Found next = first;
+    while (next != memories.end() && next->second.device == first->second.device) {
+        const std::uintptr_t end = next->first + next->second.nbytes;
+        if (begin + nbytes <= end) return &first->second;
+        next = find(end);
+    }
+    return nullptr;
 }
 
 CUstream_st* default_stream() {
-    static auto& made = *new std::map<int, CUstream_st*>;  // never freed: the process owns them
+    static auto& made = *new std::map<int, CUstream_st*>;  // never freed, as the default streams of a process
     CUstream_st*& stream = made[current_device];
     if (stream == nullptr) streams[stream = new CUstream_st{current_device, {}}] = true;
     return stream;
@@ -109,7 +129,7 @@ namespace fake_cuda {
 void* device_malloc(int device, std::size_t nbytes) {
     const Lock lock(everything);
     void* memory = std::malloc(nbytes);
-    memories[reinterpret_cast<std::uintptr_t>(memory)] = {device, nbytes};
+    memories[reinterpret_cast<std::uintptr_t>(memory)] = {device, nbytes, 0};
     return memory;
 }
 
@@ -117,6 +137,21 @@ void device_free(void* memory) {
     const Lock lock(everything);
     memories.erase(reinterpret_cast<std::uintptr_t>(memory));
     std::free(memory);
+}
+
+void split(void* memory, std::size_t at, int device) {
+    const Lock lock(everything);
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory);
+    Memory& whole = memories.at(begin);
+    memories[begin + at] = {device, whole.nbytes - at, 0};
+    whole.nbytes = at;
+}
+
+void join(void* memory, std::size_t at) {
+    const Lock lock(everything);
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory);
+    memories.at(begin).nbytes += memories.at(begin + at).nbytes;
+    memories.erase(begin + at);
 }
 
 void queue(cudaStream_t stream, std::function<void()> kernel) {
@@ -132,7 +167,7 @@ void fail(const char* name, int calls_before) {
 
 int handles() {
     const Lock lock(everything);
-    return static_cast<int>(streams.size()) + events;
+    return static_cast<int>(streams.size() + events.size());
 }
 
 Calls calls() {
@@ -178,9 +213,10 @@ cudaError_t cudaDeviceSynchronize() {
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
     const Lock lock(everything);
+    ++counted.looks;
     const Memory* memory = find(pointer);
     *attributes = {};
-    attributes->type = memory == nullptr     ? cudaMemoryTypeUnregistered
+    attributes->type = memory == nullptr    ? cudaMemoryTypeUnregistered
                        : memory->device < 0 ? cudaMemoryTypeHost
                                             : cudaMemoryTypeDevice;
     attributes->device = memory == nullptr || memory->device < 0 ? 0 : memory->device;
@@ -191,7 +227,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 cudaError_t cudaHostRegister(void* memory, size_t nbytes, unsigned) {
     const Lock lock(everything);
     if (fails("cudaHostRegister")) return cudaErrorMemoryAllocation;
-    memories[reinterpret_cast<std::uintptr_t>(memory)] = {-1, nbytes};
+    ++counted.pins;
+    memories[reinterpret_cast<std::uintptr_t>(memory)] = {-1, nbytes, current_device};
     return cudaSuccess;
 }
 
@@ -199,6 +236,7 @@ cudaError_t cudaHostUnregister(void* memory) {
     const Lock lock(everything);
     const auto found = memories.find(reinterpret_cast<std::uintptr_t>(memory));
     require(found != memories.end() && found->second.device < 0, "memory to unpin was never pinned");
+    require(found->second.pinned_on == current_device, "memory is unpinned on another GPU");
     const auto start = found->first, stop = start + found->second.nbytes;
     for (const auto& [stream, exists] : streams) {
         for (const auto& step : stream->steps) {
@@ -221,6 +259,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     const Lock lock(everything);
     require(resolve(stream)->steps.empty(), "a stream is destroyed that has work left");
+    for (CUevent_st* event : events) {
+        if (event->stream == stream) event->stream = nullptr;  // all that it was recorded behind is done
+    }
     streams.erase(stream);
     delete stream;
     return cudaSuccess;
@@ -234,6 +275,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     const Lock lock(everything);
+    require(events.count(event) == 1, "a stream waits for an event that does not exist");
     push(resolve(stream), {nullptr, event->stream, event->until, nullptr, 0});
     return cudaSuccess;
 }
@@ -242,15 +284,15 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
     const Lock lock(everything);
     require((flags & cudaEventDisableTiming) != 0, "an event that takes the time");
     if (fails("cudaEventCreateWithFlags")) return cudaErrorMemoryAllocation;
-    *event = new CUevent_st{current_device};
-    ++events;
+    events.insert(*event = new CUevent_st{current_device});
     return cudaSuccess;
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     const Lock lock(everything);
+    require(events.erase(event) == 1, "an event that does not exist is destroyed");
+    require(event->device == current_device, "an event is destroyed on another GPU");
     delete event;
-    --events;
     return cudaSuccess;
 }
 
@@ -267,6 +309,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     const Lock lock(everything);
     if (fails("cudaEventSynchronize")) return cudaErrorUnknown;
+    require(events.count(event) == 1, "somebody waits for an event that does not exist");
     if (event->stream != nullptr) run_until(event->stream, event->until);
     return cudaSuccess;
 }
@@ -276,8 +319,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return event->stream == nullptr || event->stream->done >= event->until ? cudaSuccess : cudaErrorNotReady;
 }
 
-cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, cudaMemcpyKind,
-                            cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, cudaMemcpyKind, cudaStream_t stream) {
     const Lock lock(everything);
     if (fails("cudaMemcpyAsync")) return cudaErrorUnknown;
     ++counted.copies;
@@ -322,7 +364,33 @@ cudaError_t cudaMemcpyBatchAsync(void** destinations, void** sources, size_t* si
 
 }  // extern "C"
 
-// Stands in for gather.cu.
+namespace {
+
+// Replaces the driver's function of this name.
+CUresult get_pointer_attributes(unsigned count, CUpointer_attribute* attributes, void** values, CUdeviceptr pointer) {
+    const Lock lock(everything);
+    if (fails("cuPointerGetAttributes")) return CUDA_ERROR_NOT_SUPPORTED;
+    const Found found = find(pointer);
+    for (unsigned i = 0; i < count; ++i) {
+        if (attributes[i] == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) {
+            *static_cast<CUdeviceptr*>(values[i]) = found == memories.end() ? 0 : found->first;
+        } else {
+            require(attributes[i] == CU_POINTER_ATTRIBUTE_RANGE_SIZE, "a question that this driver cannot answer");
+            *static_cast<std::size_t*>(values[i]) = found == memories.end() ? 0 : found->second.nbytes;
+        }
+    }
+    return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+// Replaces cuda_driver.cu.
+void* mcore_ckpt::driver_function(const char* name) {
+    if (std::string(name) == "cuPointerGetAttributes") return reinterpret_cast<void*>(&get_pointer_attributes);
+    return nullptr;
+}
+
+// Replaces gather.cu.
 cudaError_t mcore_ckpt::launch_gather(const GatherTable& table, cudaStream_t stream) {
     const Lock lock(everything);
     if (fails("launch_gather")) return cudaErrorUnknown;

@@ -1,6 +1,6 @@
-// A GPU that does everything as late as it may: what is queued on a stream happens only when somebody waits for it,
-// and nothing else happens with it than what it must wait for itself. What is not ordered by streams and events comes
-// out wrong.
+// Replaces CUDA by GPUs that do everything as late as possible. Queued work is done only when somebody waits for it,
+// and then only this work and the work that it must wait for. So work that streams and events do not order gives wrong
+// results.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,21 +13,27 @@ namespace fake_cuda {
 void* device_malloc(int device, std::size_t nbytes);
 void device_free(void* memory);
 
-// A kernel of the test's.
+// Makes the bytes from `at` on an allocation of their own, on a GPU: two allocations at neighbouring addresses, as
+// virtual memory management makes them. Must be undone by join() before device_free().
+void split(void* memory, std::size_t at, int device);
+void join(void* memory, std::size_t at);
+
+// Queues a kernel.
 void queue(cudaStream_t stream, std::function<void()> kernel);
 
-// Calls of this name fail from now on, after `calls` more; nullptr: none does.
+// Makes calls of this name fail, after `calls` more calls. nullptr: no call fails.
 void fail(const char* name, int calls);
 
-// Streams and events that exist.
+// The number of streams and events that exist.
 int handles();
 
-// The largest stride that cudaMemcpy2DAsync takes.
+// The largest stride that cudaMemcpy2DAsync accepts.
 constexpr int MAX_PITCH = 20'000;
 
-// How many cudaMemcpyBatchAsync, cudaMemcpyAsync, cudaMemcpy2DAsync and gather kernels there were.
+// How many calls there were of cudaMemcpyBatchAsync, cudaMemcpyAsync, cudaMemcpy2DAsync, the gather kernel,
+// cudaHostRegister and cudaPointerGetAttributes.
 struct Calls {
-    int batches, copies, copies_of_rows, gathers;
+    int batches, copies, copies_of_rows, gathers, pins, looks;
 };
 Calls calls();
 

@@ -1,4 +1,5 @@
-#include "file_image.h"
+// Checks a layout, finds the blocks of a range, and combines CRCs.
+#include "file_layout.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,23 +10,23 @@
 namespace mcore_ckpt {
 namespace {
 
-[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument("not an image of a file: " + why); }
+[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument("not a layout of a file: " + why); }
 
 void require_ascending(const std::vector<std::uint64_t>& cuts) {
     if (cuts.size() < 2) throw std::invalid_argument("fewer than 2 cuts");
     if (!std::is_sorted(cuts.begin(), cuts.end())) throw std::invalid_argument("cuts are not ascending");
 }
 
-void require_count(const FileImage::Crcs& crcs, std::size_t count, const std::string& what) {
+void require_count(const FileLayout::Crcs& crcs, std::size_t count, const std::string& what) {
     if (crcs.size() == count) return;
     throw std::invalid_argument(std::to_string(crcs.size()) + " CRCs for " + std::to_string(count) + " " + what);
 }
 
 }  // namespace
 
-FileImage::FileImage(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,
-                     const std::vector<std::int64_t>& descriptors, const std::vector<Gap>& gaps, std::uint64_t end,
-                     std::uint64_t block_bytes)
+FileLayout::FileLayout(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,
+                       const std::vector<std::int64_t>& descriptors, const std::vector<Gap>& gaps, std::uint64_t end,
+                       std::uint64_t block_bytes)
     : end_(end) {
     if (offsets.size() != nbytes.size() || offsets.size() != descriptors.size()) {
         refuse(std::to_string(offsets.size()) + " offsets, " + std::to_string(nbytes.size()) + " sizes, " +
@@ -38,8 +39,8 @@ FileImage::FileImage(const std::vector<std::uint64_t>& offsets, const std::vecto
     add_descriptors(descriptors);
 }
 
-void FileImage::add_slots(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,
-                          std::uint64_t block_bytes) {
+void FileLayout::add_slots(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,
+                           std::uint64_t block_bytes) {
     slots_.reserve(offsets.size());
     std::uint64_t before = 0;
     for (std::size_t i = 0; i < offsets.size(); ++i) {
@@ -55,7 +56,7 @@ void FileImage::add_slots(const std::vector<std::uint64_t>& offsets, const std::
     }
 }
 
-void FileImage::add_gaps(const std::vector<Gap>& gaps) {
+void FileLayout::add_gaps(const std::vector<Gap>& gaps) {
     for (const auto& [begin, bytes] : gaps) {
         if (begin > end_ || bytes.size() > end_ - begin) {
             refuse("the gap at " + std::to_string(begin) + " goes beyond the end");
@@ -71,7 +72,7 @@ void FileImage::add_gaps(const std::vector<Gap>& gaps) {
     }
 }
 
-void FileImage::check_tiling() const {
+void FileLayout::check_tiling() const {
     std::uint64_t position = 0;
     auto gap = gaps_.begin();
     const auto pass_gap = [&] {
@@ -89,7 +90,7 @@ void FileImage::check_tiling() const {
     if (position != end_ || gap != gaps_.end()) refuse("slots and gaps do not tile it, at " + std::to_string(position));
 }
 
-void FileImage::add_descriptors(const std::vector<std::int64_t>& descriptors) {
+void FileLayout::add_descriptors(const std::vector<std::int64_t>& descriptors) {
     for (std::size_t i = 0; i < descriptors.size(); ++i) {
         const std::string which = "the descriptor of slot " + std::to_string(i);
         if (descriptors[i] == -1) continue;
@@ -109,17 +110,17 @@ void FileImage::add_descriptors(const std::vector<std::int64_t>& descriptors) {
     }
 }
 
-const FileImage::Span& FileImage::gap_at(std::uint64_t offset) const {
+const FileLayout::Span& FileLayout::gap_at(std::uint64_t offset) const {
     const auto after = [](std::uint64_t at, const Span& gap) { return at < gap.begin; };
     return *(std::upper_bound(gaps_.begin(), gaps_.end(), offset, after) - 1);
 }
 
-const std::uint8_t* FileImage::gap_bytes(std::uint64_t offset) const {
+const std::uint8_t* FileLayout::gap_bytes(std::uint64_t offset) const {
     const Span& gap = gap_at(offset);
     return gap_bytes_.data() + gap.at + (offset - gap.begin);
 }
 
-FileImage::Range<FileImage::Block> FileImage::blocks_in(std::uint64_t start, std::uint64_t stop) const {
+FileLayout::Range<FileLayout::Block> FileLayout::blocks_in(std::uint64_t start, std::uint64_t stop) const {
     const auto begins_before = [](const Block& block, std::uint64_t at) { return block.begin < at; };
     const auto ends_after = [](std::uint64_t at, const Block& block) { return at < block.end; };
     const Block* first = blocks_.data();
@@ -128,7 +129,7 @@ FileImage::Range<FileImage::Block> FileImage::blocks_in(std::uint64_t start, std
     return {from, start < stop ? std::lower_bound(from, last, stop, begins_before) : from};
 }
 
-FileImage::Range<FileImage::Descriptor> FileImage::descriptors_in(std::uint64_t start, std::uint64_t stop) const {
+FileLayout::Range<FileLayout::Descriptor> FileLayout::descriptors_in(std::uint64_t start, std::uint64_t stop) const {
     const auto ends_by = [](const Descriptor& one, std::uint64_t at) { return one.at + DESCRIPTOR_BYTES <= at; };
     const auto begins_before = [](const Descriptor& one, std::uint64_t at) { return one.at < at; };
     const Descriptor* first = descriptors_.data();
@@ -137,11 +138,11 @@ FileImage::Range<FileImage::Descriptor> FileImage::descriptors_in(std::uint64_t 
     return {from, std::lower_bound(from, last, stop, begins_before)};
 }
 
-FileImage::Crcs FileImage::join(const std::vector<std::uint64_t>& cuts, const std::vector<Crcs>& crcs) const {
+FileLayout::Crcs FileLayout::join(const std::vector<std::uint64_t>& cuts, const std::vector<Crcs>& crcs) const {
     require_ascending(cuts);
     if (crcs.size() != cuts.size() - 1) {
-        throw std::invalid_argument(std::to_string(crcs.size()) + " lists of CRCs for " +
-                                    std::to_string(cuts.size()) + " cuts");
+        throw std::invalid_argument(std::to_string(crcs.size()) + " lists of CRCs for " + std::to_string(cuts.size()) +
+                                    " cuts");
     }
     Crcs joined;
     for (std::size_t k = 0; k < crcs.size(); ++k) {
@@ -163,7 +164,7 @@ FileImage::Crcs FileImage::join(const std::vector<std::uint64_t>& cuts, const st
     return joined;
 }
 
-FileImage::Crcs FileImage::slot_crcs(const Crcs& block_crcs) const {
+FileLayout::Crcs FileLayout::slot_crcs(const Crcs& block_crcs) const {
     require_count(block_crcs, blocks_.size(), "blocks");
     Crcs crcs(slots_.size(), 0);
     for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -176,7 +177,7 @@ FileImage::Crcs FileImage::slot_crcs(const Crcs& block_crcs) const {
     return crcs;
 }
 
-std::uint32_t FileImage::file_crc(const Crcs& slot_crcs) const {
+std::uint32_t FileLayout::file_crc(const Crcs& slot_crcs) const {
     require_count(slot_crcs, slots_.size(), "slots");
     std::vector<std::uint8_t> filled = gap_bytes_;
     for (const Descriptor& descriptor : descriptors_) {
@@ -198,13 +199,13 @@ std::uint32_t FileImage::file_crc(const Crcs& slot_crcs) const {
     return crc;
 }
 
-std::vector<FileImage::Descriptor> FileImage::foreign_descriptors(const std::vector<std::uint64_t>& cuts) const {
+std::vector<FileLayout::Descriptor> FileLayout::foreign_descriptors(const std::vector<std::uint64_t>& cuts) const {
     require_ascending(cuts);
     std::vector<Descriptor> foreign;
     for (const Descriptor& descriptor : descriptors_) {
         const std::uint64_t last = descriptor.at + DESCRIPTOR_BYTES - 1;
         const auto after = std::upper_bound(cuts.begin(), cuts.end(), last);
-        // The range of the last byte is the one that begins latest.
+        // Of the ranges that the descriptor has bytes in, the one with its last byte begins latest.
         if (after != cuts.begin() && *(after - 1) > slots_[descriptor.slot].begin) foreign.push_back(descriptor);
     }
     return foreign;
@@ -212,7 +213,7 @@ std::vector<FileImage::Descriptor> FileImage::foreign_descriptors(const std::vec
 
 void put_descriptor(std::uint64_t at, std::uint32_t crc, std::uint64_t start, std::uint64_t stop,
                     std::uint8_t* memory) {
-    for (std::size_t i = 0; i < FileImage::DESCRIPTOR_BYTES; ++i) {
+    for (std::size_t i = 0; i < FileLayout::DESCRIPTOR_BYTES; ++i) {
         if (at + i >= start && at + i < stop) memory[at + i - start] = static_cast<std::uint8_t>(crc >> 8 * i);
     }
 }

@@ -1,5 +1,5 @@
-// The layout of a file without its payload: where the tensors' bytes go, what stands between them, where their CRCs
-// belong.
+// The layout of a file: where the bytes of each tensor and the bytes between them are, and where the CRCs go. It does
+// not contain the payload, which is the bytes of the tensors.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,26 @@
 
 namespace mcore_ckpt {
 
-// All offsets are those in the file, in bytes. Immutable: several threads and jobs may share one.
-class FileImage {
+// All offsets are in bytes from the start of the file. A layout is immutable, so threads and jobs may share it.
+class FileLayout {
   public:
+    // The place of a tensor, and the numbers of its blocks.
     struct Slot {
         std::uint64_t begin, end;
         std::size_t first_block, end_block;
     };
-    // What has a CRC of its own: `block_bytes` of a slot, counted from its begin; its last one may be shorter.
+    // A range that has a CRC of its own: `block_bytes` bytes of a slot, counted from its begin. The last one may be
+    // shorter.
     struct Block {
         std::uint64_t begin, end;
         std::size_t slot;
     };
-    // Four little-endian bytes that hold the CRC of a slot.
+    // The place of the CRC of a slot: four bytes, little-endian, in a gap.
     struct Descriptor {
         std::uint64_t at;
         std::size_t slot;
     };
+    // An offset and the bytes there, which belong to no slot.
     using Gap = std::pair<std::uint64_t, std::string>;
     using Crcs = std::vector<std::uint32_t>;
     template <class T>
@@ -40,22 +43,23 @@ class FileImage {
 
     static constexpr std::size_t DESCRIPTOR_BYTES = 4;
 
-    // `descriptors[i]`: where slot i's CRC goes, or -1: nowhere. Throws
-    // std::invalid_argument unless slots and gaps tile [0, end) in ascending order and each descriptor lies in the
-    // gaps after its slot.
-    FileImage(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,
-              const std::vector<std::int64_t>& descriptors, const std::vector<Gap>& gaps, std::uint64_t end,
-              std::uint64_t block_bytes);
+    // `descriptors[i]` is the offset of the CRC of slot i, or -1 if the file does not contain it. Throws
+    // std::invalid_argument unless slots and gaps tile [0, end) in ascending order and each descriptor lies in a gap
+    // after its slot.
+    FileLayout(const std::vector<std::uint64_t>& offsets, const std::vector<std::uint64_t>& nbytes,
+               const std::vector<std::int64_t>& descriptors, const std::vector<Gap>& gaps, std::uint64_t end,
+               std::uint64_t block_bytes);
 
     std::uint64_t end() const { return end_; }
     const std::vector<Slot>& slots() const { return slots_; }
     const std::vector<Block>& blocks() const { return blocks_; }
 
-    // The blocks, and the descriptors, of which at least one byte is in [start, stop).
+    // The blocks and the descriptors that have at least one byte in [start, stop).
     Range<Block> blocks_in(std::uint64_t start, std::uint64_t stop) const;
     Range<Descriptor> descriptors_in(std::uint64_t start, std::uint64_t stop) const;
 
-    // Calls `payload(block, begin, end)` and `gap(begin, end, bytes)` for what is in [start, stop), in order.
+    // Calls `payload(block, begin, end)` for each part of a block in [start, stop), and `gap(begin, end, bytes)` for
+    // each gap between them, in order.
     template <class Payload, class Between>
     void walk(std::uint64_t start, std::uint64_t stop, Payload&& payload, Between&& gap) const {
         for (const Block& block : blocks_in(start, stop)) {
@@ -70,19 +74,19 @@ class FileImage {
 
     std::size_t part_count(std::uint64_t start, std::uint64_t stop) const { return blocks_in(start, stop).size(); }
 
-    // From the CRCs of the parts of each [cuts[k], cuts[k + 1]) those of the parts of [cuts.front(), cuts.back()):
-    // whole blocks, but for a first and a last one that these two go through. Throws std::invalid_argument for counts
-    // that do not fit.
+    // Computes the CRCs of the parts of [cuts.front(), cuts.back()) from those of the parts of each [cuts[k], cuts[k +
+    // 1]). A part is the intersection of a block with a range, so all are whole blocks, except that the ends of the
+    // range may cut the first and the last. Throws std::invalid_argument for a wrong number of CRCs.
     Crcs join(const std::vector<std::uint64_t>& cuts, const std::vector<Crcs>& crcs) const;
 
-    // From the CRC of every block in the file that of every slot.
+    // Computes the CRC of every slot from the CRCs of all blocks of the file.
     Crcs slot_crcs(const Crcs& block_crcs) const;
 
-    // The CRC of [0, end), descriptors filled in.
+    // The CRC of [0, end) with the descriptors filled in.
     std::uint32_t file_crc(const Crcs& slot_crcs) const;
 
-    // The descriptors with a byte in a range [cuts[k], cuts[k + 1]) that begins after the descriptor's slot does:
-    // whoever writes that range cannot know the CRC.
+    // The descriptors that have a byte in a range [cuts[k], cuts[k + 1]) that begins after the begin of their slot. The
+    // writer of such a range does not have the bytes to compute the CRC.
     std::vector<Descriptor> foreign_descriptors(const std::vector<std::uint64_t>& cuts) const;
 
   private:
@@ -102,12 +106,13 @@ class FileImage {
     const std::uint64_t end_;
     std::vector<Slot> slots_;
     std::vector<Block> blocks_;
-    std::vector<Span> gaps_;  // neighbours are one, also where an empty slot lies between them
-    std::vector<std::uint8_t> gap_bytes_;  // the descriptors are 0 in here
+    std::vector<Span> gaps_;               // neighbours are merged, also if an empty slot lies between them
+    std::vector<std::uint8_t> gap_bytes_;  // with 0 in the place of the descriptors
     std::vector<Descriptor> descriptors_;  // ascending
 };
 
-// The four bytes of a descriptor, as far as they are in [start, stop); `memory` is where the byte at `start` is.
+// Writes those of the four bytes of a descriptor that are in [start, stop) to memory that begins with the byte at
+// `start`.
 void put_descriptor(std::uint64_t at, std::uint32_t crc, std::uint64_t start, std::uint64_t stop, std::uint8_t* memory);
 
 }  // namespace mcore_ckpt

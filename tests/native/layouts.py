@@ -46,8 +46,8 @@ class Reference:
                 struct.pack_into("<I", data, at, crc)
         self.data = bytes(data)
 
-    def image(self) -> _native.FileImage:
-        return _native.FileImage(self.offsets, self.sizes, self.descriptors, self.gaps, self.end, self.block_bytes)
+    def layout(self) -> _native.FileLayout:
+        return _native.FileLayout(self.offsets, self.sizes, self.descriptors, self.gaps, self.end, self.block_bytes)
 
     def blocks(self) -> list[tuple[int, int]]:
         return [

@@ -5,7 +5,7 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from images import Reference, references
+from layouts import Reference, references
 
 from mcore_ckpt.io import _native
 
@@ -13,18 +13,18 @@ from mcore_ckpt.io import _native
 @settings(deadline=None)
 @given(reference=references(), data=st.data())
 def test_crcs_agree_with_zlib(reference: Reference, data: st.DataObject) -> None:
-    image = reference.image()
+    layout = reference.layout()
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, reference.end), max_size=5))), reference.end]
     parts = [reference.part_crcs(start, stop) for start, stop in itertools.pairwise(cuts)]
-    assert [image.part_count(start, stop) for start, stop in itertools.pairwise(cuts)] == [len(part) for part in parts]
-    blocks = image.join(cuts, parts)
+    assert [layout.part_count(start, stop) for start, stop in itertools.pairwise(cuts)] == [len(part) for part in parts]
+    blocks = layout.join(cuts, parts)
     assert blocks == reference.part_crcs(0, reference.end)
-    assert image.slot_crcs(blocks) == reference.slot_crcs
-    assert image.file_crc(reference.slot_crcs) == zlib.crc32(reference.data)
-    assert image.foreign_descriptors(cuts) == reference.foreign(cuts)
+    assert layout.slot_crcs(blocks) == reference.slot_crcs
+    assert layout.file_crc(reference.slot_crcs) == zlib.crc32(reference.data)
+    assert layout.foreign_descriptors(cuts) == reference.foreign(cuts)
 
 
-IMAGE = {"offsets": [4], "nbytes": [10], "descriptor_crc_at": [16], "gaps": [(0, b"abcd"), (14, bytes(6))], "end": 20}
+LAYOUT = {"offsets": [4], "nbytes": [10], "descriptor_crc_at": [16], "gaps": [(0, b"abcd"), (14, bytes(6))], "end": 20}
 
 
 @pytest.mark.parametrize(
@@ -50,29 +50,29 @@ IMAGE = {"offsets": [4], "nbytes": [10], "descriptor_crc_at": [16], "gaps": [(0,
 )
 def test_what_is_no_file_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _native.FileImage(**{"block_bytes": 4, **IMAGE, **change})  # type: ignore[arg-type]
+        _native.FileLayout(**{"block_bytes": 4, **LAYOUT, **change})  # type: ignore[arg-type]
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
-    image = _native.FileImage(**IMAGE, block_bytes=4)  # type: ignore[arg-type]
+    layout = _native.FileLayout(**LAYOUT, block_bytes=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 CRCs for the 3 parts from 0 to 20"):
-        image.join([0, 20], [[1, 2]])
+        layout.join([0, 20], [[1, 2]])
     with pytest.raises(ValueError, match="1 lists of CRCs for 3 cuts"):
-        image.join([0, 5, 20], [[1]])
+        layout.join([0, 5, 20], [[1]])
     with pytest.raises(ValueError, match="cuts do not go from 0 to 20"):
-        image.join([0, 5], [[1]])
+        layout.join([0, 5], [[1]])
     with pytest.raises(ValueError, match="cuts are not ascending"):
-        image.join([0, 9, 5, 20], [[], [], []])
+        layout.join([0, 9, 5, 20], [[], [], []])
     with pytest.raises(ValueError, match="2 CRCs for 3 blocks"):
-        image.slot_crcs([1, 2])
+        layout.slot_crcs([1, 2])
     with pytest.raises(ValueError, match="0 CRCs for 1 slots"):
-        image.file_crc([])
+        layout.file_crc([])
 
 
 def test_ten_thousand_small_tensors_cost_little() -> None:
     reference = Reference([4000] * 10_000, [60] * 10_000, 100, 1 << 20)
-    image, parts = reference.image(), reference.part_crcs(0, reference.end)
+    layout, parts = reference.layout(), reference.part_crcs(0, reference.end)
     start = time.process_time()
-    crc = image.file_crc(image.slot_crcs(image.join([0, reference.end], [parts])))
+    crc = layout.file_crc(layout.slot_crcs(layout.join([0, reference.end], [parts])))
     assert time.process_time() - start < 0.1  # a few ms; an algorithm in the square of it takes seconds
     assert crc == zlib.crc32(reference.data)
