@@ -1,5 +1,5 @@
-// The module mcore_ckpt.io._native. It takes tensors as addresses and includes no torch headers, so that one build works
-// with every torch release.
+// The module mcore_ckpt.io._native. It takes tensors as addresses and includes no torch headers, so that one build
+// works with every torch release.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,5 @@
-// Declares the functions that bind the parts of mcore_ckpt.io._native. Each is defined beside the C++ code that it binds.
+// Declares the functions that bind the parts of mcore_ckpt.io._native. Each is defined beside the C++ code that it
+// binds.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -303,8 +303,8 @@ class WriteJob:
     """Writes ranges of files on threads of its own. Each piece is copied, checked and written by one thread.
 
     The pieces are written in the order of the files, so the caller may `wait` for and `finish` one file while later
-    files are being written. A file bypasses the page cache if its file system supports it. On tmpfs the job copies into huge
-    pages if the system provides them quickly. Otherwise it writes pieces of at most 256 KiB.
+    files are being written. A file bypasses the page cache if its file system supports it. On tmpfs the job copies into
+    huge pages if the system provides them quickly. Otherwise it writes pieces of at most 256 KiB.
 
     The job keeps buffers, events and owners alive until it is closed. Their bytes must not change before they are
     written. The job is closed when its last reference is dropped, too.

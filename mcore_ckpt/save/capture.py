@@ -120,9 +120,7 @@ class _Columns:
         self.sources: list[int] = []
         self.nbytes: list[int] = []
 
-    def add(
-        self, offsets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], which: Sequence[bool]
-    ) -> None:
+    def add(self, offsets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], which: Sequence[bool]) -> None:
         self.offsets += compress(offsets, which)
         self.sources += compress(sources, which)
         self.nbytes += compress(nbytes, which)
