@@ -48,7 +48,8 @@ class HostBuffer {
     // Fetches the pages of the bytes [begin, begin + nbytes) on `threads` threads. Pages that are there already stay as
     // they are. Throws OutOfMemory, std::invalid_argument.
     void fetch(std::size_t begin, std::size_t nbytes, int threads);
-    // Pins the whole buffer, all of whose pages should have been fetched. Throws std::runtime_error with CUDA's message.
+    // Pins the whole buffer, all of whose pages should have been fetched. Throws std::runtime_error with CUDA's
+    // message.
     void pin();
 
   private:

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Checks csrc/: its format with clang-format, its code with clang-tidy, and its behaviour under AddressSanitizer and
-# UndefinedBehaviorSanitizer, then under ThreadSanitizer. The programs under sanitizers do not use Python: they run random
-# jobs that write and read and, if CUDA's headers are installed, everything that uses a GPU on a fake CUDA. The exit status
-# is 77 if the compiler has no sanitizers.
+# Checks csrc/: its format with clang-format, and its behaviour under AddressSanitizer and UndefinedBehaviorSanitizer,
+# then under ThreadSanitizer. The programs under sanitizers do not use Python: they run random jobs that write and read
+# and, if CUDA's headers are installed, everything that uses a GPU on a fake CUDA. The exit status is 77 if the
+# compiler has no sanitizers.
 #
 #     scripts/sanitize.sh [seconds for each kind of job and sanitizer]
 set -eu
 cd "$(dirname "$0")/.."
-PATH=$PWD/.venv/bin:$PATH  # for clang-format and clang-tidy of requirements.txt
+PATH=$PWD/.venv/bin:$PATH  # for clang-format of requirements.txt
 seconds=${1:-5}
 compiler=${CXX:-g++}
 folder=$(mktemp -d)
@@ -43,26 +43,6 @@ for home in "${CUDA_HOME:-}" /usr/local/cuda; do
     break
 done
 [ -n "$device_test" ] || echo "there are no CUDA headers in CUDA_HOME or /usr/local/cuda: no test on a fake GPU"
-
-# The bindings need the headers of Python and pybind11. gather.cu needs a CUDA compiler; so it is not checked.
-if command -v clang-tidy >/dev/null; then
-    python_headers=$(python3 -c 'import pybind11, sysconfig; print(sysconfig.get_paths()["include"], pybind11.get_include())' \
-        2>/dev/null || true)
-    bindings=""
-    if [ -n "$python_headers" ]; then
-        bindings="csrc/*bindings.cpp"
-    else
-        echo "python3 has no pybind11: clang-tidy does not check the bindings"
-    fi
-    # shellcheck disable=SC2086
-    printf '%s\n' $common $write_stress $read_stress $device_test $bindings | sort -u | xargs -P "$(nproc)" -n 1 sh -c '
-        source=$3
-        set -- -isystem "$1" $(for folder in $2; do echo "-isystem $folder"; done)
-        exec "$0" --quiet "$source" -- -x c++ -std=c++17 -Icsrc "$@" "-DMCORE_CKPT_NO_CUDA_REASON=\"a test\"" \
-    ' clang-tidy "$headers" "$python_headers"
-else
-    echo "clang-tidy is not installed: the code is not checked (pip install -r requirements.txt installs it)"
-fi
 
 for sanitizer in $sanitizers; do
     for source in $common $write_stress $read_stress $device_test; do

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from mcore_ckpt.formats.locate import Locator
+from mcore_ckpt.io import _native
 from mcore_ckpt.load.broadcast import Batch, batches, broadcast, to_read
 from mcore_ckpt.load.fill import TensorFill
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
@@ -84,9 +85,13 @@ def fill_together(
         if torch.cuda.is_available():
             # Kernels in flight may still read the old state.
             torch.cuda.synchronize()
-        with torch.no_grad():
-            shared.extend(batches(fills))
-            nbytes.append(fill(to_read(fills, shared, agreement.rank)))
+        try:
+            with torch.no_grad():
+                shared.extend(batches(fills))
+                nbytes.append(fill(to_read(fills, shared, agreement.rank)))
+        finally:
+            # The read jobs share up to 257 MiB, pinned for GPUs, which the training needs now.
+            _native.free_idle_buffers()
         return {}
 
     decide(agreement, topic, work, lambda _: {})

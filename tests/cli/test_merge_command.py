@@ -23,8 +23,8 @@ from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.formats.huggingface import elements as filling
 from mcore_ckpt.formats.huggingface import writer as writing
+from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io import streams as streaming
-from mcore_ckpt.io import tuning
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.role_files import files_manifest
