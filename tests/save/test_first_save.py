@@ -254,6 +254,7 @@ def change(model: Model) -> None:
 
 def check_saved(manager: CheckpointManager, model: Model, saved: dict[str, torch.Tensor], path: Path) -> None:
     manager.load(path=path, verify="full")
+    assert _native.free_idle_buffers() == 0, "load keeps its buffers"
     for name, value in model.state_dict().items():
         assert torch.equal(value, saved[name]), name
 
