@@ -13,7 +13,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.topology import Topology, coordinates_of
@@ -96,7 +96,7 @@ def _write_file(staging: Path, pp: int, tp: int, shapes: Mapping[str, Shape], bi
         writes.append(TensorWrite((name,), ShardKey(name, MODEL), region, tensor, region.local_shape))
     plan = plan_file(WriteRequest(file_names.model_file(tp, pp), "model", tuple(writes)), 0, StructureCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in writes])])
-    with ImageWriter(staging, capture.writes, _Alone()) as writer:
+    with FileWriter(staging, capture.writes, _Alone()) as writer:
         writer.start()
         (written,) = writer.finish()
     return written

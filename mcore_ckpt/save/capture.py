@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite
+from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite
 from mcore_ckpt.io import _native
 from mcore_ckpt.io.pages import page_ceil
 from mcore_ckpt.io.tuning import HOST_THREADS
@@ -49,7 +49,7 @@ class Capture:
         seconds: how long copying took before `capture_copies` returned.
     """
 
-    writes: tuple[ImageWrite, ...]
+    writes: tuple[FileWrite, ...]
     seconds: float
 
 
@@ -60,11 +60,11 @@ def arena_bytes(files: Sequence[FilePlan]) -> int:
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
     """Captures without copying: the tensors are in host memory, and must not change until they are on the disk."""
-    writes: list[ImageWrite] = []
+    writes: list[FileWrite] = []
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
         others = len(members.tensors) - first - len(found)
-        writes.append(ImageWrite(plan, [*[0] * first, *addresses, *[0] * others], owner=found))
+        writes.append(FileWrite(plan, [*[0] * first, *addresses, *[0] * others], owner=found))
     return Capture(tuple(writes), 0.0)
 
 
@@ -107,7 +107,7 @@ def capture_copies(
         destinations = [buffer.address + offset for offset in host.offsets]
         _native.copy_host(destinations, host.sources, host.nbytes, HOST_THREADS)
     writes = tuple(
-        ImageWrite(plan, buffer=buffer, offset=at, ready=_ready(plan, copies, events)) for plan, at, copies in places
+        FileWrite(plan, buffer=buffer, offset=at, ready=_ready(plan, copies, events)) for plan, at, copies in places
     )
     return Capture(writes, time.perf_counter() - started)
 

@@ -146,7 +146,7 @@ class SavePlanner:
     """Makes plans, and keeps the last one as long as it is valid."""
 
     def __init__(self) -> None:
-        self._images = StructureCache()
+        self._structures = StructureCache()
         self._last_plan: _PlanBetweenSaves | None = None
 
     def plan(self, trainer: Trainer) -> SavePlan:
@@ -159,7 +159,7 @@ class SavePlanner:
         if plan is None:
             self._last_plan = None
             live = LiveObjects(trainer.chunks, trainer.optimizer)
-            plan = _new_plan(trainer, self._images)
+            plan = _new_plan(trainer, self._structures)
             self._last_plan = _PlanBetweenSaves.of(plan, live)
         plan = _with_host_copies(plan, host_copies(trainer.chunks))
         for file, members in zip(plan.files, plan.tensors, strict=True):
@@ -194,11 +194,11 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
             )
 
 
-def _new_plan(trainer: Trainer, images: StructureCache) -> SavePlan:
+def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
     requests = _write_requests(trainer)
     for request in requests:
         _refuse_other_devices(request)
-    plans = [(plan_file(request, trainer.agreement.rank, images), request) for request in requests]
+    plans = [(plan_file(request, trainer.agreement.rank, structures), request) for request in requests]
     plans = [(plan, request) for plan, request in plans if plan.nbytes]
     tensors = tuple(FileTensors.of([write.tensor for write in request.tensors]) for _, request in plans)
     return SavePlan(

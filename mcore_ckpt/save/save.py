@@ -24,7 +24,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
@@ -123,7 +123,7 @@ class Save:
         self._steps = _read_steps(self._trainer) if self._has_images else None
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
-        self._writer: ImageWriter | None = None
+        self._writer: FileWriter | None = None
         self._old_steps: list[StepStatus] = []
         self._times: dict[str, float] = {}
 
@@ -252,11 +252,11 @@ class Save:
 
     # -- write ----------------------------------------------------------------------------------------------
 
-    def _start_writing(self, staging: Path) -> ImageWriter:
+    def _start_writing(self, staging: Path) -> FileWriter:
         check_seen(staging)
         assert isinstance(self._capture, Capture), "begin comes first"
         self._times["writing"] = time.perf_counter()
-        self._writer = ImageWriter(staging, self._capture.writes, self._context.commits)
+        self._writer = FileWriter(staging, self._capture.writes, self._context.commits)
         self._writer.start()
         return self._writer
 

@@ -21,7 +21,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.checkpoint.pt_skeleton import INDEX_RECORD, build_skeleton
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies
 from mcore_ckpt.sharding.plan import ShardKey
@@ -195,7 +195,7 @@ def test_each_save_fills_in_every_byte_of_the_image(tmp_path: Path) -> None:
         assert arena.take(arena_bytes([plan])) is buffer
         capture = capture_copies([plan], [FileTensors.of(list(tensors.values()))], buffer, None)
         (tmp_path / str(poison)).mkdir()
-        with ImageWriter(tmp_path / str(poison), capture.writes, Alone()) as writer:
+        with FileWriter(tmp_path / str(poison), capture.writes, Alone()) as writer:
             writer.start()
             files += writer.finish()
     assert files == [files[0]] * 3

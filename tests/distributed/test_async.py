@@ -19,7 +19,7 @@ from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointManager, SaveHandle
 from mcore_ckpt.errors import BusyError, CommitError, UnsupportedError
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -30,15 +30,15 @@ pytestmark = pytest.mark.world(2)
 def held_up(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[None]:
     """On one rank, no save gets its bytes to the disk in here."""
     gate = threading.Event()
-    finish = ImageWriter.finish
+    finish = FileWriter.finish
 
-    def wait_and_finish(writer: ImageWriter) -> Any:
+    def wait_and_finish(writer: FileWriter) -> Any:
         assert gate.wait(60)
         return finish(writer)
 
     with monkeypatch.context() as patch:
         if dist.get_rank() == rank:
-            patch.setattr(ImageWriter, "finish", wait_and_finish)
+            patch.setattr(FileWriter, "finish", wait_and_finish)
         try:
             yield
         finally:
@@ -47,12 +47,12 @@ def held_up(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[None]:
 
 @contextmanager
 def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> Iterator[None]:
-    def fail(writer: ImageWriter) -> Any:
+    def fail(writer: FileWriter) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/disk")
 
     with monkeypatch.context() as patch:
         if dist.get_rank() == rank:
-            patch.setattr(ImageWriter, "finish", fail)
+            patch.setattr(FileWriter, "finish", fail)
         yield
 
 
@@ -239,13 +239,13 @@ def test_a_load_waits_for_the_save_under_way(shared_path: Path, monkeypatch: pyt
 
 def test_all_replicas_write_a_part_of_each_replicated_file(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[tuple[str, int, int]] = []
-    begin = ImageWriter.start
+    begin = FileWriter.start
 
-    def record(writer: ImageWriter) -> None:
+    def record(writer: FileWriter) -> None:
         ranges.extend((w.plan.request.path, w.plan.start, w.plan.stop) for w in writer._writes)
         begin(writer)
 
-    monkeypatch.setattr(ImageWriter, "start", record)
+    monkeypatch.setattr(FileWriter, "start", record)
     layout = LAYOUTS["dp2-bf16-replicated"]
     with parallel(layout):
         training = build(layout, seed=1)

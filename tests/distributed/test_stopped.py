@@ -19,7 +19,7 @@ from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.load import load as loading
 from mcore_ckpt.ranks import rounds as agreement
 
@@ -119,7 +119,7 @@ def test_a_rank_is_stopped_while_saving(
         before = snapshot(training)
         with monkeypatch.context() as patch:
             if dist.get_rank() == victim:
-                patch.setattr(ImageWriter, "finish", Stop(ImageWriter.finish))
+                patch.setattr(FileWriter, "finish", Stop(FileWriter.finish))
             error, took = result_of(lambda: manager.save(2).wait(), victim)
         for message in raised_everywhere(CommitError, error):
             assert f"rank {victim}" in message

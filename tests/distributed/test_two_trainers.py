@@ -14,7 +14,7 @@ from snapshot import assert_same, poison, snapshot
 from training import build, parallel, train
 
 from mcore_ckpt.errors import LockedError
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
 DP2 = LAYOUTS["dp2-bf16"]
@@ -103,16 +103,16 @@ def test_whose_place_was_taken_puts_nothing_in_place(shared_path: Path, monkeypa
         train(training, 0, 1)
         manager = manager_of(training, shared_path)
         manager.save(1).wait()
-        finish = ImageWriter.finish
+        finish = FileWriter.finish
 
-        def finish_late(self: ImageWriter) -> object:
+        def finish_late(self: FileWriter) -> object:
             record = json.loads((shared_path / LOCK).read_text())
             (shared_path / LOCK).write_text(json.dumps(record | {"host": "node7 boot pid:[1]", "claim": "0"}))
             return finish(self)
 
         with monkeypatch.context() as patch:
             if dist.get_rank() == 0:
-                patch.setattr(ImageWriter, "finish", finish_late)
+                patch.setattr(FileWriter, "finish", finish_late)
             messages = raised_everywhere(LockedError, error_of(lambda: manager.save(2).wait()))
         with everywhere():
             assert all("on node7 saves actor here" in message for message in messages)

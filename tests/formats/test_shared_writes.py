@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.save.capture import FileTensors, arena_bytes, capture_copies, capture_in_place
@@ -100,7 +100,7 @@ def writing(
             capture = capture_copies(plans, tensors_of(own), arena.take(arena_bytes(plans)), None)
         else:
             capture = capture_in_place(plans, tensors_of(own))
-        with ImageWriter(folder, capture.writes, agreement) as writer:
+        with FileWriter(folder, capture.writes, agreement) as writer:
             writer.start()
             owned = writer.finish()
         if written is not None:

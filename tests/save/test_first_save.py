@@ -323,13 +323,13 @@ def test_a_full_disk_under_files_in_place_fails_the_handle_and_not_the_call(
 ) -> None:
     """All ranks must learn of it together, at the commit."""
     from mcore_ckpt.errors import CommitError
-    from mcore_ckpt.formats.native.writer import ImageWriter
+    from mcore_ckpt.formats.native.writer import FileWriter
 
-    def fail(writer: ImageWriter) -> None:
+    def fail(writer: FileWriter) -> None:
         raise OSError(28, "No space left on device")
 
     manager = manager_of(tmp_path, Model())
-    monkeypatch.setattr(ImageWriter, "wait_for_sources", fail)
+    monkeypatch.setattr(FileWriter, "wait_for_sources", fail)
     handle = manager.save(1)
     with pytest.raises(CommitError, match="No space left"):
         handle.wait()

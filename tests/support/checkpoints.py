@@ -14,7 +14,7 @@ from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.formats.native.writer import Exchange, ImageWriter
+from mcore_ckpt.formats.native.writer import Exchange, FileWriter
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.rounds import Agreement, Record
@@ -83,7 +83,7 @@ def write_files(staging: Path, exchange: Exchange, version: int, world: int) -> 
     capture = capture_in_place(
         plans, [FileTensors.of([write.tensor for write in request.tensors]) for request in wanted]
     )
-    with ImageWriter(staging, capture.writes, exchange) as writer:
+    with FileWriter(staging, capture.writes, exchange) as writer:
         writer.start()
         small = pickle_plain(small_state(version, rank))
         written = [write_plain(staging, file_names.rng_file(0, 0, 0, rank), "rng", small)]
@@ -179,7 +179,7 @@ def write_alone(folder: Path, request: WriteRequest, images: StructureCache | No
     """One file, written by one rank from where its tensors are."""
     plan = plan_file(request, Alone.rank, images or StructureCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in request.tensors])])
-    with ImageWriter(folder, capture.writes, Alone()) as writer:
+    with FileWriter(folder, capture.writes, Alone()) as writer:
         writer.start()
         (written,) = writer.finish()
     return written

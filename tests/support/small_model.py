@@ -15,7 +15,7 @@ from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.formats.native.file_plan import StructureCache, plan_file
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import make_folders, write_file
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.save.capture import FileTensors, capture_in_place
@@ -174,7 +174,7 @@ def _alias(name: str, region: Region) -> Alias:
 def _write_file(staging: Path, request: WriteRequest) -> WrittenFile:
     plan = plan_file(request, 0, StructureCache())
     capture = capture_in_place([plan], [FileTensors.of([write.tensor for write in request.tensors])])
-    with ImageWriter(staging, capture.writes, Alone()) as writer:
+    with FileWriter(staging, capture.writes, Alone()) as writer:
         writer.start()
         (written,) = writer.finish()
     return written

@@ -89,14 +89,14 @@ class _Target:
 
     Attributes:
         file: the planned file.
-        image: its layout for the native writer.
+        layout: its layout for the native writer.
         offsets: the byte offsets of its tensors.
         cuts: the byte offsets at which its parts begin and end.
         crcs: the CRC-32s of the blocks of each part written so far.
     """
 
     file: WeightFile
-    image: _native.FileLayout
+    layout: _native.FileLayout
     offsets: tuple[int, ...]
     cuts: tuple[int, ...]
     crcs: list[list[int]]
@@ -106,14 +106,14 @@ class _Target:
         header = encode_header((tensor.name, tensor.dtype, tensor.tensor.shape) for tensor in file.tensors)
         sizes = [tensor.nbytes for tensor in file.tensors]
         *offsets, end = itertools.accumulate(sizes, initial=len(header))
-        image = _native.FileLayout(offsets, sizes, [-1] * len(sizes), [(0, header)], end, BLOCK_BYTES)
-        return _Target(file, image, tuple(offsets), cuts_of(end), [])
+        layout = _native.FileLayout(offsets, sizes, [-1] * len(sizes), [(0, header)], end, BLOCK_BYTES)
+        return _Target(file, layout, tuple(offsets), cuts_of(end), [])
 
     def parts(self) -> list[_Part]:
         return [_Part(self, start, stop) for start, stop in itertools.pairwise(self.cuts)]
 
     def finished(self) -> WrittenFile:
-        crc = self.image.file_crc(self.image.slot_crcs(self.image.join(self.cuts, self.crcs)))
+        crc = self.layout.file_crc(self.layout.slot_crcs(self.layout.join(self.cuts, self.crcs)))
         return WrittenFile(self.file.name, KIND, self.cuts[-1], crc)
 
 
@@ -155,7 +155,7 @@ def _write(batch: Sequence[Placed[_Part]], folder: Path, allow_nan: bool) -> Non
         for placed in batch:
             part = placed.part
             path = str(folder / part.target.file.name)
-            job.add_file(path, part.target.image, part.start, part.stop, buffer=placed.buffer, offset=placed.offset)
+            job.add_file(path, part.target.layout, part.start, part.stop, buffer=placed.buffer, offset=placed.offset)
         job.start()
         if not allow_nan:
             # Look for NaN while the batch is being written: the writing threads mostly wait for the disk.

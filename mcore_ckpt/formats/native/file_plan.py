@@ -38,7 +38,7 @@ class FilePlan:
     Attributes:
         request: the file's tensors, as stand-ins on the `meta` device, so that a plan keeps no training state alive.
         pt: the file's skeleton.
-        image: the skeleton in the form that the native writer takes.
+        layout: the skeleton in the form that the native writer takes.
         index: the file's index without CRCs.
         share: the range that each writer writes.
         start: the first byte that this rank writes.
@@ -47,7 +47,7 @@ class FilePlan:
 
     request: WriteRequest
     pt: PtSkeleton
-    image: _native.FileLayout
+    layout: _native.FileLayout
     index: IndexTemplate
     share: Share
     start: int
@@ -98,7 +98,7 @@ class FileStructure:
     """The structure of a file, which does not depend on its writers; see FilePlan for the attributes."""
 
     pt: PtSkeleton
-    native: _native.FileLayout
+    layout: _native.FileLayout
     index: IndexTemplate
 
 
@@ -110,21 +110,21 @@ class StructureCache:
     """
 
     def __init__(self) -> None:
-        self._images: dict[str, tuple[object, FileStructure]] = {}
+        self._structures: dict[str, tuple[object, FileStructure]] = {}
 
     def get(self, request: WriteRequest) -> FileStructure:
         structure = ([(t.path, t.shape, t.tensor.dtype, t.key, t.region) for t in request.tensors], request.aliases)
-        cached = self._images.get(request.path)
+        cached = self._structures.get(request.path)
         if cached is None or cached[0] != structure:
             _refuse_names(request)
             pt = _new_skeleton(request)
-            cached = (structure, FileStructure(pt, _native_image(pt), _index_template(request, pt)))
-            self._images[request.path] = cached
+            cached = (structure, FileStructure(pt, _file_layout(pt), _index_template(request, pt)))
+            self._structures[request.path] = cached
         return cached[1]
 
 
 @dataclass(frozen=True, eq=False)
-class ImageWrite:
+class FileWrite:
     """This rank's range of a file, and the addresses of its bytes.
 
     Attributes:
@@ -145,19 +145,19 @@ class ImageWrite:
     ready: Sequence[tuple[int, _native.DeviceEvent]] = ()
 
 
-def plan_file(request: WriteRequest, rank: int, images: StructureCache) -> FilePlan:
+def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> FilePlan:
     """Plans a file of which world rank `rank` is one writer.
 
     Raises:
         ValueError: the tensors are not listed in the order of their tree.
         UnsupportedError: a reader would refuse a tensor's name.
     """
-    image = images.get(request)
-    share = share_out(request.writers or (rank,), image.pt.records_end, tuning.SHARE_BYTES)
+    structure = structures.get(request)
+    share = share_out(request.writers or (rank,), structure.pt.records_end, tuning.SHARE_BYTES)
     start, stop = share.range_of(rank)
     stand_ins = (replace(write, tensor=torch.empty_like(write.tensor, device="meta")) for write in request.tensors)
     request = replace(request, tensors=tuple(stand_ins))
-    return FilePlan(request, image.pt, image.native, image.index, share, start, stop)
+    return FilePlan(request, structure.pt, structure.layout, structure.index, share, start, stop)
 
 
 def _refuse_names(request: WriteRequest) -> None:
@@ -172,7 +172,7 @@ def _refuse_names(request: WriteRequest) -> None:
             ) from None
 
 
-def _native_image(pt: PtSkeleton) -> _native.FileLayout:
+def _file_layout(pt: PtSkeleton) -> _native.FileLayout:
     return _native.FileLayout(
         [slot.offset for slot in pt.slots],
         [slot.nbytes for slot in pt.slots],

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite
+from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite
 from mcore_ckpt.io import _native, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import make_folders
@@ -24,7 +24,7 @@ class Exchange(Protocol):
     def take(self, key: str, rank: int) -> Record: ...
 
 
-class ImageWriter:
+class FileWriter:
     """Writes one rank's ranges of indexed files durably, on native threads.
 
     Args:
@@ -33,18 +33,18 @@ class ImageWriter:
         exchange: connects this rank with the other writers of shared files.
 
     Example:
-        >>> with ImageWriter(role_dir, writes, agreement) as writer:  # doctest: +SKIP
+        >>> with FileWriter(role_dir, writes, agreement) as writer:  # doctest: +SKIP
         ...     writer.start()
         ...     written = writer.finish()
     """
 
-    def __init__(self, role_dir: Path, writes: Sequence[ImageWrite], exchange: Exchange) -> None:
+    def __init__(self, role_dir: Path, writes: Sequence[FileWrite], exchange: Exchange) -> None:
         self._role_dir = role_dir
         self._writes = writes
         self._exchange = exchange
         self._job = _native.WriteJob(threads=tuning.IO_THREADS, piece_bytes=tuning.WRITE_BYTES)
 
-    def __enter__(self) -> ImageWriter:
+    def __enter__(self) -> FileWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -63,7 +63,7 @@ class ImageWriter:
             path = str(self._role_dir / plan.path)
             self._job.add_file(
                 path,
-                plan.image,
+                plan.layout,
                 plan.start,
                 plan.stop,
                 sources=write.sources,
@@ -136,18 +136,18 @@ class ImageWriter:
         return parts
 
     def _complete(self, number: int, plan: FilePlan, crcs: list[list[int]]) -> WrittenFile:
-        blocks = plan.image.join(list(plan.share.cuts), crcs)
-        slots = plan.image.slot_crcs(blocks)
+        blocks = plan.layout.join(list(plan.share.cuts), crcs)
+        slots = plan.layout.slot_crcs(blocks)
         index = plan.index.encode(blocks)
         index_crc = crc32(index)
         tail = plan.pt.tail(slots, index, index_crc)
-        patches = [(offset, slots[slot]) for offset, slot in plan.image.foreign_descriptors(list(plan.share.cuts))]
+        patches = [(offset, slots[slot]) for offset, slot in plan.layout.foreign_descriptors(list(plan.share.cuts))]
         self._job.finish(number, tail, patches)
         return WrittenFile(
             plan.path,
             plan.request.kind,
             size=plan.pt.records_end + len(tail),
-            crc32=crc32(tail, plan.image.file_crc(slots)),
+            crc32=crc32(tail, plan.layout.file_crc(slots)),
             index=IndexPlace(plan.pt.index_offset, len(index), index_crc),
             holds=plan.holds,
         )

@@ -11,9 +11,9 @@ import torch
 
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.formats.contract import Read
-from mcore_ckpt.formats.native.file_plan import FilePlan, ImageWrite, StructureCache, plan_file
+from mcore_ckpt.formats.native.file_plan import FilePlan, FileWrite, StructureCache, plan_file
 from mcore_ckpt.formats.native.replica_shares import Share
-from mcore_ckpt.formats.native.writer import ImageWriter
+from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.streams import Placed, cuts_of, memory_at, stream
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.sharding.overlap import rows_into
@@ -138,11 +138,11 @@ def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Ten
 
 def _write(batch: Sequence[Placed[_FileRange]], staging: Path, exchange: _OwnExchange) -> Iterator[FileNames]:
     ranges = [placed.part for placed in batch]
-    writes = [ImageWrite(placed.part.plan, buffer=placed.buffer, offset=placed.offset) for placed in batch]
+    writes = [FileWrite(placed.part.plan, buffer=placed.buffer, offset=placed.offset) for placed in batch]
     # One number serves the whole batch: a range of a file with several writers is alone in its batch, and the writer of
     # a file that has only one is number 0.
     exchange.rank = ranges[0].writer
-    with ImageWriter(staging, writes, exchange) as writer:
+    with FileWriter(staging, writes, exchange) as writer:
         writer.start()
         written = {file.path: file for file in writer.finish()}
     for each in ranges:
