@@ -1,12 +1,14 @@
 """Finds where each element of a region is in its global tensor, by cutting a tensor of positions."""
 
 import math
+from functools import cache
 
 import torch
 
 from mcore_ckpt.sharding.regions import Region
 
 
+@cache
 def positions(region: Region) -> torch.Tensor:
     """Where in the flattened global tensor each element of a region is: shape [numel], dtype int64."""
     everywhere = torch.arange(math.prod(region.global_shape)).view(region.global_shape)
