@@ -22,7 +22,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2-frozen-stage": Layout(2, pp=2, frozen=r"embedding|layers|final_layernorm"),
     "pp2-tied-bf16": Layout(2, pp=2, tied_embeddings=True, precision="bf16"),
     "dp2-expert-bias": Layout(2, experts=4, ep=2, expert_bias=True, precision="bf16"),
-    "pp2-vpp2": Layout(2, pp=2, vpp=2, num_layers=8),
+    "pp2-vpp2": Layout(2, pp=2, vpp=2, num_layers=4),
     "cp2": Layout(2, cp=2),
     "ep2": Layout(2, experts=4, ep=2),
     "ep2-replicated": Layout(2, experts=4, ep=2, precision="bf16", distributed_optimizer=False),
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2-mtp": Layout(2, pp=2, mtp_layers=1),
     # four ranks: mostly ways to cut a model
     "tp2-pp2": Layout(4, tp=2, pp=2),
-    "pp2-vpp2-dp2": Layout(4, pp=2, vpp=2, num_layers=8),
+    "pp2-vpp2-dp2": Layout(4, pp=2, vpp=2, num_layers=4),
     "dp4-buckets": Layout(4, bucket_size=5000, overlap_grad_reduce=True),
     "cp2-dp2": Layout(4, cp=2),
     "ep2-dp4": Layout(4, experts=4, ep=2),

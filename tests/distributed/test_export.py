@@ -115,7 +115,6 @@ IN_CI = {
     ("pp2-tied-bf16", "async"),
     ("pp2-vpp2", "sync"),
     ("ep2", "async"),
-    ("tp2-ep2-etp1", "sync"),
 }
 
 
@@ -297,7 +296,7 @@ def test_a_missing_layer_fails_the_save_on_all_ranks_and_leaves_nothing(shared_p
         config.num_hidden_layers += 1
         manager = manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS)
         messages = refused(training, lambda: manager.save(1), CheckpointMismatchError)
-        assert_names(messages, r"decoder\.layers\.4")
+        assert_names(messages, r"decoder\.layers\.2")
         dist.barrier()
         with everywhere():
             assert not (shared_path / "global_steps_1" / "actor").exists()

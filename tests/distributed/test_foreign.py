@@ -28,7 +28,7 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 
-END = 2 * STEP
+END = STEP + 2
 BOTH_TYPES = ("dp_reshardable", "fully_reshardable")
 FORMATS = ("verl_ranks", *BOTH_TYPES)
 NAMES = (
@@ -62,11 +62,9 @@ IN_CI = {
     ("pp2-vpp2", "fully_reshardable"),
     ("tp2", "dp_reshardable"),
     ("ep2", "verl_ranks"),
+    ("ep2", "dp_reshardable"),
     ("cp2", "fully_reshardable"),
     ("dp2-expert-bias", "fully_reshardable"),
-    ("pp2-vpp2-dp2", "verl_ranks"),
-    ("tp2-ep2-etp1", "dp_reshardable"),
-    ("dp4-two-instances", "fully_reshardable"),
 }
 
 
@@ -270,10 +268,10 @@ def test_torch_dist_without_weights(shared_path: Path) -> None:
 
 ACROSS = [
     ("tp2", Layout(2, pp=2)),
-    ("pp2-vpp2", Layout(2, num_layers=8)),
+    ("pp2-vpp2", Layout(2, num_layers=4)),
     ("dp2-bf16", Layout(2, tp=2, precision="bf16")),
     ("ep2", Layout(2, experts=4)),
-    ("tp2-pp2", Layout(4, pp=2, num_layers=4)),
+    ("tp2-pp2", Layout(4, pp=2)),
     ("ep2-dp4", Layout(4, experts=4, ep=4)),
     ("pp2-dp2-uneven", Layout(4, tp=2, num_layers=5)),
 ]
@@ -281,10 +279,7 @@ ACROSS = [
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [
-        pytest.param(name, other, id=name, marks=marks(other.world, name in ("tp2", "dp2-bf16", "ep2-dp4")))
-        for name, other in ACROSS
-    ],
+    [pytest.param(name, other, id=name, marks=marks(other.world, name in ("tp2", "ep2"))) for name, other in ACROSS],
 )
 def test_fully_reshardable_under_another_layout(name: str, other: Layout, shared_path: Path) -> None:
     there_and_back(LAYOUTS[name], other, "fully_reshardable", shared_path)
@@ -351,10 +346,10 @@ def test_model_of_dp_reshardable_under_another_layout(shared_path: Path) -> None
             *("tp2", Layout(2, pp=2), ("saved on tp=2", "this is tp=1, pp=2")),
             marks=pytest.mark.full,
         ),
-        ("pp2-vpp2", Layout(2, pp=2, num_layers=8), ("vpp=2", "vpp=1")),
+        ("pp2-vpp2", Layout(2, pp=2, num_layers=4), ("vpp=2", "vpp=1")),
         ("dp2-bf16", Layout(2, precision="fp32"), ("model.pt", "float32", "bfloat16")),
-        ("dp2-bf16", Layout(2, precision="bf16", num_layers=5), (r"decoder\.layers\.4\.", "found no such tensor")),
-        ("dp2-bf16", Layout(2, precision="bf16", num_layers=3), (r"decoder\.layers\.3\.", "wanted no such tensor")),
+        ("dp2-bf16", Layout(2, precision="bf16", num_layers=3), (r"decoder\.layers\.2\.", "found no such tensor")),
+        ("dp2-bf16", Layout(2, precision="bf16", num_layers=1), (r"decoder\.layers\.1\.", "wanted no such tensor")),
     ],
 )
 def test_verl_ranks_under_another_layout(

@@ -46,13 +46,10 @@ IN_CI = {
     ("dp2-expert-bias", "verl_ranks"),
     ("pp2-tied-bf16", "verl_ranks"),
     ("pp2-vpp2", "verl_ranks"),
-    ("tp2-ep2-etp1", "verl_ranks"),
     ("mtp", ""),
     ("dp2-expert-bias", "non_homogeneous_layers"),
     ("pp2-tied-bf16", "singleton_local_shards"),
     ("pp2-vpp2", ""),
-    ("pp2-vpp2-dp2-stages", "non_homogeneous_layers"),
-    ("tp2-ep2-etp1", "singleton_local_shards"),
     ("etp2-ep2", ""),
 }
 

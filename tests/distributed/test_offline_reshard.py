@@ -40,20 +40,18 @@ class Case:
 # Of each way to cut a model, and of each kind of optimizer, one journey.
 IN_CI = {
     "dp2-to-tp2-to-pp2",
-    "pp2-vpp2-to-tp2",
     "ep2-to-tp2-bf16",
     "tied-pp2-to-tp2",
     "replicated-optimizer",
     "mtp",
     "expert-bias",
     "stages-to-tp2-pp2",
-    "etp2-ep2-to-ep4-bf16",
     "two-instances",
 }
 
 TWO, FOUR = Layout(2), Layout(4)
 MIXTURE = {"experts": 4}
-DEEP = {"num_layers": 8}
+DEEP = {"num_layers": 4}
 
 CASES = {
     "dp2-to-tp2-to-pp2": Case(TWO, Layout(2, tp=2), Layout(2, pp=2)),
@@ -88,7 +86,7 @@ CASES = {
         LAYOUTS["dp2-expert-bias"], replace(LAYOUTS["dp2-expert-bias"], ep=1), LAYOUTS["dp2-expert-bias"]
     ),
     "tp2-pp2-to-dp4": Case(Layout(4, tp=2, pp=2), FOUR, Layout(4, tp=2)),
-    "dp4-to-tp4-to-pp4": Case(FOUR, Layout(4, tp=2, cp=2), Layout(4, pp=4)),
+    "dp4-to-tp4-to-pp4": Case(Layout(4, **DEEP), Layout(4, tp=2, cp=2, **DEEP), Layout(4, pp=4, **DEEP)),
     "uneven-to-tp2": Case(
         Layout(4, pp=2, num_layers=5, first_stage_layers=2),
         Layout(4, tp=2, num_layers=5),

@@ -48,10 +48,10 @@ def refused(training: Training, root: Path, expected: type[CheckpointError], **c
     [
         pytest.param(replace(DP2, hidden_size=48), (MODEL, r"\.weight.* wanted .*48.* found .*40"), id="hidden-size"),
         pytest.param(
-            replace(DP2, num_layers=5), (MODEL, r"decoder\.layers\.4\..* wanted .* found no such"), id="more-layers"
+            replace(DP2, num_layers=3), (MODEL, r"decoder\.layers\.2\..* wanted .* found no such"), id="more-layers"
         ),
         pytest.param(
-            replace(DP2, num_layers=3), (MODEL, r"decoder\.layers\.3\..* wanted no such .* found"), id="fewer-layers"
+            replace(DP2, num_layers=1), (MODEL, r"decoder\.layers\.1\..* wanted no such .* found"), id="fewer-layers"
         ),
         pytest.param(LAYOUTS["ep2"], ("float32|experts",), id="experts"),
     ],

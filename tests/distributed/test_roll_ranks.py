@@ -106,7 +106,7 @@ def test_hugging_face_weights_are_beside_the_checkpoint_if_roll_asks_for_them(
         vocab_size=131,
         hidden_size=40,
         intermediate_size=80,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         rms_norm_eps=1e-5,

@@ -38,9 +38,9 @@ DP2 = LAYOUTS["dp2-bf16"]
     ("layout", "flat", "async_save"),
     [
         pytest.param("dp2-bf16", False, True, marks=pytest.mark.world(2)),
-        pytest.param("pp2-vpp2", True, False, marks=marks(2, in_ci=False)),
+        pytest.param("pp2-vpp2", True, False, marks=marks(2)),
         pytest.param("tp2-pp2", False, False, marks=marks(4, in_ci=False)),
-        pytest.param("ep2-dp4", True, True, marks=pytest.mark.world(4)),
+        pytest.param("ep2-dp4", True, True, marks=marks(4, in_ci=False)),
     ],
 )
 def test_a_resumed_training_is_the_same_bit_for_bit(

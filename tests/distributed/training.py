@@ -71,7 +71,7 @@ class Layout:
     """None: as tp."""
 
     hidden_size: int = HIDDEN_SIZE
-    num_layers: int = 4
+    num_layers: int = 2
     first_stage_layers: int | None = None
     stages: str | None = None
     """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
