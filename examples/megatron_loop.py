@@ -1,9 +1,9 @@
-"""A loop of megatron-core that saves and loads with the two functions of Megatron-LM's trainer, imported from here.
+"""A megatron-core training loop that saves and loads with Megatron-LM's own functions, imported from mcore_ckpt.
 
     torchrun --standalone --nproc-per-node 2 examples/megatron_loop.py --save checkpoints --load checkpoints
 
-Four lines have to do with checkpoints: the import, `configure`, `load_checkpoint` and `save_checkpoint`. Use
-plain_loop.py as a model for a new loop.
+Only the import from mcore_ckpt and the calls of the imported functions have to do with checkpoints. For a new loop,
+start from plain_loop.py instead.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parses the command line. The integration reads these arguments by Megatron-LM's names."""
+    """Parses the command line. The integration reads the arguments, so they have the names that Megatron-LM uses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", required=True)
     parser.add_argument("--load")

@@ -1,4 +1,4 @@
-"""A plain training loop with a CheckpointManager. Run it, kill it at any time, and run it again: it resumes.
+"""A plain training loop with a CheckpointManager. Run it, kill it at any time, and run it again. It then resumes.
 
     torchrun --standalone --nproc-per-node 2 examples/plain_loop.py --checkpoints checkpoints
 
@@ -32,21 +32,21 @@ def main() -> None:
         scheduler.step(increment=1)
         step, samples = step + 1, samples + BATCH * dist.get_world_size()
         if step % args.save_every == 0:
-            # Returns as soon as training may go on. The checkpoint is written and committed in the background.
+            # `save` returns as soon as training can continue. The checkpoint is committed in the background.
             manager.save(step, extra_state={"samples": samples})
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss!r} samples {samples}", flush=True)
 
-    manager.close()  # waits for the last save, and raises its error if it failed
+    manager.close()  # waits for the last save, and raises an error if that save failed
     dist.destroy_process_group()
 
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoints", type=Path, required=True, help="folder of the steps to save and resume from")
-    parser.add_argument("--save-every", type=int, default=5, metavar="N", help="steps between two saves (%(default)s)")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="steps to train (%(default)s)")
+    parser.add_argument("--checkpoints", type=Path, required=True, help="folder to save to and resume from")
+    parser.add_argument("--save-every", type=int, default=5, metavar="N", help="save every N steps (%(default)s)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="train N steps (%(default)s)")
     return parser.parse_args()
 
 

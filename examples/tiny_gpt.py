@@ -61,8 +61,8 @@ def train_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, fir
 
     Args:
         model: the data-parallel model.
-        optimizer: its optimizer.
-        first_sample: how many samples all ranks have seen before this step.
+        optimizer: the model's optimizer.
+        first_sample: how many samples all ranks together have seen before this step.
     """
     model.zero_grad_buffer()
     optimizer.zero_grad()

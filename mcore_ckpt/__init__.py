@@ -28,7 +28,8 @@ __all__ = [
     "unpin",
 ]
 
-# Imported on first use: they need torch, which takes seconds to import, and `mcore-ckpt --help` would wait for it.
+# These names are imported on first use. They need torch, which takes seconds to import, and `mcore-ckpt --help` must
+# not wait for that.
 __getattr__ = lazy_names(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Configuration of a CheckpointManager."""
+"""Defines the configuration of a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -27,45 +27,50 @@ class CheckpointConfig:
         save_contents: what to save: `model`, `optimizer` (with the LR scheduler), `extra` (random state and the
             trainer's extra state), `hf_model` (the model in HuggingFace's format, in `huggingface/`; needs the
             manager's `hf_config`).
-        load_contents: what to load, in the same words. The checkpoint must have all of it. `hf_model` adds nothing to
-            `model`; without `model` it loads the weights in `huggingface/`.
-        async_save: `save` returns as soon as the training state may change again; the rest of the save goes on beside
-            the training. The manager then prepares host memory for the copies from the moment it is made.
-        async_mode: when an async `save` returns. "snapshot": when the state has been copied. "lazy": at once; a state
-            on a GPU is copied during the next forward and backward pass, and megatron's methods that change it
-            (`optimizer.step()`, parameter gathers, loading) wait for the copy on their stream. Other code that changes
-            it must call `manager.before_step()` first. In both modes a state in CPU memory is copied before `save`
-            returns.
+        load_contents: what to load, as a list of the same words. The checkpoint must contain all of them. With `model`,
+            `hf_model` adds nothing. Without `model`, `hf_model` loads the weights from `huggingface/`.
+        async_save: whether `save` returns as soon as the training state may change again. The save then finishes in the
+            background. The manager starts to prepare host memory for the copies when it is constructed.
+        async_mode: when an async `save` returns. "snapshot": after the state has been copied. "lazy": immediately. The
+            state on a GPU is then copied during the next forward and backward pass. Megatron's methods that change the
+            state (`optimizer.step()`, parameter gathers, loading) make their CUDA stream wait for the copy. Other code
+            that changes the state must call `manager.before_step()` first. In both modes, state in CPU memory is copied
+            before `save` returns.
         if_busy: what `save` does while an earlier save is under way: "wait" for it, or "raise" BusyError.
-        if_failed: what the next call does if a save has failed beside the training: "raise" its error on every rank,
-            or "warn" in the log and go on.
-        shared_writes: whether each replica of data and context parallelism writes a part of each replicated file. If
-            not, the first replica writes all of it.
-        load_replicas: how ranks load what is the same on several ranks (the model, over data and context parallelism;
-            the state of an optimizer that is not distributed). "read": each rank reads it. "broadcast": one rank reads
-            it and sends it to the others, which is faster if the network is faster than the file system.
-        max_host_bytes: the most bytes of host memory that this rank keeps for copies of its state; None: no limit.
-        max_to_keep: how many complete steps stay on disk, counted on disk; None keeps all. Older steps are deleted
-            after the commit, beside the training. Pinned steps (`mcore_ckpt.pin`) stay.
-        keep_every: steps that are multiples of this number stay too, whatever their age; needs max_to_keep.
-        remote: the URL of a remote store that fsspec knows: s3://bucket/prefix, gs://..., hdfs://host/path,
-            file:///folder. Committed checkpoints are uploaded to it beside the training. They are loaded from it if
-            they are newer than the local ones, or the local ones are gone. None: there is no store. Credentials come
-            from the environment, as for the store's own tools. `~` in file://~/folder is the home folder.
-        prune_remote: whether `max_to_keep` and `keep_every` apply to the remote store, too. If not, it keeps all.
-        upload_timeout_s: how long `wait` and `close` wait for uploads under way, in seconds. Only rank 0 waits, so keep
-            it below the process group's timeout if training goes on after `wait`.
-        roles: the roles that every step consists of. A step is complete when all have committed. None: this manager's
-            role alone.
-        vocab_size: the number of tokens, without the rows that megatron pads embeddings with. It is needed only to load
-            under another tensor-parallel size, if padding alone does not explain the difference. None: the value in the
-            HuggingFace config.
-        timeout_s: the deadline of every wait for another rank, in seconds.
-        assume_optimizer_step: how many steps the optimizer had done, for checkpoints of other programs that do not say
+        if_failed: what happens after a background save has failed. "raise": the next call of the manager raises the
+            error of that save on every rank. "warn": the error is only logged.
+        shared_writes: whether the data-parallel and context-parallel replicas of a file each write a part of it. If
+            not, the first replica writes the whole file.
+        load_replicas: how ranks load tensors that are the same on several ranks: those of the model, which data and
+            context parallelism replicate, and those of an optimizer that is not distributed. "read": each rank reads
+            them. "broadcast": one rank reads them and sends them to the other ranks, which is faster if the network is
+            faster than the file system.
+        max_host_bytes: the largest number of bytes of host memory that this rank uses for copies of its state. None: no
+            limit.
+        max_to_keep: how many complete steps to keep on disk, including those of earlier runs. None: all. After each
+            commit, older steps are deleted in the background. Pinned steps (`mcore_ckpt.pin`) are never deleted.
+        keep_every: steps that are multiples of this number are also kept, however old they are. Requires max_to_keep.
+        remote: the URL of a remote store that fsspec supports: s3://bucket/prefix, gs://..., hdfs://host/path,
+            file:///folder. Committed checkpoints are uploaded to it in the background. `load` takes a checkpoint from
+            the store if it is newer than the local ones, or if the local ones are gone. None: no remote store.
+            Credentials are read from the environment, in the same way as by the store's own tools. In file://~/folder,
+            `~` is the home folder.
+        prune_remote: whether `max_to_keep` and `keep_every` also apply to the remote store. If not, the store keeps all
+            checkpoints.
+        upload_timeout_s: how long `wait` and `close` wait for unfinished uploads, in seconds. Only rank 0 waits. If
+            training continues after `wait`, this time must be shorter than the process group's timeout.
+        roles: the roles that every step consists of. A step is complete once all of them are committed. None: only this
+            manager's role.
+        vocab_size: the number of tokens, without the rows that megatron adds to embeddings as padding. It is needed
+            only if the saved embeddings have another number of rows and padding alone does not explain the difference.
+            None: the value in the HuggingFace config.
+        timeout_s: how long a rank waits for another rank before it gives up, in seconds.
+        assume_optimizer_step: the optimizer's step count to assume for checkpoints of other programs that do not store
             it (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
-        skip_frozen: parameters that do not train (the model below LoRA adapters) are neither saved nor loaded, because
-            the trainer has them from elsewhere.
-        strict: raise if a checkpoint turns out to be damaged while it is read, instead of loading the next older one.
+        skip_frozen: whether to leave parameters that are not trained (the base model under LoRA adapters) out of saves
+            and loads. The trainer must then get them from elsewhere.
+        strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
+            older one.
 
     Raises:
         InvalidArgumentError: a value is not allowed, or two values contradict each other.
@@ -86,7 +91,7 @@ class CheckpointConfig:
     max_host_bytes: int | None = None
     max_to_keep: int | None = None
     keep_every: int | None = None
-    remote: str | None = dataclasses.field(default=None, repr=False)  # the URL may hold a password
+    remote: str | None = dataclasses.field(default=None, repr=False)  # the URL can contain a password
     prune_remote: bool = True
     upload_timeout_s: float = 300.0
     roles: tuple[str, ...] | None = None
@@ -106,10 +111,13 @@ class CheckpointConfig:
         if not _is_step_count(self.keep_every):
             raise InvalidArgumentError(f"keep_every is {self.keep_every!r}: use 1 or more, or None")
         if self.keep_every is not None and self.max_to_keep is None:
-            raise InvalidArgumentError("keep_every is given without max_to_keep, which keeps every step: give both")
+            raise InvalidArgumentError(
+                "keep_every is given without max_to_keep, but without max_to_keep every step is kept: give both"
+            )
         if self.skip_frozen and "hf_model" in self.save_contents:
             raise InvalidArgumentError(
-                "save_contents has 'hf_model', whose parameters skip_frozen leaves out: drop one of them"
+                "save_contents has 'hf_model', which needs all parameters, but skip_frozen leaves some out: use only "
+                "one of the two"
             )
         if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
             raise InvalidArgumentError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")
@@ -117,14 +125,14 @@ class CheckpointConfig:
             raise InvalidArgumentError(f"timeout_s is {self.timeout_s}: use a positive number of seconds")
         if not self.upload_timeout_s >= 0:
             raise InvalidArgumentError(
-                f"upload_timeout_s is {self.upload_timeout_s}: use seconds, or 0 to wait for no upload"
+                f"upload_timeout_s is {self.upload_timeout_s}: use a number of seconds, or 0 not to wait for uploads"
             )
         if not _is_step_count(self.assume_optimizer_step):
             raise InvalidArgumentError(
                 f"assume_optimizer_step is {self.assume_optimizer_step!r}: use 1 or more, or None"
             )
         if self.remote is not None and self.remote.startswith("file://~"):
-            # fsspec would make a folder called "~".
+            # fsspec does not expand "~", and would make a folder with that name.
             object.__setattr__(self, "remote", "file://" + os.path.expanduser(self.remote.removeprefix("file://")))
         if self.roles is not None:
             object.__setattr__(self, "roles", _unique_roles(self.roles))
@@ -144,7 +152,7 @@ def _is_step_count(value: object) -> bool:
 
 
 def _unique_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles, each once. `checkpoint.file_names.check_roles` checks that they can be folder names."""
+    """Removes repeated roles. `checkpoint.file_names.check_roles` checks later that roles can be folder names."""
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
     return tuple(dict.fromkeys(roles))
@@ -158,7 +166,7 @@ def _contents(field: str, words: tuple[str, ...] | list[str] | str) -> tuple[str
     words = tuple(words)
     for word in words:
         if word not in CONTENT_WORDS:
-            raise InvalidArgumentError(f"{field} has {word!r}: the words are {', '.join(CONTENT_WORDS)}")
+            raise InvalidArgumentError(f"{field} has {word!r}: the allowed words are {', '.join(CONTENT_WORDS)}")
     if not words:
         raise InvalidArgumentError(f"{field} is empty: name at least one of {', '.join(CONTENT_WORDS)}")
     return words

@@ -1,7 +1,7 @@
-"""The errors that this package raises, and their form between ranks.
+"""Defines the errors that this package raises, and the records in which ranks send errors to each other.
 
-Every message says what happened, where (file, tensor, rank), and what to do. An error that one rank meets is raised on
-all ranks with the same type, so that a trainer can catch it anywhere.
+Every message says what happened, where (file, tensor, rank), and what to do. If an error happens on one rank, all ranks
+raise an error of the same type, so that a trainer can catch it on any rank.
 
 All errors of public calls derive from CheckpointError:
 
@@ -15,17 +15,18 @@ All errors of public calls derive from CheckpointError:
 | BusyError, LockedError | `save` |
 | RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover` |
 | AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
-| InvalidArgumentError | every public call; it is a ValueError, too |
-| InvalidTypeError | `CheckpointManager(...)`, `save`; it is a TypeError, too |
-| InvalidStateError | `CheckpointManager(...)`; it is a RuntimeError, too |
+| InvalidArgumentError | every public call; it is also a ValueError |
+| InvalidTypeError | `CheckpointManager(...)`, `save`; it is also a TypeError |
+| InvalidStateError | `CheckpointManager(...)`; it is also a RuntimeError |
 
-These built-in errors come out of public calls as they are:
+Public calls also raise these built-in errors:
 
-- TimeoutError: `SaveHandle.wait(timeout)`. The save goes on, so nothing has failed.
-- MemoryError: `save` and `load`, on the rank that has no memory. The other ranks raise a CommitError or AgreementError.
-- OSError: `pin` and `unpin`, which work on one file of the user's; `resumable_steps`, if the root cannot be read now.
+- TimeoutError: `SaveHandle.wait(timeout)`. The save continues, so nothing has failed.
+- MemoryError: `save` and `load`, on the rank that has too little memory. The other ranks raise a CommitError or
+  AgreementError.
+- OSError: `pin` and `unpin`, if the pin cannot be written or removed; `resumable_steps`, if the root cannot be read.
 - KeyboardInterrupt and SystemExit: every call that waits.
-- The errors of code that the caller hands over, such as the clock of a Schedule.
+- Errors of functions that the caller passes in, such as the clock of a Schedule.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ class CheckpointError(Exception):
     """Base class of all errors of this package.
 
     Attributes:
-        names_rank: True if the message begins with the rank that met the error, because rank 0 has passed it on.
+        names_rank: True if the message already begins with the rank on which the error happened.
     """
 
     names_rank = False
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no checkpoint at the place that was named."""
+    """There is no checkpoint at the given place."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A file of a checkpoint is missing, cut, foreign, or has wrong bytes."""
+    """A file of a checkpoint is missing, or its bytes are not those that were saved."""
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -54,11 +55,11 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class UnsupportedError(CheckpointError):
-    """The package refuses something by name, before anything is written or changed."""
+    """The package does not support something, which the message names. Nothing has been saved or changed."""
 
 
 class CommitError(CheckpointError):
-    """A save has produced no checkpoint: a rank failed, died or was late. The previous checkpoint stays."""
+    """A save has produced no checkpoint because a rank failed, died or was late. The previous checkpoint is intact."""
 
 
 class BusyError(CheckpointError):
@@ -74,15 +75,15 @@ class RemoteError(CheckpointError):
 
 
 class AgreementError(CheckpointError):
-    """The ranks could not agree outside a save: one is missing, late, or the key-value store is gone."""
+    """Outside a save, the ranks could not agree: a rank is missing or late, or the key-value store is gone."""
 
 
 class InvalidArgumentError(CheckpointError, ValueError):
-    """An argument has a value that it may not have, or two arguments contradict each other. Nothing has been done."""
+    """An argument has a value that is not allowed, or two arguments contradict each other. Nothing has been done."""
 
 
 class InvalidTypeError(CheckpointError, TypeError):
-    """An argument is of a type that the call does not take. Nothing has been done."""
+    """An argument has a type that the call does not accept. Nothing has been done."""
 
 
 class InvalidStateError(CheckpointError, RuntimeError):
@@ -110,17 +111,20 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def to_record(error: BaseException, rank: int) -> dict[str, str]:
-    """Turns an error into plain strings that can travel to other ranks. The text keeps the type of a foreign error."""
+    """Turns an error into strings that can be sent to other ranks.
+
+    If the error's type is not of this module, the message contains the name of the type.
+    """
     name = type(error).__name__
     text = str(error) if name in _BY_NAME else f"{name}: {error}"
     if not getattr(error, "names_rank", False):
         text = f"rank {rank}: {text}"
-    # The name of a file may hold bytes that are not text; the message must be sent nevertheless.
+    # A message can contain a file name with bytes that are not valid text. Escape them, so that it can be sent.
     return {"type": name, "message": text.encode(errors="backslashreplace").decode()}
 
 
 def from_record(record: dict[str, str], default: type[CheckpointError]) -> CheckpointError:
-    """Makes the error that a record describes. An error of a foreign type becomes a `default`."""
+    """Makes the error that a record describes. If its type is not of this module, makes a `default`."""
     error = _BY_NAME.get(record["type"], default)(record["message"])
     error.names_rank = True
     return error

@@ -1,4 +1,4 @@
-"""The CheckpointManager: the one object that a trainer holds."""
+"""Defines the CheckpointManager, the object through which a trainer saves and loads."""
 
 from __future__ import annotations
 
@@ -48,34 +48,35 @@ from mcore_ckpt.steps.upload_queue import UploadQueue
 logger = logging.getLogger(__name__)
 
 _SETTING_UP = "setting up a CheckpointManager"
-LARGEST_STEP = 10**18  # what the tracker can hold (file_names.parse_tracker)
+LARGEST_STEP = 10**18  # steps are smaller than this, because the tracker has 18 digits (file_names.parse_tracker)
 
 
 class CheckpointManager:
     """Saves and loads one role's training state.
 
-    Make it on every rank with the same arguments, after megatron's setup. The constructor waits for the other ranks.
+    Construct one on every rank with the same arguments, after megatron's setup. The constructor waits for the other
+    ranks.
 
-    With `async_save` it prepares host memory for the copies of the state on a low-priority thread, from the moment it
-    is made. An async save that comes before the memory is ready copies the files that fit into it, and writes the
-    others to the disk before `save` returns. If the state is on a GPU, such an early save waits for all of the memory,
-    because copies from a GPU need pinned memory.
+    With `async_save` the constructor starts a low-priority thread that prepares host memory for the copies of the
+    state. If `save` is called before all of the memory is ready, it copies the files that fit into the ready part, and
+    writes the other files to the disk before it returns. If the state is on a GPU, such an early `save` waits for all
+    of the memory, because copies from a GPU need pinned memory.
 
     Args:
-        root: the folder of all steps: one shared folder, the same on every rank. `~` is the home folder.
+        root: the folder of all steps. It must be the same shared folder on every rank. `~` is the home folder.
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
         optimizer: the optimizer that `get_megatron_optimizer` returned, or None.
-        lr_scheduler: `OptimizerParamScheduler` or any object with state_dict and load_state_dict, or None.
-        role: the folder's name in each step: actor, critic, ...
-        hf_config: a transformers config to write beside the checkpoint, or None. `hf_model` needs it.
-        processing_class: a transformers tokenizer or processor to write beside it, or None.
-        config: the configuration; None: CheckpointConfig().
+        lr_scheduler: an `OptimizerParamScheduler`, another object with state_dict and load_state_dict, or None.
+        role: the name of the trained model in its job, such as actor or critic. Its folder in each step has this name.
+        hf_config: a transformers config to write into the checkpoint, or None. `hf_model` needs it.
+        processing_class: a transformers tokenizer or processor to write into the checkpoint, or None.
+        config: the configuration. None: CheckpointConfig().
 
     Raises:
-        UnsupportedError: the model or optimizer holds something that could only be half-saved; nothing has been
-            touched.
-        InvalidArgumentError, InvalidTypeError: an argument has a value or a type that it may not have.
-        InvalidStateError: megatron's parallel state is not initialized, though torch.distributed is.
+        UnsupportedError: the model or the optimizer has something that cannot be saved completely. Nothing has been
+            changed.
+        InvalidArgumentError, InvalidTypeError: an argument has a value or a type that is not allowed.
+        InvalidStateError: torch.distributed is initialized, but megatron's parallel state is not.
 
     Example:
         >>> manager = CheckpointManager("checkpoints", model, optimizer, lr_scheduler)  # doctest: +SKIP
@@ -96,7 +97,7 @@ class CheckpointManager:
         config: CheckpointConfig | None = None,
     ) -> None:
         config = config or CheckpointConfig()
-        # Join the agreements first, so that later failures reach all ranks.
+        # Join the agreements first, so that all ranks learn of later failures.
         agreement = rendezvous(f"{role}/trainer", config.timeout_s, _SETTING_UP)
         commits = rendezvous(f"{role}/saves", config.timeout_s, _SETTING_UP)
         try:
@@ -138,34 +139,36 @@ class CheckpointManager:
         path: str | Path | None = None,
         max_to_keep: int | None = None,
     ) -> SaveHandle:
-        """Saves what `save_contents` names as step `step`. Every rank calls it, at the same point of training.
+        """Saves, as step `step`, what `save_contents` names. Every rank calls it, at the same point of training.
 
         Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change again.
 
         Args:
             step: the step's number, at least 0. An older checkpoint of the same step stays until the new one is
                 committed.
-            extra_state: this rank's data position, counters, ...: plain containers, numbers, strings, tensors. Ranks
-                may differ. It may be a function that returns the state. If the function raises on one rank, all ranks
-                raise a CommitError; an error before the call of `save` would let them wait until `timeout_s`.
-            roles: the roles that this step consists of; None: `config.roles`.
-            path: the folder to write; None: `<root>/global_steps_{step}/{role}`. `<root>/global_step_{step}/{role}`
-                and, for steps of one role, `<root>/global_step_{step}` are steps as well (`checkpoint-{step}`, too).
-                A checkpoint in any other folder is as safe, but it is no step: the tracker does not move, `load()` and
-                `max_to_keep` ignore it, and it is not uploaded to the remote store. Files that a trainer has put into
-                the folder stay, unless the save writes a file or folder of that name (docs/format.md).
-            max_to_keep: how many steps to keep after this save; None: `config.max_to_keep`.
+            extra_state: this rank's data position, counters and so on, as plain containers, numbers, strings and
+                tensors. It may differ between ranks. It may also be a function that returns this state. If the function
+                raises on one rank, all ranks raise a CommitError. If code before the call of `save` raises on one rank
+                instead, the other ranks wait for this rank until `timeout_s`.
+            roles: the roles that this step consists of. None: `config.roles`.
+            path: the folder to write. None: `<root>/global_steps_{step}/{role}`. Two other forms are also steps:
+                `<root>/global_step_{step}/{role}` and, for steps with one role, `<root>/global_step_{step}`. Both may
+                have `checkpoint-{step}` in place of `global_step_{step}`. A checkpoint in any other folder is equally
+                safe, but is not part of a step: the tracker does not name it, `load()` and `max_to_keep` ignore it, and
+                it is not uploaded to the remote store. Files that a trainer has put into the folder stay, unless the
+                save writes a file or folder with the same name (docs/format.md).
+            max_to_keep: how many steps to keep after this save. None: `config.max_to_keep`.
 
         Raises:
-            CommitError: a rank failed, died or was late. The same on all ranks; the previous checkpoint stays.
-            UnsupportedError: a value cannot be stored without pickling a class; the message names the field.
+            CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
+            UnsupportedError: a value cannot be stored without pickling a class. The message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer saves this role below this root. Nothing has been done.
-            InvalidArgumentError: an argument has a value that it may not have; for example, `path` is the folder of
+            InvalidArgumentError: an argument has a value that is not allowed. For example, `path` is the folder of
                 another step or of all steps.
-            MemoryError: this rank has no host memory for a copy of its state. The other ranks raise a CommitError.
-            CheckpointError: an earlier save has failed beside the training, and no call has raised its error yet. This
-                save has not been made.
+            MemoryError: this rank has too little host memory to copy its state. The other ranks raise a CommitError.
+            CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
+                saved by this call.
         """
         topic = f"saving step {step} of {self._trainer.role}"
         started = time.perf_counter()
@@ -199,20 +202,20 @@ class CheckpointManager:
 
         Args:
             step: the step to load.
-            path: the role's folder to load, instead of a step. Without `step` and `path` the newest complete step is
-                loaded; if it is damaged, the next older one.
-            verify: "read": each block's CRC is compared before its bytes are applied. "full": all files of the
-                checkpoint are read and compared first, even those that no rank needs, so that a damaged checkpoint
-                changes nothing. "off": bytes of tensors are not compared; sizes, indexes and small files are checked.
-                It makes no difference for checkpoints of other programs, which have no CRCs.
+            path: the role's folder to load, instead of a step. Without `step` and `path`, the newest complete step is
+                loaded, or the next older one if the newest is damaged.
+            verify: "read": the CRC of each block is checked before the block's bytes are used. "full": the CRCs of all
+                files of the checkpoint are checked first, even of files that no rank needs, so that a damaged
+                checkpoint changes nothing. "off": no CRC of a tensor is checked, only sizes, indexes and small files.
+                Checkpoints of other programs have no CRCs, so `verify` makes no difference for them.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
             CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
-            CheckpointCorruptError: the checkpoint is damaged, and there is no other to load. The message says in which
-                state model and optimizer are now.
-            CheckpointError: an earlier save has failed beside the training, and no call has raised its error yet.
-                Nothing has been loaded.
+            CheckpointCorruptError: the checkpoint is damaged, and there is no other one to load. The message says
+                whether model and optimizer have changed.
+            CheckpointError: an earlier background save failed, and its error had not been raised yet. Nothing has been
+                loaded.
         """
         with self._in_step("finding a checkpoint"):
             self._check_open()
@@ -240,23 +243,24 @@ class CheckpointManager:
 
         Args:
             topic: what is being agreed on, for messages.
-            request: plain JSON values, the same on all ranks; or a function that returns them, after it has checked
-                what can be wrong on one rank alone.
-            answer: called on rank 0; returns plain JSON values.
+            request: plain JSON values that are the same on all ranks, or a function that returns them. Such a function
+                can first check what can be wrong on a single rank.
+            answer: returns plain JSON values. It is called only on rank 0.
 
         Raises:
-            AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
-            CheckpointError: what `request` raised on any rank, or `answer`; the same on all ranks.
+            AgreementError: the requests differ, a rank is missing, or `request` or `answer` raised something other than
+                a CheckpointError.
+            CheckpointError: `request` raised it on some rank, or `answer` raised it. All ranks raise the same type.
         """
         return agree(self._trainer.agreement, topic, request, answer)
 
     def latest_step(self) -> int | None:
-        """The newest complete step of this role, here or in the remote store; None if there is none.
+        """Returns the newest complete step of this role, local or in the remote store; None if there is none.
 
-        It is what this rank sees: the ranks do not agree on it, and the bytes are not checked.
+        The result is what this rank sees. The ranks do not agree on it, and the checkpoint's bytes are not checked.
 
         Raises:
-            RemoteError: there is no step here, and the store, which may have one, does not answer.
+            RemoteError: there is no local step, and the store, which may have one, does not answer.
         """
         role = self._trainer.role
         here = [status for status in steps.complete_steps(self._trainer.root) if role in status.committed]
@@ -264,17 +268,17 @@ class CheckpointManager:
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 
     def remote_steps(self, roles: Sequence[str], step: int | None = None, required: bool = False) -> list[int]:
-        """The complete steps that have all these roles in the remote store, the oldest first.
+        """Returns the complete steps in the remote store that have all these roles, the oldest first.
 
-        It is what this rank sees. Without a store the list is empty.
+        The result is what this rank sees. Without a store the list is empty.
 
         Args:
             roles: the roles that a step must have.
-            step: only this step; None: all steps.
-            required: whether it is an error if the store does not answer.
+            step: the only step to look for. None: all steps.
+            required: whether to raise an error if the store does not answer.
 
         Raises:
-            RemoteError: the store does not answer, and `required` is set.
+            RemoteError: the store does not answer, and `required` is true.
         """
         there = remote_steps(self._remote, self._trainer.root, step, required)
         return [found.step for found in there if found.is_complete and set(roles) <= set(found.committed)]
@@ -282,8 +286,8 @@ class CheckpointManager:
     def before_step(self) -> None:
         """Makes later work of the current CUDA stream wait until a lazy save has copied the state.
 
-        Call it before changing parameters by other means than `optimizer.step()`, parameter gathers and loading, which
-        call it themselves. The host does not wait. If no copy is under way, nothing happens.
+        Call it before code of your own changes parameters. `optimizer.step()`, parameter gathers and loading call it
+        themselves. The host does not wait. If no copy is under way, nothing happens.
         """
         self._context.host_images.hold()
 
@@ -293,22 +297,23 @@ class CheckpointManager:
         Rank 0 also waits for uploads, for at most `upload_timeout_s`.
 
         Raises:
-            CheckpointError: a save has failed beside the training, and no call has raised its error yet.
+            CheckpointError: a background save failed, and its error had not been raised yet.
         """
         self._check_open()
         self._background.wait_until_idle()
         uploads = self._context.uploads
         if uploads is not None and not uploads.wait(self._trainer.config.upload_timeout_s):
-            logger.warning("an upload is still under way, and goes on: upload_timeout_s is over")
+            logger.warning("an upload is still under way after upload_timeout_s, and continues in the background")
         self._background.raise_failure()
 
     def close(self) -> None:
         """Waits for a save that is under way, and frees the host memory. The manager cannot be used afterwards.
 
-        Rank 0 waits for uploads, for at most `upload_timeout_s`. The next run uploads what is not in the store by then.
+        Rank 0 also waits for uploads, for at most `upload_timeout_s`. The next run uploads what the store lacks then.
 
         Raises:
-            CheckpointError: as for `wait`; the manager is closed nevertheless.
+            CheckpointError: a background save failed, and its error had not been raised yet. The manager is closed
+                nevertheless.
         """
         if self._closed:
             return
@@ -320,12 +325,15 @@ class CheckpointManager:
             if self._context.uploads is not None:
                 self._context.uploads.close(self._trainer.config.upload_timeout_s)
         finally:
-            # Release the lock last: the role's next trainer removes half uploaded steps as leftovers.
+            # Release the lock last, because the role's next trainer removes half-uploaded steps as leftovers.
             self._context.lock.release()
         self._background.raise_failure()
 
     def _destination(self, step: int, path: str | Path | None) -> tuple[Path, bool]:
-        """The checkpoint's folder, and whether it is part of a step below the root. Raises InvalidArgumentError."""
+        """Returns the checkpoint's folder, and whether it is part of a step below the root.
+
+        Raises InvalidArgumentError if the folder cannot be used.
+        """
         root, role = self._trainer.root, self._trainer.role
         role_dir = (
             file_names.step_dir(root, step) / role if path is None else Path(os.path.abspath(Path(path).expanduser()))
@@ -342,13 +350,13 @@ class CheckpointManager:
             and role_dir.parent.parent.resolve() == root.resolve()
         ):
             raise InvalidArgumentError(
-                f"path {role_dir} is in a step's folder, where it would be taken for a role: use {role}"
+                f"path {role_dir} is in a step's folder, so its name would be taken for a role: use {role}"
             )
         return role_dir, False
 
     def _take_place(self, step: int, role_dir: Path, counts: bool) -> None:
-        """Makes this process the role's trainer, on rank 0. Leftovers of dead processes may be removed then."""
-        # The other ranks wait for this one by their deadlines.
+        """Takes the role's trainer lock, and then removes leftovers of dead processes. Only rank 0 calls it."""
+        # Wait for at most half of `timeout_s`, because the other ranks wait for this one only until `timeout_s`.
         self._context.lock.take(self._trainer.config.timeout_s / 2)
         if not self._has_saved:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
@@ -359,16 +367,16 @@ class CheckpointManager:
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:
-        """Reports a failure before the first round to the ranks that will wait in that round."""
+        """Reports a failure that happens before the first round to the other ranks, which will wait in that round."""
         try:
             yield
-        except BaseException as error:  # Ctrl-C too: otherwise this rank would be one round behind
+        except BaseException as error:  # also Ctrl-C, because otherwise this rank would be one round behind
             self._trainer.agreement.fail_next_round(topic, error)
             raise
 
     @contextmanager
     def _raising_earlier_failure(self) -> Iterator[None]:
-        """Raises the error of an earlier save that failed, and marks it as seen."""
+        """Raises the error of an earlier save that failed, and marks that error as seen."""
         try:
             yield
         except EarlierSaveError as earlier:
@@ -376,7 +384,10 @@ class CheckpointManager:
             raise earlier.error from None
 
     def _earlier_save(self) -> tuple[bool, Record | None]:
-        """The state of an earlier save: still under way, or failed with an error that no call has raised yet."""
+        """Returns whether an earlier save is still under way, and the error of the last save if no call has raised it.
+
+        Unless `if_busy` is "raise", this first waits for a save that is under way.
+        """
         if self._trainer.config.if_busy == "raise" and self._background.busy:
             return True, None
         self._background.wait_for_save()
@@ -385,20 +396,20 @@ class CheckpointManager:
     def _wait_for_deletion_of(self, step: int) -> None:
         """Waits until old steps are deleted, if this step could be one of them.
 
-        Retention never deletes the newest step below the root, so a save of that step need not wait. An older step may
-        be in the middle of its deletion: then this rank's staging folder would be moved away with it.
+        Retention never deletes the newest step below the root, so a save of that step need not wait. The deletion of an
+        older step may be under way, and would also delete a staging folder that is made in that step now.
         """
         if self._background.is_deleting and max(file_names.step_dirs(self._trainer.root), default=step) > step:
             self._background.wait_for_deletions()
 
     def _prepare_host_images(self) -> None:
-        """Begins to allocate host memory for the first async save, so that it does not stall training."""
+        """Starts to allocate host memory for the first async save, so that this save need not wait for the memory."""
         if not self._trainer.config.async_save:
             return
         try:
             self._context.host_images.prepare(estimated_bytes(self._trainer))
         except CheckpointError as error:
-            # A save raises the error, on all ranks. A state that is never saved may stay as it is.
+            # If the trainer saves, the save raises this error on all ranks. A trainer that only loads need not see it.
             logger.debug("host memory is not prepared: %s", error)
 
     def _check_save(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
@@ -409,7 +420,10 @@ class CheckpointManager:
         if extra_state is not None and not isinstance(extra_state, Mapping):
             raise InvalidTypeError(f"extra_state is a {type(extra_state).__name__}: use a dict")
         if extra_state is not None and "extra" not in self._trainer.config.save_contents:
-            raise InvalidArgumentError("extra_state is given, but save_contents has no 'extra': it would be lost")
+            raise InvalidArgumentError(
+                "extra_state is given, but it would not be saved, because save_contents has no 'extra': add the word, "
+                "or pass no extra_state"
+            )
 
     def _check_contents(self, field: str) -> None:
         if self._trainer.optimizer is None and "optimizer" in getattr(self._trainer.config, field):
@@ -428,8 +442,8 @@ def _read_extra_state(read: Callable[[], Mapping[str, Any] | None]) -> Mapping[s
     except CheckpointError:
         raise
     except Exception as error:
-        # The other ranks raise a CommitError. This rank does the same, so that a loop that goes on after an error of
-        # this package goes on on all ranks.
+        # The other ranks raise a CommitError. So does this rank, so that a training loop that catches errors of this
+        # package continues on all ranks.
         raise CommitError(f"extra_state could not be read: {type(error).__name__}: {error}") from error
 
 
@@ -445,10 +459,9 @@ def _read_trainer(
     config: CheckpointConfig,
     objects: dict[str, Any],
 ) -> tuple[Trainer, RemoteSteps | None]:
-    """Reads what this rank knows without other ranks.
+    """Checks and collects what this rank knows without asking other ranks.
 
-    Raises:
-        InvalidArgumentError, InvalidStateError, UnsupportedError.
+    Raises InvalidArgumentError, InvalidStateError or UnsupportedError.
     """
     file_names.check_roles((role, *(config.roles or ())))
     if role not in (config.roles or (role,)):
@@ -458,7 +471,7 @@ def _read_trainer(
             "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
         )
     coordinates, topology = read_topology(len(chunks))
-    # The store is opened now, not at the first upload, because its package may be missing.
+    # Open the store now, so that a missing package is noticed now and not at the first upload.
     remote = None if config.remote is None else RemoteSteps(Store(config.remote))
     trainer = Trainer(
         root=root,
@@ -479,7 +492,7 @@ def _read_trainer(
 
 
 def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue | None:
-    """The queue of uploads; None without a store and on other ranks than 0."""
+    """Returns the queue of uploads; None without a remote store, and on all ranks except rank 0."""
     if remote is None or not trainer.agreement.is_coordinator:
         return None
     config = trainer.config
@@ -490,8 +503,8 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue |
 def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> None:
     """Checks the model and the arguments on all ranks together.
 
-    One pipeline stage may hold something unsupported that other stages do not hold. All ranks must refuse it, because
-    otherwise they would wait for the refusing rank later.
+    One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
+    Otherwise the other ranks would later wait for the rank that refused.
     """
     config, chunks, optimizer = trainer.config, trainer.chunks, trainer.optimizer
 
@@ -532,7 +545,7 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
 
 
 def _vocab_size(hf_config: Any) -> int | None:
-    # Multimodal models keep it in the config of their language model.
+    # In a multimodal model's config, the size is in the part for the language model.
     text = getattr(hf_config, "text_config", hf_config)
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) else None
@@ -551,7 +564,7 @@ def _is_lazy(config: CheckpointConfig) -> bool:
 
 
 def _changing_methods(trainer: Trainer) -> list[tuple[Any, str]]:
-    """The methods of megatron (0.16.1) that write to parameters or to the optimizer's state, as (object, name)."""
+    """Lists megatron's methods (0.16.1) that write to parameters or to the optimizer's state, as (object, name)."""
     optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
     optimizers += [part.megatron for part in optimizer_parts(trainer.optimizer)] if optimizers else []
     by_optimizer = ("step", "step_with_ready_grads", "reload_model_params", "load_state_dict")

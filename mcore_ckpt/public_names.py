@@ -1,4 +1,4 @@
-"""Lets a package import its public names when they are first asked for (PEP 562)."""
+"""Lets a package import its public names on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[
     """Returns the `__getattr__` of a package that imports each public name from its module on first use.
 
     Python runs a package's `__init__.py` before any module in it. If that file imported torch, which takes seconds,
-    `mcore-ckpt --help` would wait for it.
+    `mcore-ckpt --help` would wait for that import.
 
     Args:
         package: the package's `__name__`.
-        modules: for each module of the package, relative to it, the public names that it defines.
+        modules: the public names that each module defines. The keys are module names relative to the package.
 
     Example:
         >>> __getattr__ = lazy_names("mcore_ckpt.steps", {"pins": ("pin", "unpin")})
@@ -29,7 +29,7 @@ def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(f"{package}.{module_of[name]}"), name)
-        setattr(sys.modules[package], name, value)  # Python finds it there the next time, without this call
+        setattr(sys.modules[package], name, value)  # next time Python finds the name and does not call this
         return value
 
     return find

@@ -1,6 +1,6 @@
-"""Recovers a training from the newest step that all its roles can be loaded from together.
+"""Recovers a training from the newest step that all its roles can load.
 
-`recover` loads the step. `resumable_steps` only lists steps, for a driver whose roles live in other processes.
+`recover` loads the step. `resumable_steps` only lists steps, for a driver whose roles run in other processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
 
-# The pause before the first retry (seconds). Each further pause is twice as long.
+# The pause before the first retry (seconds). Each further pause is twice as long as the one before.
 RETRY_FIRST_S = 1.0
 
 
@@ -41,9 +41,9 @@ class Recovery:
     """The result of `recover`.
 
     Attributes:
-        step: the step that every role was loaded from. None: nothing has been loaded; start from the beginning.
+        step: the step that every role was loaded from. None: nothing was loaded, so start from the beginning.
         results: what the manager of each role has loaded, by role.
-        skipped: why newer steps were not loaded, the newest first.
+        skipped: for each newer step that could not be loaded, the reason; the newest first.
     """
 
     step: int | None = None
@@ -59,27 +59,28 @@ def recover(
 ) -> Recovery:
     """Loads all managers from the same step. Every rank calls it, with the same arguments.
 
-    If a role's part of a step is damaged, all roles load the next older step. Failures that may pass (a rank is late, a
-    file cannot be opened now) are retried first, with growing pauses.
+    If a role's part of a step is damaged, all roles load the next older step. Failures that may be temporary (a rank is
+    late, a file cannot be opened) are retried first, with growing pauses.
 
     Args:
-        managers: one for each role, all with the same root and the same remote store, or none.
-        resume: "auto": the newest step that is complete and has all roles; the beginning if there is no checkpoint at
-            all, neither here nor in the remote store. "off": the beginning. A step's number: only that step. A path:
-            only that step's folder; for one manager also its role's folder, even of another program.
-        retries: how often each step is tried again.
+        managers: one manager for each role. All have the same root and the same remote store, or no store.
+        resume: "auto": load the newest step that is complete and has all roles. If there is no checkpoint at all,
+            neither local nor in the remote store, start from the beginning. "off": start from the beginning. A number:
+            load only the step with this number. A path: load only the step in this folder; with one manager, it may
+            also be the role's folder, even a folder that another program wrote.
+        retries: how often a failed attempt is repeated.
 
     Returns:
         The step and what each role has loaded.
 
     Raises:
-        CheckpointNotFoundError: the step or path is missing; or, with "auto", there are checkpoints but no step is
-            complete for these roles. The message lists them all. Nothing has changed.
-        CheckpointCorruptError: no step that was tried can be loaded. The message lists them, and says in which state
-            models and optimizers are now.
+        CheckpointNotFoundError: the given step or path does not exist; or, with "auto", there are checkpoints, but no
+            step is complete with these roles. The message lists all steps. Nothing has changed.
+        CheckpointCorruptError: none of the steps that were tried can be loaded. The message lists these steps, and says
+            in which state models and optimizers are now.
         CheckpointMismatchError: a checkpoint is intact, but belongs to another model. Older steps are not tried.
-        AgreementError: a rank is missing, after all retries.
-        InvalidArgumentError: an argument has a value that it may not have.
+        AgreementError: a rank is still missing after all retries.
+        InvalidArgumentError: an argument has a value that is not allowed.
 
     Example:
         >>> recovery = recover([actor, critic], config.resume)  # doctest: +SKIP
@@ -106,7 +107,7 @@ def recover(
 
 
 def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None) -> dict[str, Any]:
-    """The steps to try, here and in the remote store, the newest first, each with its roles' local folders."""
+    """Returns the steps to try, local and remote, the newest first, each with the local folders of its roles."""
     nothing: CheckpointNotFoundError | None = None
     try:
         here = {status.step: status for status in resumable_steps(manager.root, roles, step)}
@@ -122,21 +123,21 @@ def _found(manager: CheckpointManager, roles: tuple[str, ...], step: int | None)
 def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = None) -> list[StepStatus]:
     """Lists the steps that are complete and have all these roles, the newest first.
 
-    It reads manifests only, and needs no other rank.
+    It reads only manifests, and does not communicate with other ranks.
 
     Args:
         root: the folder of the steps.
-        roles: the roles that are to be loaded.
-        step: only this step; None: all steps.
+        roles: the roles to load.
+        step: the only step to look at. None: all steps.
 
     Returns:
-        The steps. The list is empty only if nothing below `root` shows that there ever was a checkpoint. Only then may
-        training start from the beginning.
+        The steps. The list is empty only if nothing below `root` shows that there ever was a checkpoint. Only then
+        should training start from the beginning.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete with these roles; the message lists each
-            with its reason. Or `step` is given, and is not complete with these roles.
-        OSError: the root cannot be read now.
+        CheckpointNotFoundError: there are checkpoints, but no step is complete with these roles. The message gives the
+            reason for each step. Or `step` is given, and that step is not complete with these roles.
+        OSError: the root cannot be read.
 
     Example:
         >>> resumable_steps("/no/such/folder", ["actor"])
@@ -152,16 +153,17 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
     reasons = [_reason(status, roles) for status in reversed(statuses) if step is not None or holds_something(status)]
     if step is None and not reasons and os.path.lexists(root / file_names.TRACKER_FILE):
         reasons.append(
-            f"{root / file_names.TRACKER_FILE}: is there, but no step is (of another program, or moved away?)"
+            f"{root / file_names.TRACKER_FILE}: exists, but there is no step (did another program write this file, or "
+            "were the steps moved away?)"
         )
     if step is None and not reasons and root.is_symlink() and not root.exists():
-        reasons.append(f"{root}: a link to {os.readlink(root)}, which is not there (not mounted?)")
+        reasons.append(f"{root}: is a link to {os.readlink(root)}, which does not exist (is it not mounted?)")
     if step is None and not reasons:
         return []
     of = f"complete with {', '.join(roles)}"
     text = (
-        f"there are checkpoints, but no step is {of}: resume='off' would start from the beginning all the same; "
-        "a checkpoint of another program is loaded by its path"
+        f"there are checkpoints, but no step is {of}: to start from the beginning nevertheless, use resume='off'; to "
+        "load a checkpoint of another program, pass its path"
         if step is None
         else f"there is no step {step} that is {of}"
     )
@@ -178,23 +180,24 @@ def _by_role(managers: CheckpointManager | Sequence[CheckpointManager]) -> dict[
     by_role = {manager.role: manager for manager in listed}
     if not listed or len(by_role) != len(listed):
         raise InvalidArgumentError(
-            f"managers of {[manager.role for manager in listed]}: use one for each role, and at least one"
+            f"the managers have the roles {[manager.role for manager in listed]}: pass at least one manager, and "
+            "only one for each role"
         )
     roots = sorted({str(manager.root) for manager in listed})
     if len(roots) > 1:
         raise InvalidArgumentError(
-            f"the managers have several roots: {', '.join(roots)}: use one root, because a step is one unit"
+            f"the managers have several roots: {', '.join(roots)}: use one root, because a step's folder has all roles"
         )
     return by_role
 
 
 def _from_path(by_role: Mapping[str, CheckpointManager], path: Path, retries: int) -> Recovery:
-    # The path of a step's folder, or of a single role's folder.
+    # `path` is a step's folder or, with a single role, possibly that role's folder.
     of_step = len(by_role) > 1 or (path / next(iter(by_role))).is_dir()
     results = _load_all(by_role, {role: {"path": path / role if of_step else path} for role in by_role}, retries)
     steps = {role: result.step for role, result in results.items()}
     if len(set(steps.values())) > 1:
-        raise CheckpointCorruptError(f"{path}: its roles are of different steps, {steps}: load another folder")
+        raise CheckpointCorruptError(f"{path}: its roles have different steps, {steps}: load another folder")
     return Recovery(next(iter(steps.values())), results)
 
 
@@ -203,7 +206,7 @@ def _newest(
 ) -> Recovery:
     skipped: list[str] = []
     for step, folders in steps:
-        # Lock the step until all roles are loaded. Otherwise retention of another process could delete it in between.
+        # Lock the step until all roles are loaded. Otherwise another process could delete the step in between.
         with reading(folders):
             try:
                 results = _load_all(by_role, {role: {"step": step} for role in by_role}, retries)
@@ -215,15 +218,15 @@ def _newest(
                 raise type(error)(f"{error}{_listed('tried before', skipped)}") from error
         return Recovery(step, results, tuple(skipped))
     raise CheckpointCorruptError(
-        f"no step can be loaded by all of {', '.join(by_role)}, whose state may now be of several steps: load another "
-        f"checkpoint before training on{_listed('tried', skipped)}"
+        f"no step can be loaded by all of {', '.join(by_role)}. Their states may now be of several steps: load another "
+        f"checkpoint before training continues{_listed('tried', skipped)}"
     )
 
 
 def _load_all(
     by_role: Mapping[str, CheckpointManager], which: Mapping[str, dict[str, Any]], retries: int
 ) -> dict[str, LoadResult]:
-    """Loads every role's part of one step. An error says which roles have been loaded already."""
+    """Loads every role's part of one step. The message of an error names the roles that are already loaded."""
     results: dict[str, LoadResult] = {}
     for role, manager in by_role.items():
         try:
@@ -239,7 +242,7 @@ def _listed(what: str, reasons: Sequence[str]) -> str:
 
 
 def retried(work: Callable[[], Any], retries: int) -> Any:
-    """Retries work that fails with an error that may pass. All ranks see such an error, so all ranks retry."""
+    """Calls `work`, and repeats it after errors that may be temporary. All ranks see such errors, so all repeat it."""
     for number in range(retries):
         try:
             return work()

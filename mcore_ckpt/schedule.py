@@ -1,6 +1,6 @@
-"""Decides when to save: after so many epochs, steps or seconds, whichever comes first.
+"""Decides when to save: every given number of epochs, of steps and of seconds.
 
-Nothing here does I/O. The ranks' clocks differ, so one rank decides for all.
+Nothing here does I/O. The ranks' clocks differ, so one rank decides for all ranks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mcore_ckpt.errors import InvalidArgumentError
 Record = dict[str, Any]
 
 Agree = Callable[[str, Record, Callable[[], Record]], Record]
-"""A function of (topic, a request that is the same on all ranks, a function that one rank calls). It returns what that
-function returned, on every rank. `CheckpointManager.agree` is one."""
+"""The type of `CheckpointManager.agree`. All ranks call it with a topic, a request that is the same on all ranks, and a
+function. One rank calls that function, and all ranks get the result."""
 
 
 def alone(topic: str, request: Record, answer: Callable[[], Record]) -> Record:
-    """An `Agree` for a single process: it answers itself."""
+    """Replaces `CheckpointManager.agree` in a single process, which returns its own answer."""
     return answer()
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """The frequency of saves: every `epochs` epochs, `steps` steps, `secs` seconds. None: never for that reason.
+    """How often to save: every `epochs` epochs, every `steps` steps and every `secs` seconds. None: never.
 
     Raises:
         InvalidArgumentError: a value is not above 0.
@@ -51,12 +51,12 @@ class Frequency:
 
 
 class Schedule:
-    """Counts epochs, steps and seconds, each since it was last the reason for a save.
+    """Counts epochs, steps and seconds. Each of the three counts begins again when it has caused a save.
 
     Args:
-        frequency: how often to save. It is not part of the state: after a restart the new configuration applies.
-        clock: returns seconds that never go back. The time between the end of a
-            training and its restart is not counted.
+        frequency: how often to save. `state_dict` does not contain it, so a restart uses the new configuration.
+        clock: returns seconds, which never decrease. The time between the end of a training and its restart is not
+            counted.
 
     Example:
         >>> schedule = Schedule(Frequency(steps=2))
@@ -71,24 +71,24 @@ class Schedule:
         self._began = clock()
 
     def due(self, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
-        """True if it is time to save. Call it once after every step, on every rank.
+        """Returns True if it is time to save. Call it once after every step, on every rank.
 
         Args:
             epochs: how many epochs have ended since the last call.
             steps: how many steps have ended since the last call.
-            agree: how the ranks agree. The rank that answers reads its clock for all.
+            agree: the function by which the ranks agree. One rank decides for all ranks, by its own clock.
 
         Raises:
-            CheckpointError: what `agree` raises, for example because the ranks are not at the same step. Nothing has
-                been counted then.
+            CheckpointError: `agree` raised it, for example because the ranks are not at the same step. The counts have
+                not changed.
         """
         counted = {"epochs": self._epochs + epochs, "steps": self._steps + steps}
         fired: Record = {"epochs": False, "steps": False, "secs": False}
         if not self._frequency.is_never:
             request = {"frequency": asdict(self._frequency), "since the last save": counted}
             fired = agree("whether to save now", request, lambda: self._fired(**counted))
-        # Each counter starts anew only for its own reason: a save because of the time does not move the saves at every
-        # hundredth step.
+        # A count begins again only if it has caused the save itself. So a save that is due by time does not move the
+        # saves at every hundredth step.
         self._epochs = 0 if fired["epochs"] else counted["epochs"]
         self._steps = 0 if fired["steps"] else counted["steps"]
         if fired["secs"]:
@@ -108,52 +108,52 @@ class Schedule:
         return max(0.0, self._clock() - self._began)
 
     def state_dict(self) -> Record:
-        """The counts as JSON values: `epochs`, `steps`, `secs`."""
+        """Returns the counts as JSON values: `epochs`, `steps`, `secs`."""
         return {"epochs": self._epochs, "steps": self._steps, "secs": self._elapsed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting from a saved state.
+        """Continues to count from a saved state.
 
         Raises:
-            InvalidArgumentError: `state` is nothing that `state_dict` returns. Nothing has changed.
+            InvalidArgumentError: `state` is not a result of `state_dict`. Nothing has changed.
         """
         epochs, steps, secs = (state.get(name) for name in ("epochs", "steps", "secs"))
         if not _is_count(epochs) or not _is_count(steps) or not _is_seconds(secs):
             raise InvalidArgumentError(
-                f"{dict(state)!r} is not the state of a schedule: epochs, steps and secs, none below 0"
+                f"{dict(state)!r} is not the state of a schedule: epochs, steps and secs are needed, none below 0"
             )
         self._epochs, self._steps = int(epochs), int(steps)  # type: ignore[arg-type]
         self._began = self._clock() - float(secs)  # type: ignore[arg-type]
 
 
 class RoleSchedules:
-    """One schedule for each role. A shared schedule would count each step once per role."""
+    """Keeps one schedule for each role, because a shared schedule would count each step once per role."""
 
     def __init__(self, frequency: Frequency, clock: Callable[[], float] = time.monotonic) -> None:
         self._frequency = frequency
         self._clock = clock
-        # The time of a role counts from here, even if its first `due` comes later.
+        # The seconds of every role are counted from now on, even if its first `due` is called later.
         self._began = clock()
         self._schedules: dict[str, Schedule] = {}
 
     def due(self, role: str, epochs: int = 0, steps: int = 1, agree: Agree = alone) -> bool:
-        """True if it is time to save this role; see `Schedule.due`."""
+        """Returns True if it is time to save this role. See `Schedule.due`."""
         return self._of(role).due(epochs, steps, agree)
 
     def state_dict(self) -> Record:
-        """The counts of each role, by role; see `Schedule.state_dict`."""
+        """Returns the counts of each role, by role. See `Schedule.state_dict`."""
         return {role: schedule.state_dict() for role, schedule in self._schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting from a saved state. Roles that are not in the state start anew.
+        """Continues to count from a saved state. Roles that are not in the state are counted as in a new object.
 
         Raises:
-            InvalidArgumentError: `state` is nothing that `state_dict` returns. Nothing has changed.
+            InvalidArgumentError: `state` is not a result of `state_dict`. Nothing has changed.
         """
         loaded: dict[str, Schedule] = {}
         for role, of_role in state.items():
             if not isinstance(of_role, Mapping):
-                raise InvalidArgumentError(f"the schedule of {role} is {of_role!r}: use what state_dict returned")
+                raise InvalidArgumentError(f"the schedule of {role} is {of_role!r}: use a result of state_dict")
             loaded[role] = Schedule(self._frequency, self._clock)
             loaded[role].load_state_dict(of_role)
         self._schedules = loaded

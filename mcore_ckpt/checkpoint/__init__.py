@@ -1,12 +1,12 @@
-"""Describes one checkpoint on disk: file names, manifest, index and `.pt` files, and locates damage in them.
+"""Reads and describes one checkpoint on disk (file names, manifest, index, `.pt` files), and locates damage in it.
 
 Public names, for integrations and commands:
 
 - names on disk: `MANIFEST_FILE`, `TRACKER_FILE`, `PINNED_FILE`, `HUGGINGFACE_DIR`, `step_dir`, `step_dirs`,
   `step_root`, `megatron_dir`, `is_role`, `parse_step`, `parse_tracker`;
-- what a role holds: `Manifest`, `read_manifest`;
-- whether a role is intact: `Damage`, `find_damage`;
-- a foreign pickle as plain values, without running anything in it: `Unpickler`, `PickleError`.
+- the contents of a role's checkpoint: `Manifest`, `read_manifest`;
+- whether a role's checkpoint is intact: `Damage`, `find_damage`;
+- reading another program's pickle as plain values, without executing code from it: `Unpickler`, `PickleError`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Locates damage in a checkpoint's files: which tensors, which bytes."""
+"""Finds out which files, tensors and bytes of a checkpoint are damaged."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Damage:
     """One place in a checkpoint that is damaged.
 
     Attributes:
-        problem: a message that says what is damaged, in which path.
-        file: the path below the role's folder, if one file is damaged.
-        rank: the world rank that wrote the file.
-        tensor: the key of the damaged tensor, if the bytes belong to one.
-        span: the damaged bytes `[start, stop)` of the file, if they are known.
+        problem: a message that names the path and describes the damage.
+        file: the damaged file's path below the role's folder; None if the damage is not in a single file.
+        rank: the world rank that wrote the file; None if it is unknown.
+        tensor: the key of the damaged tensor; None if the damage is not known to be in a tensor.
+        span: the damaged bytes `[start, stop)` of the file; None if they are unknown.
     """
 
     problem: str
@@ -38,12 +38,12 @@ class Damage:
 
 
 def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress = lambda nbytes: None) -> list[Damage]:
-    """Reads files of a checkpoint whole and returns all differences from the manifest.
+    """Reads files of a checkpoint completely, and returns every difference from the manifest.
 
     Args:
         role_dir: the role's folder.
         files: the files to read.
-        progress: called with the number of bytes just read, from several threads.
+        progress: called from several threads, each time with the number of bytes just read.
     """
     damages = _wrong_sizes(role_dir, files)
     damaged = {damage.file for damage in damages}
@@ -58,14 +58,15 @@ def verify_files(role_dir: Path, files: Sequence[FileRecord], progress: Progress
 
 
 def find_damage(role_dir: Path, read_bytes: bool = True) -> list[Damage]:
-    """Checks a committed role: its manifest, the existence and size of each file, and each file's CRC.
+    """Checks a role's committed checkpoint: its manifest, the existence and size of each file, and each file's CRC.
 
     Args:
         role_dir: the role's folder.
-        read_bytes: read whole files and check their CRCs. If false, only the manifest is read.
+        read_bytes: whether to read the files and check their CRCs. If false, only the manifest is read, and only the
+            existence and the size of each file are checked.
 
     Returns:
-        The damages; empty if the role is intact. A missing or damaged manifest is a damage, too.
+        All damage found; an empty list if the checkpoint is intact. A missing or damaged manifest is damage, too.
     """
     try:
         manifest = read_manifest(role_dir)
@@ -90,7 +91,7 @@ def _damage(file: FileRecord, problem: str, tensor: str | None = None, span: tup
 
 
 def _locate(role_dir: Path, file: FileRecord) -> list[Damage]:
-    """Finds the damaged part of a file with a wrong CRC."""
+    """Finds the damaged parts of a file that has a wrong CRC."""
     path = role_dir / file.path
     if file.index is None:
         return [_damage(file, wrong_crc(path))]
@@ -108,7 +109,7 @@ def _locate(role_dir: Path, file: FileRecord) -> list[Damage]:
 
 
 def _bad_blocks(path: Path, file: FileRecord, shard: StoredShard) -> Iterator[Damage]:
-    """Yields the runs of damaged blocks of one tensor."""
+    """Yields one `Damage` for each run of consecutive damaged blocks of a tensor."""
     assert shard.crc32 is not None, "a file that has an index has CRCs"
     found = block_crcs(path, shard.offset, shard.nbytes, BLOCK_BYTES)
     bad = [number for number, (crc, wanted) in enumerate(zip(found, shard.crc32, strict=True)) if crc != wanted]

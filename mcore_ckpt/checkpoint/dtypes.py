@@ -1,4 +1,4 @@
-"""Translates between dtypes and the names that the format has for them."""
+"""Translates between dtypes and the names that the checkpoint format uses for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the format's name of a dtype. Raises ValueError if it has none."""
+    """Returns the name that the format uses for a dtype. Raises ValueError if the format has no name for it."""
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"dtype {dtype} cannot be stored: use one of {', '.join(_DTYPES)}")
@@ -44,5 +44,5 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def item_bytes(name: str) -> int:
-    """Returns the size of one element in bytes. Raises ValueError if the name is unknown."""
+    """Returns the bytes of one element of the dtype with this name. Raises ValueError if the name is unknown."""
     return torch_dtype(name).itemsize

@@ -1,4 +1,4 @@
-"""Formats and parses every file and folder name on disk. No other module spells them. See docs/format.md."""
+"""Builds and parses all names of files and folders on disk. No other module spells them out. See docs/format.md."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mcore_ckpt.errors import InvalidArgumentError
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 MANIFEST_FILE = "manifest.json"
 OWNER_FILE = ".owner.json"
-# A step whose folder has this file is pinned: retention keeps it.
+# A step whose folder contains this file is pinned, so retention keeps the step.
 PINNED_FILE = ".pinned"
-# In a staging folder: the manifest of the files from which the same save exports its HuggingFace model.
+# Exists only in staging folders: the manifest of the files from which the same save exports its HuggingFace model.
 WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
@@ -25,16 +25,16 @@ OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"
 COMMON_FILE = f"{OPTIMIZER_DIR}/common.pt"
-# The names that a save puts into a role's folder. Anything else there belongs to somebody else.
+# The names that a save puts into a role's folder. Other files and folders there do not belong to this package.
 _OWN_NAMES = {MANIFEST_FILE, OWNER_FILE, WRITTEN_FILE, MODEL_DIR, OPTIMIZER_DIR, RNG_DIR, EXTRA_DIR, HUGGINGFACE_DIR}
 
-# The step folders of this package and verl begin with "global_step", those of ROLL with "checkpoint-".
+# The names of step folders begin with "global_step" in this package and verl, and with "checkpoint-" in ROLL.
 _STEP_PREFIX = r"(?:global_steps?_|checkpoint-)"
 _STEP_DIR = re.compile(_STEP_PREFIX + r"(0|[1-9][0-9]*)")
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-# File systems accept names of 255 bytes, and the role's staging folder has a longer name than the role.
+# File systems accept names of up to 255 bytes, and the name of a role's staging folder is longer than the role's name.
 _ROLE_LENGTH = 128
-# Matches working folders of roles, and of exported models, whose folders may have any name ("Qwen2.5-7B").
+# Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
@@ -46,8 +46,8 @@ _TRACKER = re.compile(r"[0-9]{1,18}")
 class RoleWorkDir:
     """A working folder beside a role's folder.
 
-    `purpose` is "staging" for a running save, "replaced" for a checkpoint that a newer save has replaced, and
-    "uploading" for the mark of a checkpoint that is being copied to a remote store.
+    `purpose` is "staging" for the folder that a running save writes into, "replaced" for a checkpoint that a newer save
+    has replaced, and "uploading" for a folder that marks the checkpoint as being copied to a remote store.
     """
 
     role: str
@@ -66,7 +66,10 @@ def step_name(step: int) -> str:
 
 
 def step_dirs(root: Path) -> dict[int, list[Path]]:
-    """Returns all step folders below `root`, by step. If a step has several folders, `global_steps_` comes first."""
+    """Returns the step folders below `root` for each step.
+
+    If a step has several folders, the one called `global_steps_<step>` is the first in its list.
+    """
     found: dict[int, list[Path]] = {}
     if not root.is_dir():
         return found
@@ -78,9 +81,9 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
 
 
 def _may_be_folder(path: Path) -> bool:
-    """Returns True for a folder, and for a name that cannot be examined or is a broken link.
+    """Returns True for a folder, for a broken link, and for a path that cannot be examined.
 
-    Such a step must be reported as unreadable, not taken for missing.
+    A step whose folder is a broken link or cannot be examined must be reported as unreadable, not as missing.
     """
     try:
         return stat.S_ISDIR(path.stat().st_mode)
@@ -91,21 +94,21 @@ def _may_be_folder(path: Path) -> bool:
 
 
 def megatron_dir(root: Path, iteration: int) -> Path:
-    """Returns the folder of one of Megatron-LM's own checkpoints (`get_checkpoint_name`, core_r0.16)."""
+    """Returns the folder in which Megatron-LM saves its own checkpoint (`get_checkpoint_name`, core_r0.16)."""
     return root / f"iter_{iteration:07d}"
 
 
 def parse_step(name: str) -> int | None:
-    """Returns the step that a folder name stands for. Returns None if it is not the name of a step's folder."""
+    """Returns the number of the step whose folder has this name. Returns None for the name of any other folder."""
     match = _STEP_DIR.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def step_root(role_dir: Path, role: str, step: int) -> Path | None:
-    """Returns the root of the steps that a role's folder belongs to. Returns None if it does not belong to a step.
+    """Returns the root that a role's folder is below. Returns None if the folder does not belong to a step.
 
-    A role's folder is `<root>/<step>/<role>`, or `<root>/<step>` itself: the steps of verl's SFT trainer have one role
-    and no folder for it.
+    A role's folder is `<root>/<step>/<role>`. In steps of verl's SFT trainer it is `<root>/<step>` itself, because
+    these steps have only one role.
 
     Raises InvalidArgumentError if the folder belongs to another step.
     """
@@ -126,35 +129,36 @@ def is_own(name: str) -> bool:
 def check_role(role: str) -> str:
     """Returns `role` if it can be the name of a role's folder.
 
-    Raises InvalidArgumentError if it could be anything else, such as a path, or is too long.
+    Raises InvalidArgumentError if it is something else, such as a path or the name of a step's folder, or is too long.
     """
     if not _ROLE.fullmatch(role):
         raise InvalidArgumentError(f"role {role!r} is not a folder name: use letters, digits, '_' and '-'")
     if parse_step(role) is not None:
         raise InvalidArgumentError(f"role {role!r} is the name of a step's folder: use another name")
     if len(role) > _ROLE_LENGTH:
-        raise InvalidArgumentError(f"role {role!r} has {len(role)} letters: use {_ROLE_LENGTH} at most")
+        raise InvalidArgumentError(f"role {role!r} has {len(role)} characters: use at most {_ROLE_LENGTH}")
     return role
 
 
 def check_roles(roles: Sequence[str]) -> tuple[str, ...]:
-    """Returns the roles of a step, each once.
+    """Returns the roles of a step without duplicates.
 
-    Raises InvalidArgumentError for a string, which would be one role per letter. Also raises it for roles that differ
-    in capital letters alone, because some file systems would give them one folder.
+    Raises InvalidArgumentError for an invalid role, and for a string, because each of its letters would become a role.
+    Also raises it for roles that differ only in upper and lower case, because they share a folder on some file systems.
     """
     if isinstance(roles, str):
         raise InvalidArgumentError(f"roles is the string {roles!r}: use a list of roles, such as [{roles!r}]")
     unique = tuple(dict.fromkeys(map(check_role, roles)))
     if len({role.lower() for role in unique}) < len(unique):
         raise InvalidArgumentError(
-            f"roles {unique} differ in capital letters alone: on some file systems they are one folder. Use other names"
+            f"roles {unique} differ only in upper and lower case: on some file systems they share a folder. Use other "
+            "names"
         )
     return unique
 
 
 def is_role(name: str) -> bool:
-    """Returns True if a name can be that of a role's folder, whatever its length."""
+    """Returns True if a role's folder can have this name. The length of the name is not checked."""
     return _ROLE.fullmatch(name) is not None and parse_step(name) is None
 
 
@@ -164,17 +168,17 @@ def staging_dir(role_dir: Path, attempt: str) -> Path:
 
 
 def replaced_dir(role_dir: Path, attempt: str) -> Path:
-    """Returns the folder that an old checkpoint moves to when a newer save of the same step replaces it."""
+    """Returns the path to which an old checkpoint is renamed when a newer save of the same step replaces it."""
     return role_dir.with_name(f".{role_dir.name}.replaced-{attempt}")
 
 
 def uploading_dir(role_dir: Path, attempt: str) -> Path:
-    """Returns the folder that keeps a checkpoint from being deleted while it is copied to a remote store."""
+    """Returns the folder that protects a checkpoint from deletion while it is copied to a remote store."""
     return role_dir.with_name(f".{role_dir.name}.uploading-{attempt}")
 
 
 def deleted_dir(step_path: Path, attempt: str) -> Path:
-    """Returns the folder that a step moves to before it is deleted."""
+    """Returns the path to which a step's folder is renamed before it is deleted."""
     return step_path.with_name(f".deleted-{step_path.name}-{attempt}")
 
 
@@ -185,37 +189,37 @@ def parse_work_dir(name: str) -> RoleWorkDir | None:
 
 
 def remote_dir(step: int, role: str, attempt: str) -> str:
-    """Returns the folder of one save of a role, below the root of a remote store."""
+    """Returns the folder for one save of a role, as a path below the root of a remote store."""
     return f"{step_name(step)}/{role}/{attempt}"
 
 
 def is_attempt(name: str) -> bool:
-    """Returns True if a folder name in a remote store is that of one save."""
+    """Returns True if a name is an attempt's id, which names the folder of one save in a remote store."""
     return _ATTEMPT.fullmatch(name) is not None
 
 
 def is_deleted_dir(name: str) -> bool:
-    """Returns True if a folder holds a step that is being deleted."""
+    """Returns True for the name of a folder whose step is being deleted."""
     return _DELETED_DIR.fullmatch(name) is not None
 
 
 def is_tracker_under_way(name: str) -> bool:
-    """Returns True for the temporary file of a tracker that was being replaced (`io.files.replace_file`)."""
+    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a tracker."""
     return name.startswith(f".{TRACKER_FILE}.")
 
 
 def trainer_file(root: Path, role: str) -> Path:
-    """Returns the file that names the process which saves `role` below `root`."""
+    """Returns the file of the trainer lock, which records the process that saves `role` below `root`."""
     return root / f".{role}.trainer.json"
 
 
 def is_trainer_file_under_way(name: str, role: str) -> bool:
-    """Returns True for the temporary file of a trainer file that was being replaced (`io.files.replace_file`)."""
+    """Returns True for the name of a temporary file with which `io.files.replace_file` replaces a trainer lock."""
     return name.startswith(f".{trainer_file(Path(), role).name}.")
 
 
 def is_trainer_file_of_another(name: str, role: str) -> bool:
-    """Returns True if a file is the trainer file of another role."""
+    """Returns True for the name of another role's trainer lock."""
     match = _TRAINER_FILE.fullmatch(name)
     return match is not None and match.group(1) != role
 
@@ -223,19 +227,19 @@ def is_trainer_file_of_another(name: str, role: str) -> bool:
 def parse_tracker(text: str) -> int | None:
     """Returns the step that a tracker names.
 
-    Returns None if the tracker is torn or holds anything else (Megatron may write `release`).
+    Returns None if the tracker was cut or contains anything else, such as Megatron's `release`.
     """
     text = text.strip()
     return int(text) if _TRACKER.fullmatch(text) else None
 
 
 def model_file(tp: int, pp: int) -> str:
-    """Returns the path, below a role's folder, of a model file: all tensors, or all but the experts."""
+    """Returns the path, below a role's folder, of a model file with all tensors, or with all except the experts."""
     return f"{MODEL_DIR}/mp_rank_{tp:02d}_{pp:03d}/{MODEL_FILE}"
 
 
 def expert_file(etp: int, pp: int, ep: int) -> str:
-    """Returns the path of a model file of experts, for layouts in which experts have files of their own."""
+    """Returns the path of a model file with experts, for layouts in which experts have files of their own."""
     return f"{MODEL_DIR}/mp_rank_{etp:02d}_{pp:03d}_{ep:03d}/{MODEL_FILE}"
 
 
@@ -250,5 +254,5 @@ def rng_file(pp: int, tp: int, cp: int, dp: int) -> str:
 
 
 def extra_file(pp: int, tp: int, cp: int, dp: int) -> str:
-    """Returns the path of the file with the extra state that one rank's trainer has handed over."""
+    """Returns the path of the file with the extra state that the trainer passed to `save` on one rank."""
     return f"{EXTRA_DIR}/extra_state_pp{pp}_tp{tp}_cp{cp}_dp{dp}.pt"

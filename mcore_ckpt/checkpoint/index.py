@@ -1,4 +1,7 @@
-"""Encodes and decodes the index inside a `.pt` file, which describes each range of tensor bytes. See docs/format.md."""
+"""Encodes and decodes the index of a `.pt` file.
+
+The index records which tensor each range of bytes in the file belongs to. See docs/format.md.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,18 @@ _FORMAT = "mcore_ckpt.index"
 _VERSION = 1
 
 _MAX_CRC = 2**32 - 1
-# Limited, because each piece is compared with each other piece. Qwen3-Next's fused projection has the most, 6.
+# The number of pieces is limited, because a check compares each piece with every other piece. The fused projection of
+# Qwen3-Next has the most pieces, 6.
 _MOST_PIECES = 64
 
 _REGION_FIELDS = ("global_shape", "local_shape", "pieces", "flat")
-# Regions by the text of their fields. Text tells 1 from true and 1.0, which are equal in Python.
+# Maps the text of a region's fields to the region. The values themselves would not do, because 1 == True == 1.0.
 _Regions = dict[str, Region]
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A shard without bytes of its own: its bytes are stored under the key `(key.name, same_as)`."""
+    """A shard without bytes of its own. Its bytes are stored under the key `(key.name, same_as)`."""
 
     key: ShardKey
     same_as: str
@@ -38,14 +42,14 @@ class Alias:
 
 @dataclass(frozen=True)
 class FileIndex:
-    """The shards in one file, and the aliases of shards whose bytes are stored elsewhere."""
+    """The contents of one file's index: the shards in the file, and the aliases."""
 
     shards: tuple[StoredShard, ...]
     aliases: tuple[Alias, ...]
 
 
 def block_count(nbytes: int) -> int:
-    """Returns the number of blocks, each with a CRC, that `nbytes` bytes have."""
+    """Returns the number of blocks that `nbytes` bytes are divided into. Each block has a CRC."""
     return -(-nbytes // BLOCK_BYTES)
 
 
@@ -70,16 +74,16 @@ class IndexTemplate:
     """An encoded index without its CRCs. Only the CRCs change from save to save.
 
     Args:
-        index: the shards in the order of the file, with empty CRCs.
+        index: the index to encode. Its shards are in the order of the file, and their CRCs are empty.
     """
 
     def __init__(self, index: FileIndex) -> None:
-        # A quote inside a name is escaped, so no name can look like this.
+        # JSON escapes a quote inside a name, so no name can contain the text at which the index is split.
         self._parts = encode_index(index).decode().split('"crc32":[]')
         self._counts = [block_count(shard.nbytes) for shard in index.shards]
 
     def encode(self, block_crcs: Sequence[int]) -> bytes:
-        """Returns what `encode_index` would return with these CRCs.
+        """Returns what `encode_index` would return for the same index with these CRCs.
 
         Args:
             block_crcs: the CRC-32 of each block of the first shard, then of the second, and so on.
@@ -122,10 +126,10 @@ def _region_record(region: Region) -> dict[str, Any]:
 def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
     """Decodes an index and checks its numbers.
 
-    Every shard must lie inside the bytes `[0, payload_end)` of its file, and must be as long as its region.
+    Every shard must be inside the bytes `[0, payload_end)` of its file, and must have as many bytes as its region.
 
     Raises:
-        FieldError: the data are not an index, or its numbers contradict each other.
+        FieldError: the data are not an index, or the numbers in the index contradict each other.
     """
     record = fields.decode(data)
     if record.get("format") != _FORMAT or record.get("version") != _VERSION or record.get("block_bytes") != BLOCK_BYTES:
@@ -151,7 +155,9 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
     except ValueError as error:
         raise fields.FieldError(f"tensor {key}: {error}") from None
     if nbytes != expected or len(crcs) != block_count(nbytes):
-        raise fields.FieldError(f"tensor {key}: has {nbytes} bytes in {len(crcs)} blocks, its region {expected} bytes")
+        raise fields.FieldError(
+            f"tensor {key}: has {nbytes} bytes in {len(crcs)} blocks, but its region has {expected} bytes"
+        )
     if crcs and max(crcs) > _MAX_CRC:
         raise fields.FieldError(f"tensor {key}: {max(crcs)} is not a CRC of 32 bits")
     return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
@@ -165,9 +171,9 @@ def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
 
 
 def _region_of(record: Mapping[str, Any], key: ShardKey, regions: _Regions) -> Region:
-    """Returns the region of a shard, and decodes each distinct region once.
+    """Returns the region of a shard. Decodes each distinct region only once.
 
-    Most regions of a file are equal, because layers are alike, and so are a parameter and its moments.
+    Most regions of a file are equal, because many layers have the same shapes, and so do a parameter and its moments.
     """
     try:
         text = repr([record.get(name, ...) for name in _REGION_FIELDS])
@@ -205,7 +211,7 @@ def _read_region(record: Mapping[str, Any], key: ShardKey) -> Region:
 def _shape(record: Mapping[str, Any], name: str, key: ShardKey) -> tuple[int, ...]:
     shape = fields.get_ints(record, name)
     if not is_possible_shape(shape):
-        raise fields.FieldError(f"tensor {key}: its {name} {fields.shown(shape)} is more than a tensor can have")
+        raise fields.FieldError(f"tensor {key}: its {name} {fields.shown(shape)} is larger than a tensor can be")
     return shape
 
 
@@ -221,6 +227,6 @@ def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:
         if shard.offset < position or shard.offset + shard.nbytes > payload_end:
             raise fields.FieldError(
                 f"tensor {shard.key}: bytes [{shard.offset}, {shard.offset + shard.nbytes}) overlap another tensor "
-                f"or leave the payload of {payload_end} bytes"
+                f"or reach past the payload of {payload_end} bytes"
             )
         position = shard.offset + shard.nbytes

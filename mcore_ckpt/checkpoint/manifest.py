@@ -1,6 +1,6 @@
 """Encodes and decodes `manifest.json`, which makes a folder a checkpoint. See docs/format.md.
 
-Pure: this module translates between bytes and dataclasses, and reads no files.
+This module only translates between bytes and dataclasses. It reads no files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """The place of a file's index, in bytes of the file, and its CRC-32."""
+    """The place of an index in its file, in bytes, and the CRC-32 of the index."""
 
     offset: int
     size: int
@@ -47,10 +47,10 @@ class IndexPlace:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint, as the manifest lists it.
+    """The manifest's entry for one file of a checkpoint.
 
-    `path` is below the role's folder, `rank` is the world rank that wrote the file. `holds` tells which tensors are in
-    the file, as inclusive runs of positions in the manifest's `tensors`.
+    `path` is relative to the role's folder. `rank` is the world rank that wrote the file. `holds` lists the tensors in
+    the file as runs `(first, last)` of positions in the manifest's `tensors`, `last` included.
     """
 
     path: str
@@ -64,7 +64,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that a rank has written, for the manifest.
+    """A rank's description of a file that it has written, from which rank 0 makes the manifest's entry.
 
     `holds` is the digest of the list of global tensors in the file.
     """
@@ -118,8 +118,8 @@ def decode_manifest(data: bytes) -> Manifest:
     """Decodes a manifest and checks its checksum and every field.
 
     Raises:
-        NewerFormatError: it has a newer format version.
-        FieldError: it is cut, damaged, not ours, or names a path outside its folder.
+        NewerFormatError: the manifest has a newer format version than this package reads.
+        FieldError: the manifest was cut or damaged, has another format, or names a path outside its folder.
     """
     record = fields.decode(data)
     if record.get("format") != FORMAT:
@@ -129,11 +129,12 @@ def decode_manifest(data: bytes) -> Manifest:
         raise fields.FieldError(f"format version {version} does not exist")
     if version > FORMAT_VERSION:
         raise NewerFormatError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest this mcore_ckpt reads: upgrade it"
+            f"format version {version} is newer than {FORMAT_VERSION}, the newest version that this mcore_ckpt reads: "
+            "upgrade mcore_ckpt"
         )
     stored = fields.get_int(record, "crc32")
     if crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
-        raise fields.FieldError("its checksum is wrong: it was damaged or edited")
+        raise fields.FieldError("the manifest's checksum is wrong: the manifest was damaged or edited")
     manifest = _read_manifest(record)
     _check_manifest(manifest)
     return manifest
@@ -208,9 +209,11 @@ def _check_manifest(manifest: Manifest) -> None:
     for file in manifest.files:
         _check_path(file.path, seen)
         if file.rank >= len(manifest.ranks):
-            raise fields.FieldError(f"{file.path} is said to be written by rank {file.rank} of {len(manifest.ranks)}")
+            raise fields.FieldError(
+                f"{file.path} is listed as written by rank {file.rank}, but there are {len(manifest.ranks)} ranks"
+            )
         if file.index is not None and file.index.offset + file.index.size > file.size:
-            raise fields.FieldError(f"the index of {file.path} leaves the file")
+            raise fields.FieldError(f"the index of {file.path} reaches past the end of the file")
         held += _count_held(file, len(manifest.tensors))
     if held > limits.MANIFEST_HELD:
         raise fields.FieldError(f"the files hold {held} tensors together, more than {limits.MANIFEST_HELD}")
@@ -220,34 +223,39 @@ def _check_topology(manifest: Manifest) -> None:
     sizes, ranks = asdict(manifest.topology), manifest.ranks
     world = sizes.pop("world_size")
     if len(ranks) != world:
-        raise fields.FieldError(f"the manifest lists {len(ranks)} ranks of {world}")
+        raise fields.FieldError(f"the manifest lists {len(ranks)} ranks, but its world size is {world}")
     virtual = sizes.pop("vpp")
     if virtual < 1 or any(not 1 <= size <= world for size in sizes.values()):
         raise fields.FieldError(f"{world} ranks cannot have the layout {manifest.topology}")
     for number, rank in enumerate(ranks):
         if any(at >= sizes[name] for name, at in vars(rank).items()):
-            raise fields.FieldError(f"rank {number} cannot be {rank} in the layout {manifest.topology}")
+            raise fields.FieldError(f"rank {number} cannot be at {rank} in the layout {manifest.topology}")
 
 
 def _count_held(file: FileRecord, count: int) -> int:
-    """Returns how many tensors a file holds. Raises FieldError unless the runs ascend, so that each counts once."""
+    """Returns how many tensors a file holds.
+
+    Raises FieldError unless the runs ascend and are in range. In ascending runs no tensor is counted twice.
+    """
     held, least = 0, 0
     for first, last in file.holds:
         if not least <= first <= last < count:
-            raise fields.FieldError(f"{file.path} is said to hold tensors {first} to {last} of {count}")
+            raise fields.FieldError(
+                f"{file.path} lists tensors {first} to {last} of {count}, which are out of order or out of range"
+            )
         held += last + 1 - first
         least = last + 1
     return held
 
 
 def _check_path(path: str, seen: set[str]) -> None:
-    """Checks that a path names one file below the role's folder, and only one, on any file system."""
+    """Checks that a path names a file below the role's folder, and not the same file as a path in `seen`."""
     parts = path.split("/")
     if "\\" in path or any(part in ("", ".", "..") for part in parts):
         raise fields.FieldError(f"path {path!r} is not a plain path below the checkpoint's folder")
     if any(len(part.encode()) > _MOST_PART_BYTES for part in parts):
         raise fields.FieldError(f"path {path!r} has a part of more than {_MOST_PART_BYTES} bytes")
-    # On some file systems, names that differ in case alone are one file.
+    # On some file systems, names that differ only in upper and lower case name the same file.
     if path.casefold() in seen:
         raise fields.FieldError(f"path {path!r} is listed twice")
     seen.add(path.casefold())

@@ -17,15 +17,15 @@ from mcore_ckpt.io.files import make_folders, write_file
 
 
 def pickle_plain(value: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a small `.pt` file.
+    """Returns the bytes of a small `.pt` file with these values.
 
-    Raises ValueError if it is too large, or if torch (`weights_only`) or `read_plain` could not open it.
+    Raises ValueError if the file would be too large, or if torch (`weights_only`) or `read_plain` could not open it.
     """
     stream = io.BytesIO()
     torch.save(dict(value), stream)
     data = stream.getvalue()
     if len(data) > limits.PLAIN_BYTES:
-        raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that a small file may have")
+        raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that are allowed")
     try:
         torch.load(io.BytesIO(data), weights_only=True)
         decode_pt(data)
@@ -35,7 +35,7 @@ def pickle_plain(value: Mapping[str, Any]) -> bytes:
 
 
 def write_plain(role_dir: Path, path: str, kind: str, data: bytes) -> WrittenFile:
-    """Writes the bytes that `pickle_plain` has made to a file, durably. Raises OSError."""
+    """Writes a file durably, with bytes from `pickle_plain`. Raises OSError."""
     make_folders(role_dir, path)
     write_file(role_dir / path, [data])
     return WrittenFile(path, kind, len(data), crc32(data))

@@ -1,7 +1,7 @@
-"""Reads the zip directory of a file that `torch.save` wrote, and refuses all that torch does not write.
+"""Reads the zip directory of a file that `torch.save` wrote, and refuses everything that torch does not write.
 
-Compressed records are refused, because a few compressed bytes may expand to any number of bytes. Sizes, places and
-names are checked against the file and each other before anything is read or allocated by them.
+Compressed records are refused, because a few compressed bytes can expand to any number of bytes. Sizes, places and
+names are checked against the file and each other before they decide what is read or allocated.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mcore_ckpt.checkpoint import zip_format as zf
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.checksums import crc32
 
-# The flags that torch sets. Among those refused is encryption.
+# The flags that torch sets. All other flags are refused, encryption among them.
 _KNOWN_FLAGS = zf.DESCRIPTOR_FLAG | zf.UTF8_FLAG
 
 ReadAt = Callable[[int, int], bytes]
-"""Reads bytes: (offset, nbytes) -> bytes. Raises an error of its own if the file ends before."""
+"""Reads bytes: (offset, nbytes) -> bytes. Raises an error of its own type if the file is too short."""
 
 
 class ArchiveError(ValueError):
@@ -26,9 +26,10 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A record, as the directory lists it.
+    """The zip directory's entry for one record.
 
-    The record's header begins at byte `header_at` of the file, the next record at byte `room_end`.
+    The record's header begins at byte `header_at` of the file. The next record, or the zip directory, begins at byte
+    `room_end`.
     """
 
     name: str
@@ -54,7 +55,7 @@ class PtArchive:
         directory_at, directory_bytes, count = _find_directory(read_at, size)
         entries = list(_entries(read_at(directory_at, directory_bytes), directory_at))
         if len(entries) != count:
-            raise ArchiveError(f"its zip directory has {len(entries)} entries, not {count}")
+            raise ArchiveError(f"its zip directory has {len(entries)} entries, but its end record gives {count}")
         self._entries = _with_room(entries, directory_at)
         pickles = [name for name in self._entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -66,13 +67,13 @@ class PtArchive:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all records, each with the folder it is in."""
+        """The names of all records, including their folders."""
         return self._entries.keys()
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns where in the file a record's bytes begin, and how many there are.
+        """Returns the offset of a record's bytes in the file, and their number.
 
-        `name` is below the archive's own folder.
+        `name` is relative to the archive's top folder.
         """
         entry = self._entries.get(self._root + name)
         if entry is None:
@@ -82,9 +83,11 @@ class PtArchive:
         name_at = entry.header_at + zf.LOCAL_HEADER.size
         start = name_at + name_bytes + extra_bytes
         if signature != zf.LOCAL_SIGNATURE or method or flags & ~_KNOWN_FLAGS or start + entry.nbytes > entry.room_end:
-            raise ArchiveError(f"record {entry.name!r} is not where the zip directory says, or overlaps another record")
+            raise ArchiveError(
+                f"record {entry.name!r} is not where the zip directory places it, or overlaps another record"
+            )
         if self._read_at(name_at, name_bytes) != entry.name.encode():
-            raise ArchiveError(f"record {entry.name!r} has another name in its own header")
+            raise ArchiveError(f"record {entry.name!r} has a different name in its own header")
         return start, entry.nbytes
 
     def read(self, name: str) -> bytes:
@@ -101,14 +104,14 @@ class PtArchive:
 def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
     """Returns the directory's offset, its size in bytes and its number of entries.
 
-    The end records must follow the directory at once, and must end the file.
+    The end records must follow directly after the directory, and the file must end with them.
     """
     if size < zf.END.size:
         raise ArchiveError("it is too short for an archive")
     end_at = size - zf.END.size
     signature, disk, of_directory, here, count, nbytes, offset, comment = zf.END.unpack(read_at(end_at, zf.END.size))
     if signature != zf.END_SIGNATURE or comment or disk or of_directory or here != count:
-        raise ArchiveError("it does not end as torch's archives do: it was cut, or written by torch before 1.6")
+        raise ArchiveError("it does not end like torch's archives: it was cut, or written by torch before 1.6")
     end_at, large = _find_zip64_end(read_at, end_at)
     small = ((count, zf.MAX_16), (nbytes, zf.MAX_32), (offset, zf.MAX_32))
     if large and any(number not in (most, other) for (number, most), other in zip(small, large, strict=True)):
@@ -120,9 +123,10 @@ def _find_directory(read_at: ReadAt, size: int) -> tuple[int, int, int]:
 
 
 def _find_zip64_end(read_at: ReadAt, end_at: int) -> tuple[int, tuple[int, int, int] | None]:
-    """Returns where the end records begin, and what a zip64 end record tells about the directory.
+    """Returns the offset of the end records, and the three numbers in the zip64 end record that describe the directory.
 
-    That is the number of entries, the size in bytes and the offset. It is None if there is no zip64 end record.
+    These are the directory's number of entries, its size in bytes and its offset. Instead of them, None is returned if
+    there is no zip64 end record.
     """
     locator_at = end_at - zf.LOCATOR_64.size
     if locator_at < zf.END_64.size:
@@ -157,7 +161,7 @@ def _entries(directory: bytes, end: int) -> Iterator[_Entry]:
             raise ArchiveError("its zip directory is damaged")
         name = _checked_name(raw)
         if method or flags & ~_KNOWN_FLAGS:
-            raise ArchiveError(f"record {name!r} is compressed or encrypted, which torch never does")
+            raise ArchiveError(f"record {name!r} is compressed or encrypted, unlike the records that torch writes")
         nbytes, stored, header_at = _large_numbers(name, extra, (nbytes, stored, header_at))
         if stored != nbytes:
             raise ArchiveError(f"record {name!r} has {nbytes} bytes, but is stored in {stored}")
@@ -175,7 +179,7 @@ def _checked_name(raw: bytes) -> str:
 
 
 def _large_numbers(name: str, extra: bytes, small: tuple[int, int, int]) -> Iterator[int]:
-    """Yields size, stored size and offset. A number that is MAX_32 is taken from the zip64 field instead."""
+    """Yields size, stored size and offset. Where `small` has MAX_32, the number is in the zip64 field."""
     field = b""
     while extra:
         if len(extra) < 4 or len(extra) < 4 + (length := int.from_bytes(extra[2:4], "little")):
@@ -196,14 +200,14 @@ def _large_numbers(name: str, extra: bytes, small: tuple[int, int, int]) -> Iter
 
 
 def _with_room(entries: list[_Entry], end: int) -> dict[str, _Entry]:
-    """Returns the entries by name, each with its room up to the next. Raises ArchiveError if one does not fit."""
+    """Returns the entries by name, each with its `room_end`. Raises ArchiveError if a record does not fit its room."""
     placed: dict[str, _Entry] = {}
     for entry in sorted(entries, key=lambda e: e.header_at, reverse=True):
         least = entry.header_at + zf.LOCAL_HEADER.size + len(entry.name.encode()) + entry.nbytes
         if least > end:
-            raise ArchiveError(f"record {entry.name!r} overlaps another record, or leaves the file")
+            raise ArchiveError(f"record {entry.name!r} overlaps another record or the zip directory")
         if entry.name in placed:
-            raise ArchiveError(f"record {entry.name!r} is there twice")
+            raise ArchiveError(f"record {entry.name!r} is listed twice")
         placed[entry.name] = _Entry(entry.name, entry.crc32, entry.nbytes, entry.header_at, end)
         end = entry.header_at
     return placed

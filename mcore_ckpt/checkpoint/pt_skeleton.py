@@ -1,8 +1,9 @@
-"""Builds the skeleton of a `.pt` file: the file without its payload, which is the bytes of the tensors.
+"""Builds the skeleton of a `.pt` file, which is the file without its payload. The payload is the bytes of the tensors.
 
-`torch.save` under `torch.serialization.skip_data` writes everything but the payload and reserves its place, which the
-zip directory tells. A skeleton is small, because it keeps only the bytes between the tensors. A save then needs no
-pickling: it copies tensors to known offsets, and writes their CRCs to the places that zip has for them.
+Under `torch.serialization.skip_data`, `torch.save` writes everything except the payload, for which it leaves room. The
+zip directory contains the place of each tensor. A skeleton is small, because it keeps only the bytes between the
+tensors. A save with a skeleton needs no pickling. It copies tensors to known offsets, and writes their CRCs to the
+places that the zip format has for CRCs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mcore_ckpt.checkpoint import zip_format as zf
 
 INDEX_RECORD = "archive/.mcore_ckpt/index.json"
 
-# Versions of the zip format (times ten) that a reader needs: for a plain record, and for zip64.
+# Versions of the zip format (times ten) that a reader must support: for a plain record, and for zip64.
 _PLAIN_VERSION = 20
 _ZIP64_VERSION = 45
 
 
 @dataclass(frozen=True)
 class PayloadSlot:
-    """The places of one tensor's bytes, and of their CRC, in the file. All numbers are in bytes."""
+    """The places in a file of one tensor's bytes and of their CRC. All numbers are in bytes."""
 
     offset: int
     nbytes: int
@@ -44,7 +45,7 @@ class PtSkeleton:
     Attributes:
         slots: the place of each tensor, in the order given to `build_skeleton`, with ascending offsets.
         gaps: the bytes between the tensors, up to `records_end`, as pairs `(offset, bytes)`.
-        records_end: the offset at which torch's zip directory began. The index record goes there.
+        records_end: the offset of torch's zip directory. In the finished file, the index record begins there.
         directory: the entries of the zip directory. The CRCs of tensors are still 0.
         entries: the number of these entries.
     """
@@ -103,9 +104,9 @@ def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
     """Builds the skeleton of the file that `torch.save(tree)` would write.
 
     Args:
-        tree: dicts, plain values and tensors. Each tensor owns its storage and fills it: views and tensors on `meta`
-            are not allowed.
-        tensors: the tensors in `tree` in the order in which torch pickles them, each once.
+        tree: dicts, plain values and tensors. Each tensor must own its storage and fill it, so views are not allowed.
+            Tensors on `meta` are not allowed either.
+        tensors: the tensors of `tree`, each once, in the order in which torch pickles them.
 
     Returns:
         The skeleton; `slots[i]` belongs to `tensors[i]`.
@@ -113,8 +114,8 @@ def build_skeleton(tree: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> 
     Raises:
         ValueError: the tensors do not match the records that torch has written.
     """
-    # The reserved payload takes no memory in a memory file, which is sparse. torch names the archive after its file, so
-    # the link gives it the same name in every run.
+    # torch writes into a memory file. Such a file is sparse, so the reserved payload takes no memory. torch names the
+    # archive after the path that it opens, so the link gives the archive the same name in every run.
     memory = os.memfd_create("mcore_ckpt_skeleton")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -138,17 +139,19 @@ def _read_skeleton(
     for number, tensor in enumerate(tensors):
         record = by_name.get(f"archive/data/{number}")
         if record is None or record.file_size != tensor.nbytes:
-            raise ValueError(f"tensor {number} of {tensor.nbytes} bytes is not record {record} of torch's archive")
+            raise ValueError(
+                f"tensor {number} of {tensor.nbytes} bytes does not match record {record} of torch's archive"
+            )
         slots.append(_slot(memory, record, crc_places[record.filename]))
     if f"archive/data/{len(tensors)}" in by_name:
-        raise ValueError(f"torch's archive has more than the {len(tensors)} tensors that were named")
+        raise ValueError(f"torch's archive has more than the {len(tensors)} tensors that were given")
     gaps = tuple(_gaps(memory, slots, directory_at))
     directory = os.pread(memory, crc_places[""], directory_at)
     return PtSkeleton(tuple(slots), gaps, directory_at, directory, len(records))
 
 
 def _directory_crc_places(records: Iterable[zipfile.ZipInfo]) -> dict[str, int]:
-    """Returns the position of each record's CRC in the directory, and under "" the directory's size."""
+    """Returns the position of each record's CRC in the directory, by record name. "" maps to the directory's size."""
     places, position = {}, 0
     for record in records:
         places[record.filename] = position + zf.DIRECTORY_CRC_OFFSET
@@ -165,7 +168,7 @@ def _slot(memory: int, record: zipfile.ZipInfo, directory_crc_at: int) -> Payloa
     descriptor = offset + record.file_size
     (signature,) = struct.unpack("<I", os.pread(memory, 4, descriptor))
     if signature != zf.DESCRIPTOR_SIGNATURE:
-        raise ValueError(f"record {record.filename} has no data descriptor where zip puts it")
+        raise ValueError(f"record {record.filename} has no data descriptor after its bytes")
     return PayloadSlot(offset, record.file_size, descriptor + zf.DESCRIPTOR_CRC_OFFSET, directory_crc_at)
 
 

@@ -1,4 +1,4 @@
-"""Finds the bytes of the tensors in a pickle of `torch.save`, and checks them before they are read or allocated."""
+"""Finds the place of each tensor in a pickle of `torch.save`, and checks it before bytes are read or allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mcore_ckpt.checkpoint.shapes import MOST_ELEMENTS, is_possible_shape
 from mcore_ckpt.checkpoint.unpickling import Call, PickleError, as_shape
 from mcore_ckpt.sharding.regions import Shape
 
-# `torch.storage._dtype_to_storage_type_map` (2.13). Tensors of newer dtypes name their dtype beside an UntypedStorage.
+# From `torch.storage._dtype_to_storage_type_map` (2.13). Tensors of newer dtypes have an UntypedStorage, and the pickle
+# names their dtype separately.
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -32,7 +33,7 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 
-# Leaves out quantized dtypes, which have scales, and dtypes below one byte, which torch (2.13) cannot compute with.
+# Does not match quantized dtypes, which need scales, or dtypes below one byte, which torch (2.13) cannot compute with.
 _DTYPE = re.compile(r"b?float\d\w*|u?int(?:8|16|32|64)|bool|complex\d+|double|float|half|short|int|long")
 
 _FLAGS = ("conj", "neg")
@@ -40,9 +41,9 @@ _FLAGS = ("conj", "neg")
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of a storage, which several tensors may share: `nbytes` bytes at byte `offset` of the archive.
+    """The bytes of a storage: `nbytes` bytes at byte `offset` of the archive. Several tensors can share a storage.
 
-    `key` is its name in the archive, `dtype` the dtype that the pickle gives it.
+    `key` is the storage's name in the archive, `dtype` the dtype that the pickle gives the storage.
     """
 
     key: str
@@ -55,8 +56,8 @@ class StoredBytes:
 class TensorPlace:
     """The place of a tensor in a storage.
 
-    `start` is the position of its first element. `start` and `stride` are in elements. `flags` may have "conj" and
-    "neg": the tensor is the conjugate or the negative of the stored numbers.
+    `start` is the position of the tensor's first element. `start` and `stride` are in elements. `flags` can contain
+    "conj" if the tensor is the conjugate of the stored numbers, and "neg" if it is their negative.
     """
 
     stored: StoredBytes
@@ -68,17 +69,17 @@ class TensorPlace:
 
     @property
     def offset(self) -> int:
-        """The offset of the first element, in bytes of the archive."""
+        """The offset of the first element in the archive, in bytes."""
         return self.stored.offset + self.start * self.dtype.itemsize
 
     @property
     def is_dense(self) -> bool:
-        """True if the tensor's bytes are one range, in row-major order."""
+        """True if the tensor's bytes are one contiguous range in row-major order."""
         return is_dense(self.shape, self.stride)
 
 
 def is_dense(shape: Shape, stride: Shape) -> bool:
-    """Returns True if the bytes of a tensor with these strides (in elements) are one range, in row-major order."""
+    """Returns True if the bytes of a tensor with these strides (in elements) are one contiguous, row-major range."""
     expected = 1
     for length, step in reversed(list(zip(shape, stride, strict=True))):
         if length != 1 and step != expected:
@@ -88,11 +89,11 @@ def is_dense(shape: Shape, stride: Shape) -> bool:
 
 
 class TensorFinder:
-    """Resolves what a pickle says about tensors: dtypes, storages and the functions that rebuild tensors.
+    """Resolves a pickle's references to dtypes, to storages and to the functions that rebuild tensors.
 
     Args:
         archive: the archive with the tensors' bytes.
-        make: makes, from a tensor's place, the object that stands for the tensor in the result.
+        make: receives a tensor's place, and returns the object that replaces the tensor in the result.
     """
 
     def __init__(self, archive: PtArchive, make: Callable[[TensorPlace], Any]) -> None:
@@ -104,16 +105,19 @@ class TensorFinder:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """Returns the dtype, storage or function that a global name stands for. Returns None if it is unknown."""
+        """Returns the dtype or function that a global name refers to; for a storage class, the dtype of its elements.
+
+        Returns None if the name is unknown.
+        """
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
-        # `vars`, not `getattr`: getattr would let a file make torch import more of its modules.
+        # This uses `vars`, because with `getattr` a file could make torch import more of its modules.
         if module == "torch" and _DTYPE.fullmatch(name) and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         return self._known.get((module, name))
 
     def stored(self, reference: Any) -> StoredBytes:
-        """Returns the bytes that a pickle's reference to a storage stands for."""
+        """Returns the stored bytes that a reference in the pickle names."""
         if not isinstance(reference, tuple) or len(reference) != 5:
             raise PickleError("a reference in the pickle does not name a storage")
         kind, dtype, key, _, length = reference
@@ -145,7 +149,7 @@ class TensorFinder:
         count = prod(lengths)
         last = start + sum((length - 1) * step for length, step in zip(lengths, steps, strict=True))
         if start * dtype.itemsize > stored.nbytes or (count and (last + 1) * dtype.itemsize > stored.nbytes):
-            raise PickleError(f"{tensor} leaves its storage of {stored.nbytes} bytes")
+            raise PickleError(f"{tensor} reaches past the end of its storage of {stored.nbytes} bytes")
         return self._make(TensorPlace(stored, dtype, start, lengths, steps, _flags(flags)))
 
 
@@ -159,19 +163,19 @@ def _flags(given: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def parameter(tensor: Any, *_: Any) -> Any:
-    """Stands for `torch._utils._rebuild_parameter`. Only the tensor among its arguments matters."""
+    """Replaces `torch._utils._rebuild_parameter`. Returns the tensor, and ignores the other arguments."""
     return tensor
 
 
 def with_attributes(function: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """Stands for `torch._tensor._rebuild_from_type_v2`. Only the tensor matters, which `function` makes from `args`."""
+    """Replaces `torch._tensor._rebuild_from_type_v2`. Returns only the tensor, which `function` makes from `args`."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
         raise PickleError("a tensor in the pickle is made by something that is not a known function")
     return function(*args)
 
 
 PARAMETERS: dict[tuple[str, str], Any] = {
-    # These classes are arguments beside the function that makes the tensor. They are never called.
+    # Pickles pass these two classes as arguments to `_rebuild_from_type_v2`. The classes are never called.
     ("torch", "Tensor"): "torch.Tensor",
     ("torch.nn.parameter", "Parameter"): "torch.nn.Parameter",
     ("torch._tensor", "_rebuild_from_type_v2"): Call(with_attributes),

@@ -1,7 +1,7 @@
 """Reads the values in a file of `torch.save`: containers, numbers, strings and tensors, and nothing else.
 
-`torch.load` opens these files, too, but is not safe for files that others may have written: `unpickling` gives reasons,
-and it decompresses records however large they become.
+`torch.load` opens these files, too, but it is not safe for files that somebody else may have written. `unpickling`
+gives reasons. Another reason is that `torch.load` decompresses records, however large they become.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Storage = Callable[[StoredBytes], torch.Tensor]
 
 
 def decode_pt(data: bytes) -> Any:
-    """Decodes the value in the bytes of a small file. Its tensors have memory of their own.
+    """Decodes the value in the bytes of a small `.pt` file. The tensors in the value have memory of their own.
 
     Raises:
-        ValueError: the file is damaged, or has anything else in it (ArchiveError, PickleError).
+        ValueError: the file is damaged, or contains something other than plain values (ArchiveError, PickleError).
 
     Example:
         >>> decode_pt(pickle_plain({"step": 12}))  # doctest: +SKIP
@@ -42,18 +42,20 @@ def decode_pt(data: bytes) -> Any:
 
 
 def reader_of(data: bytes) -> ReadAt:
-    """Returns a function that reads from bytes in memory as from a file."""
+    """Returns a function that reads from `data` as if it were a file."""
 
     def read_at(offset: int, nbytes: int) -> bytes:
         if offset + nbytes > len(data):
-            raise PickleError(f"the file was cut: it has {len(data)} bytes, not {nbytes} at byte {offset}")
+            raise PickleError(
+                f"the file was cut: {nbytes} bytes are needed at byte {offset}, but it ends at byte {len(data)}"
+            )
         return data[offset : offset + nbytes]
 
     return read_at
 
 
 def copied_from(data: bytes) -> Storage:
-    """Returns a function that copies the bytes of a storage out of bytes in memory."""
+    """Returns a function that copies the bytes of a storage out of `data`."""
 
     def storage(stored: StoredBytes) -> torch.Tensor:
         memory = bytearray(memoryview(data)[stored.offset : stored.offset + stored.nbytes])
@@ -72,12 +74,13 @@ def load_pt(
     """Reads the value in an archive.
 
     Args:
-        read_at, size: the archive.
-        storage: makes the memory of a storage.
-        find, build: passed to `Unpickler`, for everything but tensors.
+        read_at: reads from the archive's file.
+        size: the size of the file in bytes.
+        storage: returns the memory of a storage.
+        find, build: passed to `Unpickler`, for everything except tensors.
 
     Raises:
-        ValueError: the archive is damaged, or has anything in it that `find` and `build` refuse.
+        ValueError: the archive is damaged, or contains something that `find` or `build` refuses.
     """
     archive = PtArchive(read_at, size)
     memory: dict[str, torch.Tensor] = {}
@@ -102,13 +105,14 @@ def load_pt(
 
 
 def _view(memory: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    # With strides of 0, one stored element stands for any number, and a copy of the tensor would need memory for all.
+    # With strides of 0, one stored element can fill a tensor of any size, and a copy of that tensor would need all the
+    # memory.
     if prod(place.shape) * place.dtype.itemsize > place.stored.nbytes:
         raise PickleError(f"a tensor of shape {place.shape} and strides {place.stride} is larger than its storage")
     if not memory.numel():
         return torch.empty(place.shape, dtype=place.dtype)
     whole = memory[: memory.numel() // place.dtype.itemsize * place.dtype.itemsize].view(place.dtype)
-    # torch counts storage offsets from the beginning of the mapped file, not of the view.
+    # `as_strided` counts offsets from the beginning of the storage (such as a mapped file), not of the view.
     tensor = whole.as_strided(place.shape, place.stride, whole.storage_offset() + place.start)
     for flag in place.flags:
         tensor = torch._conj(tensor) if flag == "conj" else torch._neg_view(tensor)

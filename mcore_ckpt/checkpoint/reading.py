@@ -24,8 +24,8 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
     """Reads the manifest in a role's folder.
 
     Raises:
-        CheckpointNotFoundError: it is missing, so the folder is not a checkpoint.
-        CheckpointCorruptError: it is damaged, or has a newer format version.
+        CheckpointNotFoundError: the manifest is missing, so the folder is not a checkpoint.
+        CheckpointCorruptError: the manifest cannot be read, is damaged, or has a newer format version.
     """
     path = inside(role_dir, manifest_file)
     try:
@@ -42,7 +42,7 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
     """Decodes the bytes of a manifest.
 
-    Raises CheckpointCorruptError, which names `path`, if it is damaged or has a newer format version.
+    Raises CheckpointCorruptError, which names `path`, if the manifest is damaged or has a newer format version.
     """
     try:
         return decode_manifest(data)
@@ -61,17 +61,17 @@ def read_remote_manifest(store: Store, key: str) -> Manifest:
 
 @contextmanager
 def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
-    """Opens a file whose size is that in the manifest. Yields its descriptor.
+    """Opens a file, checks that it has the size in the manifest, and yields its descriptor.
 
-    Raises CheckpointCorruptError if the file is missing, has another size, is no regular file, or is a link that leads
-    out of the folder.
+    Raises CheckpointCorruptError if the file is missing, cannot be opened, has another size, is not a regular file, or
+    is a link that leads out of the folder.
     """
     path = inside(role_dir, record.path)
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:
         raise CheckpointCorruptError(
-            f"{path}: missing; the manifest says it has {record.size} bytes, written by rank {record.rank}"
+            f"{path}: missing; the manifest lists this file with {record.size} bytes, written by rank {record.rank}"
         ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be opened: {error}") from error
@@ -101,7 +101,8 @@ def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
     assert record.index is not None
     if crc32(data) != record.index.crc32:
         raise CheckpointCorruptError(
-            f"{path}: its index (byte {record.index.offset}) has a wrong CRC: it is damaged, or belongs to another file"
+            f"{path}: the index at byte {record.index.offset} has a wrong CRC: the index is damaged, or belongs to "
+            "another file"
         )
     try:
         return decode_index(data, record.path, record.index.offset)
@@ -110,7 +111,7 @@ def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
 
 
 def check_size(path: Path | str, what: str, size: int, most: int) -> None:
-    """Raises CheckpointCorruptError if `size` bytes are more than the `most` that are read into memory."""
+    """Raises CheckpointCorruptError if `size` is above `most`, the largest number of bytes to read into memory."""
     if size > most:
         raise CheckpointCorruptError(
             f"{path}: the manifest lists {what} of {size} bytes, more than the {most} that are read into memory: the "
@@ -121,7 +122,7 @@ def check_size(path: Path | str, what: str, size: int, most: int) -> None:
 def read_checked(role_dir: Path, record: FileRecord, most: int) -> bytes:
     """Reads a whole file and checks its size and CRC.
 
-    Raises CheckpointCorruptError if it is missing, damaged, or larger than `most` bytes.
+    Raises CheckpointCorruptError if the file is missing, damaged, or larger than `most` bytes.
     """
     path = role_dir / record.path
     check_size(path, "a file", record.size, most)
@@ -132,18 +133,18 @@ def read_checked(role_dir: Path, record: FileRecord, most: int) -> bytes:
 
 
 def check_crc(found: int, record: FileRecord, path: Path | str) -> None:
-    """Raises CheckpointCorruptError, which names `path`, if the CRC of a whole file is not that in the manifest."""
+    """Raises CheckpointCorruptError, which names `path`, if `found` is not the CRC of the file in the manifest."""
     if found != record.crc32:
         raise CheckpointCorruptError(wrong_crc(path))
 
 
 def wrong_crc(path: Path | str) -> str:
-    """Says that a whole file has a wrong CRC."""
-    return f"{path}: has a wrong CRC: it is damaged, or another file with this name"
+    """Returns the message for a file whose CRC is wrong."""
+    return f"{path}: has a wrong CRC: the file is damaged, or is another file with the same name"
 
 
 def read_plain(role_dir: Path, record: FileRecord) -> dict[str, Any]:
-    """Reads the values in a small `.pt` file, and checks its checksum. Nothing in the file is executed.
+    """Reads the values in a small `.pt` file after checking its CRC. Never executes code from the file.
 
     Raises CheckpointCorruptError.
     """
@@ -160,8 +161,8 @@ def parse_plain(data: bytes, record: FileRecord, path: Path | str) -> dict[str, 
 def _decode_plain(data: bytes, path: Path | str) -> dict[str, Any]:
     try:
         value = decode_pt(data)
-    except Exception as error:  # torch may raise any type for bytes that are not a valid tensor.
-        raise CheckpointCorruptError(f"{path}: does not hold plain values alone: {error}") from error
+    except Exception as error:  # torch can raise exceptions of any type for bytes that are not a valid tensor.
+        raise CheckpointCorruptError(f"{path}: cannot be read as plain values: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointCorruptError(f"{path}: holds a {type(value).__name__}, not a dict")
     return value

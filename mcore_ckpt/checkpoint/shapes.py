@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-# torch's own limit.
+# torch's own limit on the number of axes.
 _MOST_AXES = 64
-# Numbers of elements, positions and strides stay below this, so that they fit 64 bits.
+# The limit for numbers of elements and for strides, so that all positions fit into 64 bits.
 MOST_ELEMENTS = 2**62
 
 
 def is_possible_shape(shape: Sequence[int]) -> bool:
-    """Returns True if a tensor can have this shape, whose lengths must not be negative.
+    """Returns True if a tensor can have this shape. The lengths must not be negative.
 
-    Axes of length 0 do not make a shape small: torch multiplies the lengths of all others.
+    An axis of length 0 does not make a shape small, because torch still multiplies the lengths of all other axes.
 
     Example:
         >>> is_possible_shape((0, 3)), is_possible_shape((0, 2**40, 2**40)), is_possible_shape((1,) * 65)

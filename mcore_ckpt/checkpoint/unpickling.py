@@ -1,8 +1,9 @@
-"""Reads pickles that may be hostile. A pickle may call only functions that the caller lists.
+"""Reads pickles that may be hostile. A pickle can call only functions that the caller lists.
 
-The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. torch offers `bytearray` and all
-storage classes, which allocate any amount of memory. Python allocates a memo as large as an index in the pickle. With
-both, a tuple of tuples as the key of a dict may take forever to hash, or overflow the stack of the process.
+The unpicklers of Python and torch (2.13, under `weights_only`) are not safe enough. With torch's, a pickle can call
+`bytearray` and all storage classes, which allocate any amount of memory. Python sizes its memo by the largest index in
+the pickle, so a few bytes can allocate any amount of memory, too. In both unpicklers, hashing a tuple of tuples as the
+key of a dict can take forever, or overflow the stack of the process.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ from typing import Any
 
 from mcore_ckpt.io import limits
 
+# Types of values that have no parts.
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
-# How many parts the nested tuples of a key may have together. Keys are names and numbers; data are not keys.
+# How many parts a key can have, including the parts of nested tuples. In checkpoints keys are names and numbers, so few
+# parts are enough.
 _MOST_KEY_PARTS = 64
 _MOST_DEPTH = 100
-# How many values a byte of a pickle may stand for. A reference to an earlier value takes at least two bytes, and that
-# value may be a tuple of a few numbers.
+# How many values a pickle can have for each of its bytes. A reference to an earlier value takes at least two bytes, and
+# that value can be a tuple of a few numbers.
 _MOST_VALUES_PER_BYTE = 16
-# An empty set takes 216 bytes of memory and two bytes of a pickle: the second byte puts it into the memo.
+# How many values each set is counted as. An empty set takes 216 bytes of memory, but only two bytes of a pickle, the
+# second of which puts the set into the memo.
 _VALUES_PER_SET = 2 * _MOST_VALUES_PER_BYTE
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 
 
 class PickleError(ValueError):
-    """A pickle is damaged, or asks for something that is not allowed."""
+    """A pickle is damaged, or does something that is not allowed."""
 
 
 class Call:
     """A function or class that a pickle may call.
 
-    It gets any arguments that the pickle has, and must check them itself.
+    The function receives whatever arguments the pickle passes, and must check them itself.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -49,7 +53,7 @@ Find = Callable[[str, str], Any]
 """Resolves a global name (module, name) to a `Call` or a value. Raises PickleError for an unexpected name."""
 
 Build = Callable[[Any, Any], None]
-"""Gives a new object its state: (object, state). Raises PickleError for anything unexpected."""
+"""Sets the state of a new object: (object, state). Raises PickleError for anything unexpected."""
 
 
 def refuse_global(module: str, name: str) -> PickleError:
@@ -64,8 +68,8 @@ def refuse_global(module: str, name: str) -> PickleError:
 def check_key(key: Any) -> None:
     """Raises PickleError unless a key can be hashed quickly.
 
-    Such keys are atoms, tuples of a few atoms, and objects that a `Call` has made. The fields of a dataclass count as
-    parts, because it is hashed as the tuple of its fields.
+    The allowed keys are atoms (see `_ATOMS`), tuples of a few atoms, and objects that a `Call` has made. The fields of
+    a dataclass are counted as parts of the key, because a dataclass is hashed like the tuple of its fields.
     """
     if type(key) in _ATOMS:
         return
@@ -86,8 +90,8 @@ def check_key(key: Any) -> None:
 def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any]] = lambda value: ()) -> None:
     """Raises PickleError for a value with many more parts than its pickle has bytes.
 
-    A list may hold itself. It may also hold a list twice, which holds a list twice, and so on: a program that walks
-    through it would not end.
+    A list can contain itself. A list can also contain another list twice, which contains a third list twice, and so on.
+    A program that walks through such a value would never finish.
 
     Args:
         value: the value of the pickle.
@@ -107,7 +111,7 @@ def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any
             elif type(item) not in _ATOMS:
                 below += parts_of(item)
             if seen + len(below) > most:
-                raise PickleError(f"the {nbytes} bytes of the pickle stand for more than {most} values")
+                raise PickleError(f"the pickle of {nbytes} bytes has more than {most} values")
         seen += len(below)
         depth += 1
         if depth > _MOST_DEPTH:
@@ -116,43 +120,43 @@ def check_extent(value: Any, nbytes: int, parts_of: Callable[[Any], Iterable[Any
 
 
 def as_bytes(text: Any, encoding: Any) -> bytes:
-    """Stands for `_codecs.encode`, with which protocol 2 writes bytes in latin1. Refuses other encodings."""
+    """Replaces `_codecs.encode`, which pickles of protocol 2 call to make bytes. Refuses any encoding but latin1."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise PickleError("the pickle has bytes in another encoding than latin1")
+        raise PickleError("the pickle has bytes in an encoding other than latin1")
     return text.encode("latin1")
 
 
 def ordered_dict(*nothing: Any) -> OrderedDict[Any, Any]:
-    """Stands for `OrderedDict`. It is made empty; the pickle adds its items afterwards, key by key."""
+    """Replaces `OrderedDict`. Returns an empty one, to which the pickle then adds items, key by key."""
     if nothing and nothing != ([],):
-        raise PickleError("an OrderedDict in the pickle is not made empty")
+        raise PickleError("the pickle creates an OrderedDict with items in it")
     return OrderedDict()
 
 
 def as_set(items: Any = ()) -> set[Any]:
-    """Stands for `set`. Raises PickleError unless it is made of a list or tuple of quickly hashed items."""
+    """Replaces `set`. Raises PickleError unless `items` is a list or tuple of values that can be hashed quickly."""
     if not isinstance(items, (list, tuple)):
-        raise PickleError("a set in the pickle is not made of a list")
+        raise PickleError("a set in the pickle is not made from a list or tuple")
     for item in items:
         check_key(item)
     return set(items)
 
 
 def as_complex(real: Any, imaginary: Any) -> complex:
-    """Stands for `complex`. Raises PickleError unless it is made of two floats."""
+    """Replaces `complex`. Raises PickleError unless both arguments are floats."""
     if type(real) is not float or type(imaginary) is not float:
-        raise PickleError("a complex number in the pickle is not made of two floats")
+        raise PickleError("a complex number in the pickle is not made from two floats")
     return complex(real, imaginary)
 
 
 def as_shape(lengths: Any = ()) -> tuple[int, ...]:
-    """Stands for `torch.Size`. Raises PickleError unless it is made of integers."""
+    """Replaces `torch.Size`. Raises PickleError unless `lengths` is a list or tuple of integers."""
     if not isinstance(lengths, (list, tuple)) or any(type(length) is not int for length in lengths):
-        raise PickleError("a shape in the pickle is not made of integers")
+        raise PickleError("a shape in the pickle is not a list of integers")
     return tuple(lengths)
 
 
-# Protocol 2 calls the module `__builtin__`, as Python 2 did.
+# Pickles of protocol 2 call the module `builtins` by its name in Python 2, `__builtin__`.
 PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Call(as_bytes),
     ("collections", "OrderedDict"): Call(ordered_dict),
@@ -164,7 +168,7 @@ PLAIN_GLOBALS: dict[tuple[str, str], Any] = {
 
 
 def find_plain(module: str, name: str) -> Any:
-    """Resolves the global names that containers and numbers use. Raises PickleError for any other."""
+    """Resolves a global name that pickles of containers and numbers use. Raises PickleError for any other name."""
     try:
         return PLAIN_GLOBALS[module, name]
     except KeyError:
@@ -172,12 +176,12 @@ def find_plain(module: str, name: str) -> Any:
 
 
 def _no_reference(reference: Any) -> Any:
-    raise PickleError("the pickle refers to data outside of it, which are not allowed here")
+    raise PickleError("the pickle refers to data outside of the pickle, which is not allowed here")
 
 
 def refuse_state(made: Any, state: Any) -> None:
-    """Refuses to give any object a state, as a `Build` for pickles of plain values."""
-    raise PickleError(f"the pickle gives a {type(made).__name__} a state, which is not allowed here")
+    """The `Build` for pickles of plain values. It refuses to set the state of any object."""
+    raise PickleError(f"the pickle sets the state of a {type(made).__name__}, which is not allowed here")
 
 
 class Unpickler:
@@ -186,8 +190,8 @@ class Unpickler:
     Args:
         data: the pickle.
         find: resolves a global name.
-        persistent: resolves a reference to data outside of the pickle, which are the bytes of tensors.
-        build: gives a new object its state, and must refuse objects that it does not know.
+        persistent: resolves a reference to data outside of the pickle, such as the bytes of a tensor.
+        build: sets the state of a new object, and must refuse objects that it does not know.
     """
 
     def __init__(
@@ -202,14 +206,14 @@ class Unpickler:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        # How many more values the sets may take, and the arguments of calls may have. Without this limit, a pickle
-        # could pass a long text to calls that copy it, again and again, with a reference of two bytes.
+        # How many more values can go into sets and into arguments of calls. Without this limit, a pickle could pass the
+        # same long text to many calls that copy it, each time with a reference of two bytes.
         self._left = _MOST_VALUES_PER_BYTE * len(data) + _MOST_KEY_PARTS
 
     def load(self) -> Any:
         """Returns the value of the pickle.
 
-        Raises PickleError, and any exception of the functions that `find`, `persistent` and `build` return or are.
+        Raises PickleError, and any exception that `find`, `persistent`, `build` or a `Call` raises.
         """
         if len(self._data) > limits.PICKLE_BYTES:
             raise PickleError(f"the pickle has {len(self._data)} bytes, more than {limits.PICKLE_BYTES}")
@@ -235,7 +239,10 @@ class Unpickler:
     def _take(self, nbytes: int) -> bytes:
         end = self._at + nbytes
         if end > len(self._data):
-            raise PickleError(f"the pickle was cut: it has {len(self._data)} bytes, not {nbytes} at byte {self._at}")
+            raise PickleError(
+                f"the pickle was cut: {nbytes} bytes are needed at byte {self._at}, but it ends at byte "
+                f"{len(self._data)}"
+            )
         taken = self._data[self._at : end]
         self._at = end
         return taken
@@ -246,7 +253,7 @@ class Unpickler:
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 1000)
         if end < 0:
-            raise PickleError(f"the pickle has a name without an end at byte {self._at}")
+            raise PickleError(f"the name at byte {self._at} of the pickle has no end")
         line = self._data[self._at : end].decode()
         self._at = end + 1
         return line
@@ -282,7 +289,7 @@ class Unpickler:
         self._stack.append(int.from_bytes(self._take(self._number(form)), "little", signed=True))
 
     def _text(self, form: struct.Struct) -> None:
-        # Python writes pickles with surrogatepass, because its strings may have code points that UTF-8 does not allow.
+        # Python writes pickles with surrogatepass, because its strings can have code points that UTF-8 does not allow.
         self._stack.append(str(self._take(self._number(form)), "utf-8", "surrogatepass"))
 
     def _put(self, number: int) -> None:
@@ -309,7 +316,7 @@ class Unpickler:
     def _add_items(self) -> None:
         items, target = self._popped(), self._stack[-1]
         if type(target) is not set:
-            raise PickleError(f"the pickle adds items to a {type(target).__name__} as to a set")
+            raise PickleError(f"the pickle adds set items to a {type(target).__name__}")
         target |= as_set(items)
 
     def _frozen_set(self) -> None:
@@ -331,7 +338,7 @@ class Unpickler:
     def _call(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, Call) or not isinstance(args, tuple):
-            raise PickleError(f"the pickle calls a {type(function).__name__}, or calls a function without a tuple")
+            raise PickleError(f"the pickle calls a {type(function).__name__}, or passes arguments that are not a tuple")
         self._charge_for(args)
         self._stack.append(function(*args))
 
@@ -339,16 +346,16 @@ class Unpickler:
         self._charge(sum(len(value) for value in arguments if isinstance(value, _SIZED)))
 
     def _charge(self, values: int) -> None:
-        """Counts values for calls and sets. Raises PickleError if there are many more than the pickle has bytes."""
+        """Counts values that go into calls and sets. Raises PickleError if they are too many for the pickle's size."""
         self._left -= values
         if self._left < 0:
-            raise PickleError(f"the {len(self._data)} bytes of the pickle stand for many more values")
+            raise PickleError(f"the pickle of {len(self._data)} bytes puts too many values into calls and sets")
 
     def _state(self) -> None:
         state = self._stack.pop()
         made = self._stack[-1]
         if type(made) is OrderedDict and isinstance(state, dict):
-            return  # The versions of modules, which torch adds to a state dict, are not needed.
+            return  # torch adds this state, the versions of modules, to a state dict. It is not needed.
         self._charge_for((state, *(state if isinstance(state, tuple) else ())))
         self._build(made, state)
 
@@ -359,8 +366,9 @@ _STOP = ord(".")
 
 _Action = Callable[[Unpickler], None]
 
-# The opcodes in this order: PROTO, FRAME, MARK, POP_MARK, POP (their names in `pickle`); constants; numbers; text;
-# bytes; tuples; containers; the memo; global names, calls, states and references.
+# The opcodes are in this order: first PROTO, FRAME, MARK, POP_MARK and POP (their names in `pickle`), then those for
+# constants, numbers, text, bytes, tuples, containers and the memo, then those for global names, calls, states and
+# references.
 _ACTIONS: dict[int, _Action] = {
     opcode[0]: action
     for opcode, action in {

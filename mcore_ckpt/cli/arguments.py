@@ -1,4 +1,4 @@
-"""Parses and checks arguments that several commands take."""
+"""Parses and checks arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 
 def expanded_path(text: str) -> Path:
-    """Returns a path whose leading `~` is the home folder. A shell leaves `--dir=~/x` as it is."""
+    """Returns a path with a leading `~` replaced by the home folder, because a shell leaves `--dir=~/x` as it is."""
     return Path(text).expanduser()
 
 
 def check_is_folder(path: Path, flag: str = "") -> None:
-    """Raises InvalidArgumentError unless the folder exists. `flag` is named in the message."""
+    """Raises InvalidArgumentError unless the folder exists. The message names `flag`."""
     if not path.is_dir():
         raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
 
@@ -38,31 +38,31 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ignored_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds flags that users of verl's merger type and that change nothing here."""
+    """Adds flags of verl's merger that are accepted, but have no effect here."""
     parser.add_argument(
         "--use_cpu_initialization",
         "--use-cpu-initialization",
         action="store_true",
-        help="accepted: no model is made, so none is initialized",
+        help="accepted, but without effect: no model is made",
     )
     parser.add_argument(
         "--trust-remote-code",
         "--trust_remote_code",
         action="store_true",
-        help="accepted: no code of the model is run, nor needed",
+        help="accepted, but without effect: no code of the model is executed",
     )
 
 
 @contextmanager
 def torchrun_variables() -> Iterator[None]:
-    """Explains the ValueError that torch raises if a job's scheduler sets some of torchrun's variables but not all.
+    """Replaces the ValueError that torch raises about torchrun's variables by an InvalidArgumentError with advice.
 
-    Raises InvalidArgumentError.
+    Some job schedulers set a few of these variables, but not all.
     """
     try:
         yield
     except ValueError as error:
         raise InvalidArgumentError(
-            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, without what torchrun sets beside it: {error}: use "
-            "torchrun, or unset it to work alone"
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, but the variables of torchrun are incomplete or invalid "
+            f"({error}): use torchrun, or unset it to use a single process"
         ) from None

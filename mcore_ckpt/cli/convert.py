@@ -1,4 +1,4 @@
-"""`mcore-ckpt convert`: writes a HuggingFace model as a checkpoint to train from, without the model in memory."""
+"""`mcore-ckpt convert`: writes a HuggingFace model as a checkpoint to train from. The model is never all in memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Writes the weights of a HuggingFace folder as a checkpoint, streaming, without GPUs and without the model. "native" is
-this package's format, cut for the layout asked for (any other loads it too); "torch_dist" is megatron's, which needs no
-layout. Under torchrun the work is divided among the processes. The result is there when all of it is."""
+Writes the weights of a HuggingFace folder as a checkpoint. They are streamed, so no GPU is needed and the model need
+not fit into memory. The format "native" is this package's own, divided for the given layout (it loads under any other
+layout, too). The format "torch_dist" is megatron's, which needs no layout. Under torchrun the processes share the work.
+The result appears once it is complete."""
 
 _SIZES = (
     ("tp", "tensor-parallel size"),
@@ -51,7 +52,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. Those with underscores are the ones that users of verl's converter type."""
+    """Adds the options. Those with underscores have the names that verl's converter gives them."""
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
@@ -66,29 +67,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=expanded_path,
         required=True,
         metavar="DIR",
-        help="native: the folder of steps, which gets global_steps_0; torch_dist: the folder itself",
+        help="native: the folder of steps, in which global_steps_0 is made; torch_dist: the folder of the checkpoint",
     )
-    parser.add_argument("--format", choices=("native", "torch_dist"), default="native", help="native if not given")
+    parser.add_argument(
+        "--format", choices=("native", "torch_dist"), default="native", help="format to write (native if not given)"
+    )
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
-    parser.add_argument("--role", default="actor", help="native: the folder below the step (actor if not given)")
+    parser.add_argument("--role", default="actor", help="native: the role's name (actor if not given)")
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="REGEX", help="leave out tensors of this name; may be repeated"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="leave out tensors whose whole name matches; may be repeated",
     )
-    parser.add_argument("--test", action="store_true", help="read everything back and compare, before it is in place")
+    parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
     add_json(parser)
     add_ignored_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts. Returns 0 when the checkpoint is in place."""
+    """Converts a model. Returns 0 when the checkpoint is in place."""
     check_is_folder(args.hf_model_path, "--hf_model_path")
     if args.output_path.exists() and not args.output_path.is_dir():
         raise InvalidArgumentError(f"--output_path {args.output_path}: is a file, not a folder")
     if args.format == "torch_dist" and args.output_path.exists() and any(args.output_path.iterdir()):
         raise InvalidArgumentError(
-            f"--output_path {args.output_path}: is there already, and not empty: name another folder"
+            f"--output_path {args.output_path}: exists already and is not empty: name another folder"
         )
     check_patterns("--ignore", args.ignore)
     with _agreement() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
@@ -118,7 +125,7 @@ def _convert(args: argparse.Namespace, agreement: Agreement, progress: Any) -> C
 
 @contextmanager
 def _agreement() -> Iterator[Agreement]:
-    """Yields this process's place among those that torchrun started, or that of a single process."""
+    """Yields the agreement of the processes that torchrun started, or of a single process."""
     import torch.distributed as dist
 
     from mcore_ckpt.ranks import rendezvous

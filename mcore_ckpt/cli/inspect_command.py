@@ -19,29 +19,31 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Shows what a checkpoint holds: who saved it under which layout, its files by kind, and with --tensors each tensor's
-name, dtype, global shape, and the parts of the optimizer's state that are there. No tensor's bytes are read."""
+Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
+name, dtype, global shape and kinds of optimizer state of each tensor. Reads no tensor's bytes."""
 
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `inspect`."""
     parser = subparsers.add_parser("inspect", help="show what a checkpoint holds", description=DESCRIPTION)
     parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
-    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
-    parser.add_argument("--role", metavar="NAME", help="of a step with several roles, this one alone")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+    )
+    parser.add_argument("--role", metavar="NAME", help="show only this role of the step")
     parser.add_argument(
         "--tensors",
         metavar="REGEX",
         nargs="?",
         const="",
-        help="list tensors, too: all, or those whose name has this in it",
+        help="also list the tensors: all, or those whose name contains a match",
     )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the checkpoint. Returns 0 when that is done."""
+    """Shows the checkpoint. Returns 0."""
     from mcore_ckpt.checkpoint import read_manifest
     from mcore_ckpt.tools.find import select
 
@@ -69,7 +71,8 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
     lines = (
         f"saved {manifest.created} with {versions}",
         f"by {manifest.topology}",
-        f"holds {', '.join(manifest.contents) or 'files of its program'}; the step is of {', '.join(manifest.roles)}",
+        f"holds {', '.join(manifest.contents) or 'files of its program'}",
+        f"roles of the step: {', '.join(manifest.roles)}",
         *(f"{kind}: {count} files, {nbytes / 1e9:.3f} GB" for kind, (count, nbytes) in _kinds(manifest).items()),
         f"{len(manifest.tensors)} tensors",
     )
@@ -81,7 +84,7 @@ def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | N
 
 
 def _kinds(manifest: Manifest) -> dict[str, tuple[int, int]]:
-    """Returns, for each kind of file, how many there are and their bytes."""
+    """Returns the number of files of each kind, and their size in bytes."""
     kinds = dict.fromkeys(file.kind for file in manifest.files)
     files = {kind: manifest.files_of(kind) for kind in kinds}
     return {kind: (len(found), sum(file.size for file in found)) for kind, found in files.items()}

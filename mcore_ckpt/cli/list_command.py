@@ -1,4 +1,4 @@
-"""`mcore-ckpt list`: shows the steps below a folder, which of them count, and why the others do not."""
+"""`mcore-ckpt list`: shows the steps below a folder, which of them are complete, and why the others are not."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Lists the steps below a folder, the oldest first, and what the tracker names. Reads only the manifests: `mcore-ckpt
-verify` checks the bytes."""
+Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests; use
+`mcore-ckpt verify` to check the bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _StepRow:
     Attributes:
         status: the step.
         nbytes: the bytes of all its committed roles.
-        created: when the last of them was saved; empty if there is none.
+        created: when the last of these roles was saved; empty if there is none.
     """
 
     status: StepStatus
@@ -71,7 +71,7 @@ def _row_of(status: StepStatus) -> _StepRow:
         try:
             manifests.append(read_manifest(status.role_dir(role)))
         except (CheckpointCorruptError, CheckpointNotFoundError):
-            continue  # retention of a trainer has just deleted it
+            continue  # a trainer's retention has just deleted it
     created = max((manifest.created for manifest in manifests), default="")
     return _StepRow(status, sum(manifest.nbytes for manifest in manifests), created)
 
@@ -86,7 +86,7 @@ def _show(rows: Sequence[_StepRow], tracked: int | None) -> None:
             line = f"{status.path.name}  {row.nbytes / 1e9:10.3f} GB  {row.created}  {roles}{marks}"
             console.print(line, markup=False)
         else:
-            console.print(f"{status.path.name}  does not count: {status.reason}", style="red", markup=False)
+            console.print(f"{status.path.name}  is not complete: {status.reason}", style="red", markup=False)
     complete = [row.status.step for row in rows if row.status.is_complete]
     newest = f"newest complete step: {complete[-1]}" if complete else "no step is complete"
     console.print(f"{newest}; the tracker names {'none' if tracked is None else tracked}", markup=False)

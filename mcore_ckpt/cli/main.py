@@ -1,9 +1,9 @@
 """Runs `mcore-ckpt`: parses the arguments, runs one subcommand and turns its errors into an exit status.
 
-Each subcommand is one module, named after it; `list`, `inspect` and `test` have the ending `_command`, because other
-modules have these names. The module has `add_to(subparsers)`, which adds its parser and sets `run`, a function that
-takes the parsed arguments and returns the exit status. To add a subcommand, write such a module and list it in
-`COMMANDS`.
+Each subcommand is a module of the same name. Only the modules of `list`, `inspect` and `test` end in `_command`,
+because Python itself uses the plain names. Each module has `add_to(subparsers)`, which adds the subcommand's parser and
+sets `run`, a function that accepts the parsed arguments and returns the exit status. To add a subcommand, write such a
+module and list it in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ COMMANDS = (demo, list_command, inspect_command, verify, prune, merge, test_comm
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are not text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name can contain bytes that are not text
     args = build_parser().parse_args(argv)
-    # Errors go to stderr, so that what `--json` writes to stdout stays readable for a program.
+    # Errors are written to stderr, so that a program can read what `--json` writes to stdout.
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return int(args.run(args))

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Makes a HuggingFace model's folder out of a committed checkpoint, on one machine, without GPUs and without the model in
-memory. The folder is there when all of it is. Under torchrun the ranks share the work."""
+Writes a committed checkpoint as a HuggingFace model, on one machine and without GPUs. The model need not fit into
+memory. The folder appears once it is complete. Under torchrun the ranks share the work."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -31,56 +31,66 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `merge`."""
     parser = subparsers.add_parser("merge", help="make a HuggingFace model of a checkpoint", description=DESCRIPTION)
-    # Each may come as verl's merger has it, too.
+    # Each argument can also be given with the flag that verl's merger has for it.
     for name, flag, what in (
         ("source", "--local_dir", "folder of a role, of a step, or of the steps"),
-        ("target", "--target_dir", "folder to make; it may be there if it is empty"),
+        ("target", "--target_dir", "folder to make; it may exist if it is empty"),
     ):
         parser.add_argument(name, type=expanded_path, nargs="?", help=what)
         parser.add_argument(flag, type=expanded_path, dest=f"{name}_flag", metavar="DIR", help=f"the same as {name}")
-    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
-    parser.add_argument("--role", metavar="NAME", help="of a step with several roles")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+    )
+    parser.add_argument("--role", metavar="NAME", help="role to merge, if the step has several")
     parser.add_argument("--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model")
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
         type=expanded_path,
         metavar="DIR",
-        help="folder with config.json and tokenizer; else the checkpoint's own",
+        help="folder with config.json and tokenizer (the checkpoint's own if not given)",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; else as saved")
-    parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="of a file: 5GB (the default), 500MiB")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (as saved if not given)")
+    parser.add_argument(
+        "--max-shard-size", type=_size, metavar="SIZE", help="largest size of a file, such as 500MiB (5GB if not given)"
+    )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="REGEX",
-        help="leave out the checkpoint's tensors of this name; may be repeated",
+        help="leave out tensors of the checkpoint whose whole name matches; may be repeated",
     )
-    parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN; else they are refused")
+    parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN instead of refusing them")
     parser.add_argument(
         "--tie-word-embedding",
         action="store_true",
-        help="say that embeddings are tied; config.json knows, and is asked whether it is so",
+        help="state that the embeddings are tied; it is an error if config.json or the tensors contradict",
     )
-    parser.add_argument("--is-value-model", action="store_true", help="say that it is a critic; the weights know, too")
-    parser.add_argument("--hf_upload_path", "--hf-upload-path", metavar="REPO", help="upload to this repository, after")
-    parser.add_argument("--private", action="store_true", help="a repository that is made is private")
+    parser.add_argument(
+        "--is-value-model",
+        action="store_true",
+        help="state that the model is a critic; it is an error if the tensors contradict",
+    )
+    parser.add_argument(
+        "--hf_upload_path", "--hf-upload-path", metavar="REPO", help="then upload to this HuggingFace repository"
+    )
+    parser.add_argument("--private", action="store_true", help="if the repository is new, make it private")
     add_json(parser)
     add_ignored_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merges. Returns 0 when the folder is in place, and pushed to a hub if that was asked for."""
-    # torch takes a second to import, which `--help` need not wait for.
+    """Merges a checkpoint. Returns 0 when the folder is in place and, with `--hf_upload_path`, uploaded."""
+    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.merge import merge, ranks_of_torchrun
     from mcore_ckpt.tools.push_to_hub import can_push_to_hub, push_to_hub
 
     check_patterns("--ignore", args.ignore)
     request = _request(args)
     if args.private and args.hf_upload_path is None:
-        raise InvalidArgumentError("--private is said of a repository to upload to: give --hf_upload_path")
+        raise InvalidArgumentError("--private needs a repository to upload to: give --hf_upload_path")
     if args.hf_upload_path is not None and not can_push_to_hub():
         raise InvalidArgumentError("--hf_upload_path needs huggingface_hub: pip install huggingface_hub")
     with torchrun_variables():
@@ -124,12 +134,12 @@ def _request(args: argparse.Namespace) -> MergeRequest:
 def _one_of(args: argparse.Namespace, name: str, flag: str) -> Path:
     given: list[Path] = [path for path in (getattr(args, name), getattr(args, f"{name}_flag")) if path is not None]
     if len(given) != 1:
-        raise InvalidArgumentError(f"{name}: give it once, by its place or as {flag}")
+        raise InvalidArgumentError(f"{name}: give it once, either by position or as {flag}")
     return given[0]
 
 
 def _size(text: str) -> int:
-    """Returns a size in bytes, read as transformers reads it: units are powers of ten unless they have an i."""
+    """Returns a size in bytes. As in transformers, GB is a power of ten and GiB a power of two."""
     match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MiB or 100000")

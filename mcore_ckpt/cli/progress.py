@@ -7,6 +7,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 
 def progress_of_bytes(quiet: bool) -> Progress:
-    """Returns a bar of bytes done, speed and time left. It goes to stderr: stdout is for the result."""
+    """Returns a bar of bytes done, speed and time left. It is shown on stderr, because stdout is for the result."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)

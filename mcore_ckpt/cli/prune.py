@@ -1,4 +1,4 @@
-"""`mcore-ckpt prune`: deletes old steps and what crashes left, as a trainer does."""
+"""`mcore-ckpt prune`: deletes old steps and the leftovers of crashes, like a trainer."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Deletes old steps as a trainer with the same max_to_keep and keep_every does, and what processes that died have left.
-Without --max-to-keep every step stays. Pinned steps, the newest complete one, steps that somebody is writing or
-reading, and folders that are not understood always stay. May run beside trainers."""
+Deletes old steps like a trainer with the same max_to_keep and keep_every, and the leftovers of processes that died.
+Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that a process
+is writing or reading, and folders of unknown content. The command can run while trainers run."""
 
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `prune`."""
     parser = subparsers.add_parser(
-        "prune", help="delete old steps, and what crashes have left", description=DESCRIPTION
+        "prune", help="delete old steps and the leftovers of crashes", description=DESCRIPTION
     )
     parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
-    parser.add_argument("--max-to-keep", type=_count, metavar="N", help="newest complete steps of each role to keep")
-    parser.add_argument("--keep-every", type=_count, metavar="N", help="also keep steps that are multiples of this")
-    parser.add_argument("--role", help="touch only steps that have this role; they go with all their roles")
+    parser.add_argument("--max-to-keep", type=_count, metavar="N", help="keep the N newest complete steps of each role")
+    parser.add_argument("--keep-every", type=_count, metavar="N", help="also keep steps that are multiples of N")
+    parser.add_argument("--role", help="delete only steps that have this role; they are deleted with all their roles")
     parser.add_argument(
-        "--pin", type=int, metavar="STEP", action="append", default=[], help="from now on never delete this step"
+        "--pin", type=int, metavar="STEP", action="append", default=[], help="never delete this step from now on"
     )
     parser.add_argument("--unpin", type=int, metavar="STEP", action="append", default=[], help="undo --pin")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be deleted, but delete nothing")
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -50,16 +50,16 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Deletes, or says what would be deleted. Returns 0 when that is done."""
-    # torch takes a second to import, which `--help` need not wait for.
+    """Deletes steps, or shows what would be deleted. Returns 0."""
+    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt import pin, unpin
     from mcore_ckpt.steps import PreservationPolicy
     from mcore_ckpt.tools.prune import prune
 
     if args.keep_every is not None and args.max_to_keep is None:
-        raise InvalidArgumentError("--keep-every without --max-to-keep, which keeps every step: give both")
+        raise InvalidArgumentError("--keep-every is given, but without --max-to-keep every step stays: give both")
     if args.dry_run and (args.pin or args.unpin):
-        raise InvalidArgumentError("--dry-run changes nothing, so it goes with neither --pin nor --unpin")
+        raise InvalidArgumentError("--dry-run changes nothing, so it cannot be combined with --pin or --unpin")
     check_is_folder(args.root)
     try:
         for step in args.pin:

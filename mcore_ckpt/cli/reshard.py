@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Rewrites a committed checkpoint for another parallel layout, on one machine, without GPUs and without the model.
-Sizes that are not given stay as saved. The number of ranks stays too if the other sizes divide it, and is else the
-smallest that they divide; --etp follows --tp if it was the same. The result is there when all of it is."""
+Sizes that are not given stay as saved if possible. If the other sizes do not divide the number of ranks, it becomes the
+smallest number that they divide. If --etp and --tp were equal, they stay equal. The result appears once it is
+complete."""
 
 # Each option and its help text. The options are named after the fields of WantedLayout.
 _SIZES = (
     ("tp", "tensor-parallel size"),
     ("pp", "pipeline-parallel size"),
-    ("vpp", "virtual stages per pipeline rank; 1 is none"),
+    ("vpp", "virtual stages per pipeline rank; 1 for no virtual pipelining"),
     ("cp", "context-parallel size"),
     ("dp", "data-parallel size"),
     ("ep", "expert-parallel size"),
     ("etp", "tensor-parallel size of experts"),
-    ("world", "ranks in all, instead of --dp"),
-    ("first-stage-layers", "layers of the first pipeline rank, if not an even part"),
-    ("last-stage-layers", "layers of the last pipeline rank, if not an even part"),
-    ("vocab-size", "tokens of the vocabulary, without padding: it is padded anew"),
+    ("world", "number of all ranks; it can be given instead of --dp"),
+    ("first-stage-layers", "layers of the first pipeline rank, if the layers are not divided evenly"),
+    ("last-stage-layers", "layers of the last pipeline rank, if the layers are not divided evenly"),
+    ("vocab-size", "number of tokens in the vocabulary, without padding"),
 )
 
 
@@ -47,9 +48,11 @@ def add_to(subparsers: Subparsers) -> None:
         "source", type=expanded_path, metavar="SRC", help="folder of a role, of a step, or of the steps"
     )
     parser.add_argument(
-        "root", type=expanded_path, metavar="DST", help="folder of steps to write to; not the one that is read"
+        "root", type=expanded_path, metavar="DST", help="folder of steps to write to; not the folder that SRC is in"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+    )
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
     parser.add_argument(
@@ -57,20 +60,20 @@ def add_to(subparsers: Subparsers) -> None:
         type=int,
         metavar="N",
         dest="vocab_divisor",
-        help="pad the vocabulary to a multiple of this times tp (128 with --vocab-size; else as saved, if it divides)",
+        help="pad the vocabulary to a multiple of N times tp (if not given, N is 128 with --vocab-size, otherwise 1)",
     )
-    parser.add_argument("--pipeline-layout", metavar="TEXT", help='as megatron has it: "Et|t*2|t|tL"')
+    parser.add_argument("--pipeline-layout", metavar="TEXT", help='pipeline layout of megatron, such as "Et|t*2|t|tL"')
     parser.add_argument(
-        "--account-for-embedding", action="store_true", help="the embedding counts as a layer of the first stage"
+        "--account-for-embedding", action="store_true", help="count the embedding as a layer of the first stage"
     )
-    parser.add_argument("--account-for-loss", action="store_true", help="the loss counts as a layer of the last stage")
+    parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer of the last stage")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Rewrites a checkpoint. Returns 0 when the new one is in place."""
-    # torch takes a second to import, which `--help` need not wait for.
+    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.find import select
     from mcore_ckpt.tools.reshard.reshard import reshard
     from mcore_ckpt.tools.reshard.target import WantedLayout

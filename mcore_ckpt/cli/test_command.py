@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Compares a HuggingFace model's folder with a reference, tensor by tensor and in both directions: missing, extra, shape,
-dtype, values. With --local_dir it is a checkpoint that is compared, as merging would write it. Exit status 0: the same;
-1: not the same."""
+Compares the folder of a HuggingFace model with a reference: missing tensors, extra tensors, shapes, dtypes and values.
+With --local_dir it compares a checkpoint, as a merge would write it. The exit status is 0 if the two are the same, and
+1 if not."""
 
 _LOG_COLUMNS = 200
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `test`."""
     parser = subparsers.add_parser("test", help="compare a merged model with a reference", description=DESCRIPTION)
-    parser.add_argument("merged", type=expanded_path, nargs="?", help="folder of the model to look at")
+    parser.add_argument("merged", type=expanded_path, nargs="?", help="folder of the model to check")
     parser.add_argument(
         "--reference",
         "--test_hf_dir",
@@ -40,45 +40,61 @@ def add_to(subparsers: Subparsers) -> None:
         type=expanded_path,
         metavar="DIR",
         required=True,
-        help="folder of the model that it should be: safetensors or pytorch_model.bin, in one file or several",
+        help="folder of the model to compare with: safetensors or pytorch_model.bin, in one file or several",
     )
     parser.add_argument(
-        "--atol", type=float, default=0.0, metavar="X", help="values may differ by so much; else no bit"
+        "--atol",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="allowed absolute difference of a value (with --atol 0 and --rtol 0, the default, all bits must be equal)",
     )
-    parser.add_argument("--rtol", type=float, default=0.0, metavar="X", help="and by so much of the reference's value")
-    parser.add_argument("--any-dtype", action="store_true", help="tensors may have other dtypes; values are compared")
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="REGEX", help="leave out tensors of this name; may be repeated"
+        "--rtol",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="allowed difference relative to the reference's value, in addition to --atol",
     )
-    parser.add_argument("--most", type=int, default=10, metavar="N", help="rows of the table of the worst (10)")
+    parser.add_argument("--any-dtype", action="store_true", help="compare only values, and accept other dtypes")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="leave out tensors whose whole name matches; may be repeated",
+    )
+    parser.add_argument("--most", type=int, default=10, metavar="N", help="show at most the N worst tensors (10)")
     add_json(parser)
-    checkpoint = parser.add_argument_group("instead of a merged model, a checkpoint")
+    checkpoint = parser.add_argument_group("to compare a checkpoint instead of a merged model")
     checkpoint.add_argument(
         "--local_dir", type=expanded_path, metavar="DIR", help="folder of a role, of a step, or of the steps"
     )
     checkpoint.add_argument(
         "--backend", choices=("megatron", "fsdp"), default="megatron", help="what trained the model"
     )
-    checkpoint.add_argument("--step", type=int, metavar="N", help="of a folder of steps; else the newest complete one")
-    checkpoint.add_argument("--role", metavar="NAME", help="of a step with several roles")
+    checkpoint.add_argument(
+        "--step", type=int, metavar="N", help="step in a folder of steps (the newest complete one if not given)"
+    )
+    checkpoint.add_argument("--role", metavar="NAME", help="role to compare, if the step has several")
     checkpoint.add_argument(
         "--hf_model_path",
         "--hf-model-path",
         type=expanded_path,
         metavar="DIR",
-        help="folder with config.json; else its own",
+        help="folder with config.json (the checkpoint's own if not given)",
     )
-    checkpoint.add_argument("--dtype", choices=_DTYPES, help="to convert the weights to; else as saved")
-    checkpoint.add_argument("--tie-word-embedding", action="store_true", help="say that embeddings are tied")
-    checkpoint.add_argument("--is-value-model", action="store_true", help="say that it is a critic")
+    checkpoint.add_argument("--dtype", choices=_DTYPES, help="dtype to convert the weights to (as saved if not given)")
+    checkpoint.add_argument("--tie-word-embedding", action="store_true", help="state that the embeddings are tied")
+    checkpoint.add_argument("--is-value-model", action="store_true", help="state that the model is a critic")
     add_ignored_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares. Returns 0 if the two are the same, else 1."""
+    """Compares two models. Returns 0 if they are the same, otherwise 1."""
     _check(args)
-    # torch takes a second to import, which `--help` need not wait for.
+    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.compare import Tolerance, compare, open_folder
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
@@ -99,7 +115,7 @@ def _check(args: argparse.Namespace) -> None:
     if (args.merged is None) == (args.local_dir is None):
         raise InvalidArgumentError("give either the folder of a merged model or, with --local_dir, a checkpoint")
     if not (args.atol >= 0 and args.rtol >= 0):
-        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: tolerances are numbers from 0 on")
+        raise InvalidArgumentError(f"--atol {args.atol} --rtol {args.rtol}: tolerances must be numbers of 0 or more")
     check_patterns("--ignore", args.ignore)
 
 
@@ -166,7 +182,7 @@ def _words(info: TensorInfo | None) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns the comparison as JSON values. Infinity, which JSON does not have, is null."""
+    """Returns the comparison as JSON values. JSON has no infinity, so infinity becomes null."""
     return {
         "same": comparison.is_same,
         "ours": str(comparison.ours),

@@ -1,4 +1,4 @@
-"""`mcore-ckpt verify`: checks that checkpoints on disk are what was written, to the last bit."""
+"""`mcore-ckpt verify`: checks that checkpoints on disk are still exactly what was written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Reads checkpoints whole and says what is damaged: by file, rank, tensor and bytes. A folder of steps is verified with
-all its steps and the tracker. Exit status 0: all is as it was written; 1: it is not; 2: there is no such folder."""
+Reads all bytes of checkpoints and shows what is damaged: file, rank, tensor and bytes. In a folder of steps it verifies
+all steps and the tracker. The exit status is 0 if everything is as it was written, 1 if not, and 2 if there is no such
+folder."""
 
 # A broken disk has thousands of bad blocks; more lines than this help nobody.
 _MOST_LINES = 50
@@ -29,15 +30,15 @@ def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `verify`."""
     parser = subparsers.add_parser("verify", help="find what is damaged in checkpoints", description=DESCRIPTION)
     parser.add_argument("path", type=expanded_path, metavar="PATH", help="folder of a role, of a step, or of the steps")
-    parser.add_argument("--step", type=int, metavar="N", help="of a folder of steps, this one alone")
-    parser.add_argument("--deep", action="store_true", help="open every file as torch does, too, and compare")
+    parser.add_argument("--step", type=int, metavar="N", help="verify only this step of a folder of steps")
+    parser.add_argument("--deep", action="store_true", help="also open every file with torch, and compare the tensors")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verifies. Returns 0 if everything is intact, else 1."""
-    # torch takes a second to import, which `--help` need not wait for.
+    """Verifies checkpoints. Returns 0 if everything is intact, otherwise 1."""
+    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.tools.verify import verify
 
     check_is_folder(args.path)

@@ -1,8 +1,9 @@
-"""Reads every kind of checkpoint through one contract (`contract.py`), and writes the kinds that we also write.
+"""Reads every kind of checkpoint through one contract (`contract.py`), and writes native and HuggingFace files.
 
-Public names, for integrations and commands: `kind_of` tells which program wrote a folder; `TorchDistFiles` with
-`torch_dist_folders` reads the names and the common state of a `torch_dist` checkpoint; `load_safely` opens a `.pt` file
-of another program without running anything in it; `TensorInfo` is a tensor's shape and dtype.
+Public names, for integrations and commands: `kind_of` detects which program wrote a folder; `torch_dist_folders` finds
+the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names and the common state in them;
+`load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
+shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Defines the read contract: a reader lists a checkpoint's tensors, says where their shards are, and reads ranges.
+"""Defines the read contract: a reader lists a checkpoint's tensors, locates their shards, and reads ranges of them.
 
-Every kind of checkpoint has one reader: `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` and `fsdp/`. Loading,
-resharding, merging, converting and comparing use only this contract. `locate.py` uses it to find the stored ranges
-that make up a wanted region.
+Each kind of checkpoint has one reader, in `native/`, `huggingface/`, `torch_dist/`, `verl_ranks/` or `fsdp/`. Loading,
+resharding, merging, converting and comparing read tensors through this contract. `locate.py` uses it to find the stored
+ranges that make up a wanted region.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_ckpt.sharding.regions import Region, Shape
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The dtype and the global shape of a tensor. The shape includes the rows that pad a vocabulary."""
+    """The dtype and the global shape of a tensor. The shape includes the padding of a vocabulary."""
 
     dtype: torch.dtype
     shape: Shape
@@ -29,7 +29,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The rank that asks for a tensor: its layout and its coordinates."""
+    """The topology and the coordinates of the rank that reads."""
 
     topology: Topology
     coordinates: RankCoordinates
@@ -37,12 +37,12 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class RegionRead:
-    """A region of a model's tensor to read into memory.
+    """A region of a model's tensor, and the memory to read it into.
 
     Attributes:
         name: the tensor's name in the reader's `names`.
-        region: the elements to read. Its global shape may have fewer vocabulary rows than the stored tensor.
-        memory: a contiguous CPU tensor of the stored dtype with as many elements as the region; the read fills it.
+        region: the elements to read. The region's global shape may have fewer vocabulary rows than the stored tensor.
+        memory: the CPU tensor to fill. It is contiguous, and has the stored dtype and as many elements as the region.
     """
 
     name: str
@@ -51,18 +51,18 @@ class RegionRead:
 
 
 Fill = Iterable[tuple[ReadRange, torch.Tensor]]
-"""Ranges of stored shards, each with the contiguous tensor of the stored dtype (CPU or GPU) that it fills."""
+"""Ranges of stored shards, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU."""
 
 Read = Callable[[Sequence[tuple[ReadRange, torch.Tensor]]], int]
-"""The type of `CheckpointReader.read`: fills tensors with ranges of stored shards, returns the number of bytes read."""
+"""The type of `CheckpointReader.read`, which fills tensors and returns the number of bytes read."""
 
 
 class CheckpointReader(Protocol):
-    """Reads one checkpoint of one role, whatever program wrote it.
+    """Reads one checkpoint, whichever program wrote it.
 
-    A tensor has a name and one or several kinds: `MODEL` is the model's tensor; `PARAM`, `exp_avg`, ... are the
-    optimizer's state (see `sharding.plan`). Names are those of Megatron's layer specs, or HuggingFace's if the
-    checkpoint stores HuggingFace tensors.
+    Under each name one or several kinds of shards are stored: `MODEL` is the model's tensor; `PARAM`, `exp_avg`, ...
+    are the optimizer's state of this tensor (see `sharding.plan`). Names are those of Megatron's layer specs, except
+    that the readers of `open_fsdp` and `safetensors_reader` keep HuggingFace's names.
     """
 
     @property
@@ -71,52 +71,56 @@ class CheckpointReader(Protocol):
 
     @property
     def names(self) -> Mapping[str, int]:
-        """The names of all tensors, with their positions in a list that is equal on all ranks."""
+        """The names of all tensors, and for each its position in a list that is the same on all ranks."""
 
     @property
     def weight_kind(self) -> str:
-        """The kind of the weights: MODEL, or PARAM if only the optimizer was saved."""
+        """The kind that has the weights: MODEL, or PARAM if the optimizer was saved without the model."""
 
     def info(self, key: ShardKey) -> TensorInfo | None:
-        """The dtype and the global shape of a tensor; None if the checkpoint does not have it.
+        """Returns the dtype and the global shape of a tensor, or None if the checkpoint does not have the tensor.
 
         Raises:
             CheckpointCorruptError: the file that describes the tensor is missing or damaged.
         """
 
     def kinds(self, name: str, position: RankPosition | None = None) -> tuple[str, ...]:
-        """The stored kinds of a tensor's optimizer state; the files near `position` are opened first."""
+        """Returns the stored kinds of a tensor's optimizer state. Files of ranks near `position` are opened first."""
 
     def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
-        """Yields sets of the tensor's stored shards, each set larger than the one before.
+        """Yields sets of the tensor's stored shards. Each set contains the previous one.
 
-        The first set comes from the files of the ranks nearest to `position`, the last one from all files. A caller
-        takes the first set that covers its region, so it opens only a few of a thousand ranks' files.
+        The first set comes from the files of the ranks nearest to `position`, the last set from the files of all ranks.
+        A caller stops at the first set that covers its region, so that only few of a thousand ranks' files are opened.
 
         Raises:
-            CheckpointCorruptError: an index is missing, cut or damaged.
+            CheckpointCorruptError: an index is missing, truncated or damaged.
         """
 
     def tp_size(self, expert: bool) -> int:
-        """The tensor-parallel size that (experts') tensors were saved under; 1 if they are not cut."""
+        """Returns the tensor-parallel size that the model, or with `expert` its experts, was saved under.
+
+        Readers of other programs' checkpoints return 1.
+        """
 
     def read(self, ranges: Fill, check: bool = True) -> int:
         """Fills tensors with ranges of stored shards, on several threads, and returns the number of bytes read.
 
         Args:
             ranges: the ranges to read, each with the tensor that it fills.
-            check: compare the CRC of each block before its bytes are used, if the checkpoint has CRCs.
+            check: whether to check the CRC of each block before its bytes are used. Only native checkpoints have CRCs.
 
         Raises:
-            CheckpointCorruptError: a block is damaged, or a file is missing or cut. Other blocks may have been applied.
+            CheckpointCorruptError: a block is damaged, or a file is missing or truncated. Other blocks may have been
+                copied already.
         """
 
 
 def weights_of(reader: CheckpointReader) -> dict[str, TensorInfo]:
-    """Lists all weights of a checkpoint by name. It opens at most one index per tensor.
+    """Lists all weights of a checkpoint by name.
 
     Raises:
-        CheckpointCorruptError: an index is missing, cut or damaged.
+        CheckpointCorruptError: an index is missing, truncated or damaged.
     """
     found = ((name, reader.info(ShardKey(name, reader.weight_kind))) for name in reader.names)
     return {name: info for name, info in found if info is not None}

@@ -1,4 +1,4 @@
-"""Loads pickles of other programs as plain data, without importing or running anything that they name.
+"""Loads pickles of other programs. A pickle may name only a few classes and functions, which hold or rebuild data.
 
 `load_safely` loads a file of `torch.save`; `load_metadata` loads the `.metadata` of a torch_dist checkpoint.
 """
@@ -38,7 +38,7 @@ from mcore_ckpt.io.files import open_regular, read_exact, read_small
 if TYPE_CHECKING:
     import numpy
 
-# The classes in the `.metadata` of a checkpoint by torch 2.13 with megatron-core 0.16.1 or 0.15. All only hold data.
+# The classes in the `.metadata` that torch 2.13 writes with megatron-core 0.16.1 or 0.15. All of them only hold data.
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -56,7 +56,7 @@ _METADATA_CLASSES = {
 }
 _ENUMS = {"megatron.core.enums": ("ModelType",), "megatron.core.transformer.enums": ("AttnBackend",)}
 _NUMPY_ARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
-# Only dtypes of numbers. Any other pickled dtype states its size and its fields itself, which nothing here checks.
+# Only dtypes of numbers are allowed. Other pickled dtypes define their own size and fields, and nothing checks these.
 _NUMPY_NUMBER = re.compile(r"[biufc](?:1|2|4|8|16)")
 _NUMPY_DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in ("<", "|"))
 
@@ -65,12 +65,12 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
     """Loads what `torch.save` wrote: plain values, tensors, and objects of a few classes that only hold data.
 
     Args:
-        source: the path of a file, or its bytes.
-        name: names the source in error messages.
-        mmap: for a path, map tensors from the file instead of reading them at once.
+        source: the path of the file, or the bytes of the file.
+        name: the name of the source in error messages.
+        mmap: whether to map the tensors of a file into memory instead of reading them. Required above PLAIN_BYTES.
 
     Raises:
-        CheckpointCorruptError: the file is missing or damaged, or contains anything else.
+        CheckpointCorruptError: the file is missing, damaged or too large, or contains anything else.
     """
     try:
         if isinstance(source, bytes):
@@ -80,7 +80,7 @@ def load_safely(source: Path | bytes, name: str, mmap: bool = False) -> Any:
         raise
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{name}: missing") from None
-    except Exception as error:  # torch and NumPy raise many types for malformed tensors and arrays
+    except Exception as error:  # torch and NumPy raise many types of errors for malformed tensors and arrays
         raise CheckpointCorruptError(f"{name}: holds more than data, or is damaged: {_short(error)}") from error
 
 
@@ -89,9 +89,7 @@ def _load_file(path: Path, mmap: bool) -> Any:
     try:
         size = os.fstat(descriptor).st_size
         if not mmap and size > limits.PLAIN_BYTES:
-            raise CheckpointCorruptError(
-                f"{path}: has {size} bytes, more than the {limits.PLAIN_BYTES} of a small file"
-            )
+            raise CheckpointCorruptError(f"{path}: has {size} bytes, but a small file has at most {limits.PLAIN_BYTES}")
 
         def read_at(offset: int, nbytes: int) -> bytes:
             return read_exact(descriptor, nbytes, offset, path)
@@ -117,10 +115,10 @@ def _mapped(path: Path, size: int) -> Storage:
 def load_metadata(path: Path) -> Any:
     """Loads the `.metadata` of a torch_dist checkpoint.
 
-    torch's own reader (2.13, `FileSystemReader.read_metadata`) unpickles this file and so runs any code in it.
+    torch's own reader (`FileSystemReader.read_metadata`, 2.13) unpickles this file, which executes any code in it.
 
     Raises:
-        CheckpointCorruptError: the file is missing or damaged, or names a class that does not belong there.
+        CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
     """
     try:
         data = read_small(path, limits.PICKLE_BYTES)
@@ -129,7 +127,7 @@ def load_metadata(path: Path) -> Any:
         return value
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # torch's classes check some of their fields and raise many types
+    except Exception as error:  # torch's classes check some of their fields and raise many types of errors
         raise CheckpointCorruptError(f"{path}: cannot be read: {_short(error)}") from error
 
 
@@ -151,7 +149,7 @@ def _maker(cls: type) -> Call:
 
     def make(*args: Any) -> Any:
         if args:
-            raise PickleError(f"a {cls.__name__} with constructor arguments")
+            raise PickleError(f"the pickle makes a {cls.__name__} with constructor arguments")
         return cls.__new__(cls)
 
     return Call(make)
@@ -168,19 +166,19 @@ def _size(*args: Any) -> torch.Size:
 
 def _path(*parts: Any) -> Path:
     if any(type(part) is not str for part in parts):
-        raise PickleError("a path with parts that are not strings")
+        raise PickleError("the pickle has a path with parts that are not strings")
     return Path(*parts)
 
 
 def _device(*args: Any) -> torch.device:
     if any(type(arg) not in (str, int) for arg in args):
-        raise PickleError("a device that is neither a name nor a number")
+        raise PickleError("the pickle has a device that is neither a name nor a number")
     return torch.device(*args)
 
 
 def _layout(name: Any) -> torch.layout:
     if name != "torch.strided":
-        raise PickleError("a memory layout other than torch.strided")
+        raise PickleError("the pickle has a memory layout other than torch.strided")
     return torch.strided
 
 
@@ -188,7 +186,7 @@ _METADATA_OTHERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): Call(_size),
     ("torch", "device"): Call(_device),
     ("torch.serialization", "_get_layout"): Call(_layout),
-    # The folder that torch's own writer was given (`StorageMeta.checkpoint_id`).
+    # `StorageMeta.checkpoint_id` is the path of the folder that torch wrote to.
     ("pathlib", "PosixPath"): Call(_path),
 }
 
@@ -196,16 +194,16 @@ _METADATA_OTHERS: dict[tuple[str, str], Any] = {
 def _build_metadata(made: Any, state: Any) -> None:
     cls = type(made)
     if cls.__name__ not in _METADATA_CLASSES.get(cls.__module__, ()):
-        raise PickleError(f"a state for a {cls.__name__}")
+        raise PickleError(f"the pickle sets the state of a {cls.__name__}")
     if hasattr(cls, "__setstate__") and isinstance(state, tuple):
-        made.__setstate__(state)  # TensorProperties has five fields
+        made.__setstate__(state)  # the state of TensorProperties is a tuple of its five fields
         return
-    # Unknown fields come from another version of the class. They are kept, and nothing reads them.
+    # Unknown fields come from another version of the class. They are kept, but nothing reads them.
     if not isinstance(state, dict) or any(type(name) is not str or name.startswith("__") for name in state):
-        raise PickleError(f"a state for a {cls.__name__} that is not a dict of fields")
+        raise PickleError(f"the pickle sets the state of a {cls.__name__} to something other than a dict of fields")
     vars(made).update(state)
     if cls.__name__ == "MetadataIndex":
-        # It is a dict key, and Python hashes it with its fields: they must be hashable plain values.
+        # A MetadataIndex is a dict key, and its hash is that of its fields, so they must be hashable plain values.
         check_key((made.fqn, made.offset, made.index))
 
 
@@ -228,7 +226,7 @@ def _find_data(module: str, name: str) -> Any:
 def _empty_instance(cls: Callable[[], Any]) -> Call:
     def make(*args: Any) -> Any:
         if args:
-            raise PickleError(f"a {cls} with constructor arguments")
+            raise PickleError(f"the pickle makes a {cls} with constructor arguments")
         return cls()
 
     return Call(make)
@@ -238,7 +236,7 @@ def _empty_array(kind: Any, shape: Any, code: Any) -> numpy.ndarray[Any, Any]:
     import numpy
 
     if kind != "numpy.ndarray" or shape != (0,) or code not in (b"b", "b"):
-        raise PickleError("an array that NumPy did not pickle")
+        raise PickleError("the pickle makes an array in a way that NumPy does not use")
     return numpy.empty(0, dtype="b")
 
 
@@ -246,7 +244,7 @@ def _number_type(code: Any, *flags: Any) -> numpy.dtype[Any]:
     import numpy
 
     if type(code) is not str or not _NUMPY_NUMBER.fullmatch(code):
-        raise PickleError(f"an array of {str(code)[:80]!r} instead of numbers")
+        raise PickleError(f"the pickle has an array of {str(code)[:80]!r} instead of numbers")
     return numpy.dtype(code)
 
 
@@ -268,16 +266,16 @@ def _build_data(made: Any, state: Any) -> None:
         _fill_array(made, state)
     elif isinstance(made, numpy.dtype):
         if state not in _NUMPY_DTYPE_STATES:
-            raise PickleError("an array whose dtype is not a plain number")
+            raise PickleError("the pickle has an array whose dtype is not a plain number")
     elif isinstance(made, io.BytesIO) and isinstance(state, tuple) and state and type(state[0]) is bytes:
         made.write(state[0])
         made.seek(0)
     elif isinstance(made, (argparse.Namespace, types.SimpleNamespace)) and isinstance(state, dict):
         if any(type(name) is not str or name.startswith("__") for name in state):
-            raise PickleError("fields with names that are not allowed")
+            raise PickleError("the pickle has fields with names that are not allowed")
         vars(made).update(state)
     else:
-        raise PickleError(f"a state for a {type(made).__name__}")
+        raise PickleError(f"the pickle sets the state of a {type(made).__name__}")
 
 
 def _fill_array(made: numpy.ndarray[Any, Any], state: Any) -> None:
@@ -286,9 +284,9 @@ def _fill_array(made: numpy.ndarray[Any, Any], state: Any) -> None:
     _, shape, dtype, by_column, data = state
     lengths = as_shape(shape)
     if not isinstance(dtype, numpy.dtype) or type(data) is not bytes or type(by_column) is not bool:
-        raise PickleError("an array with malformed fields")
+        raise PickleError("the pickle has an array with malformed fields")
     if min(lengths, default=0) < 0 or prod(lengths) * dtype.itemsize != len(data):
-        raise PickleError(f"an array of shape {str(lengths)[:200]} with {len(data)} bytes")
+        raise PickleError(f"the pickle has an array of shape {str(lengths)[:200]} with {len(data)} bytes")
     numpy.ndarray.__setstate__(made, (1, lengths, dtype, by_column, data))  # type: ignore[arg-type]
 
 

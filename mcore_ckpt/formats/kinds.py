@@ -1,6 +1,6 @@
-"""Tells which program wrote a folder: Megatron's torch_dist, verl's per-rank files, or another one.
+"""Detects torch_dist checkpoints of Megatron, and folders with per-rank files of verl.
 
-It looks at file names, a small JSON file and the directory of a zip file. It never opens a pickle.
+It looks only at file names, a small JSON file and the directory of a zip file. It never opens a pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ForeignKind = Literal["verl_ranks", "torch_dist"]
 
 TORCH_DIST_CONFIG = "metadata.json"
 
-# verl saved into one folder. Since its layout 2 it has a folder for each of these.
+# Older versions of verl saved everything into one folder. Newer ones (its layout 2) have a folder for each of these.
 _VERL_TREES = ("model", "optimizer", "extra")
 _MODEL_FILES = ("model.pt", "model_states.pt")
 _RANK_DIR = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -30,7 +30,7 @@ _STEP_DIR = re.compile(r"(?:global_steps?|iter)_(\d{1,18})")
 
 
 def kind_of(path: Path) -> ForeignKind | None:
-    """Returns the kind of a foreign folder, or None for a folder of this package or of an unknown program.
+    """Returns the kind of a folder that another program wrote; None if this package or an unknown program wrote it.
 
     Example:
         >>> kind_of(Path("/nowhere")) is None
@@ -45,7 +45,7 @@ def kind_of(path: Path) -> ForeignKind | None:
 
 
 def torch_dist_folders(path: Path) -> list[Path]:
-    """Returns the folders that `dist_checkpointing.save` wrote: this one, or those that verl puts below it."""
+    """Returns the folders that `dist_checkpointing.save` wrote: `path` itself, or the ones that verl puts below it."""
     candidates = (path, path / "dist_ckpt")
     for candidate in candidates:
         if _has_config(candidate):
@@ -57,7 +57,7 @@ def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
     """Finds the folders `model/mp_rank_*` that hold a model file.
 
     Returns:
-        The numbers in each folder's name, by the name: `mp_rank_00_001` gives (0, 1).
+        The name of each folder, mapped to the numbers in the name: `mp_rank_00_001` to (0, 1).
     """
     found = {}
     for folder in sorted((path / "model").glob("mp_rank_*")):
@@ -68,12 +68,12 @@ def rank_dirs(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def model_file(folder: Path) -> Path | None:
-    """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if it has neither."""
+    """Returns the model file in one rank's folder, `model.pt` or `model_states.pt`; None if neither is there."""
     return next((folder / name for name in _MODEL_FILES if (folder / name).is_file()), None)
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in the name of the folder or its nearest parent that has one, or 0.
+    """Returns the step in the name of the folder, or of its nearest parent with a step in its name; 0 if none has one.
 
     Example:
         >>> step_of(Path("global_step_12/actor")), step_of(Path("iter_0000012"))
@@ -87,9 +87,9 @@ def step_of(path: Path) -> int:
 
 
 def _has_our_index(file: Path) -> bool:
-    """True if this package wrote the file.
+    """Returns True if this package wrote the file.
 
-    A folder of this package without its manifest is not a checkpoint. It must not pass for verl's either.
+    A folder of this package without a manifest is not a checkpoint, and must not be taken for one of verl either.
     """
     try:
         descriptor = open_regular(file)
@@ -106,7 +106,7 @@ def _has_our_index(file: Path) -> bool:
 
 
 def _has_config(folder: Path) -> bool:
-    """True if the folder has the `metadata.json` of a torch_dist checkpoint."""
+    """Returns True if the folder has the `metadata.json` of a torch_dist checkpoint."""
     try:
         config = fields.parse(read_small(folder / TORCH_DIST_CONFIG, limits.HF_JSON_BYTES))
     except (OSError, CheckpointCorruptError, fields.FieldError):

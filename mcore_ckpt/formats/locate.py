@@ -1,4 +1,4 @@
-"""Finds the stored ranges that make up a wanted region, under any layout that the checkpoint was saved with."""
+"""Finds the stored ranges that make up a wanted region, whatever the layout that the checkpoint was saved under."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, only_padding_dif
 
 @dataclass(frozen=True)
 class Wanted:
-    """A region of the training state that a rank wants.
+    """A region of the training state that is to be read.
 
     Attributes:
-        key: the global name in the asking model, and the kind.
+        key: the kind, and the tensor's global name. The checkpoint may store the tensor under a synonym of this name.
         region: the region of the global tensor.
-        file: the file that would hold the region in the asking layout, for messages.
+        file: a file or folder to name in messages, usually the file that this rank would save the region to.
     """
 
     key: ShardKey
@@ -35,12 +35,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Located:
-    """The stored ranges that fill a wanted tensor.
+    """The stored ranges that fill a wanted region.
 
     Attributes:
-        reads: the ranges; each wanted element is in exactly one of them, except the `outside` elements.
+        reads: the ranges. Each wanted element is in exactly one of them, except the elements that `outside` counts.
         dtype: the dtype of the stored elements.
-        outside: the number of elements that pad the vocabulary and are not stored.
+        outside: the number of wanted elements that are not stored because they are padding of the vocabulary.
     """
 
     reads: tuple[ReadRange, ...]
@@ -49,13 +49,13 @@ class Located:
 
 
 class Locator:
-    """Finds the stored ranges of the regions that one rank wants.
+    """Finds the stored ranges of the regions that one rank reads.
 
     Args:
         reader: the reader of the checkpoint.
-        position: the asking rank. With None the locator looks into the files of all ranks and accepts any padding of
-            the vocabulary, so the caller must have compared the vocabulary sizes.
-        vocab_size: the number of tokens without padding; None if unknown.
+        position: the position of the reading rank. If it is None, the locator looks into the files of all ranks, and
+            accepts any number of vocabulary rows. In this case the caller must have compared the vocabulary sizes.
+        vocab_size: the number of tokens without padding; None if it is unknown.
     """
 
     def __init__(self, reader: CheckpointReader, position: RankPosition | None, vocab_size: int | None = None) -> None:
@@ -64,16 +64,16 @@ class Locator:
         self._vocab_size = vocab_size
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
-        """The key with the checkpoint's name for the tensor; None if the checkpoint does not have the tensor."""
+        """Returns the key with the checkpoint's name of the tensor, or None if the checkpoint has no such tensor."""
         name = found_as(key.name, self.reader.names)
         return None if name is None else ShardKey(name, key.kind)
 
     def find(self, wanted: Wanted) -> Located | None:
-        """Finds the ranges of a wanted region; None if the checkpoint does not have the tensor.
+        """Finds the ranges of a wanted region. Returns None if the checkpoint does not have the tensor.
 
         Raises:
             CheckpointMismatchError: the stored tensor has another shape.
-            CheckpointCorruptError: some elements are in no file.
+            CheckpointCorruptError: some of the wanted elements are in no file, or the stored shards differ in dtype.
         """
         key = self.stored_key(wanted.key)
         if key is None:
@@ -95,9 +95,9 @@ class Locator:
         )
 
     def opaque(self, key: ShardKey) -> StoredShard | None:
-        """Finds the bytes of a module's `_extra_state`, if possible those of the rank in the same place.
+        """Finds the bytes of a module's `_extra_state`, preferably those of the saved rank nearest to the reading rank.
 
-        Each tensor-parallel and expert-parallel rank stores its own state under the same name.
+        Each tensor-parallel and expert-parallel rank stores its own `_extra_state`, and all use the same name.
         """
         assert key.kind == OPAQUE
         stored = self.stored_key(key)
@@ -105,7 +105,7 @@ class Locator:
         return next((shards[0] for shards in parts if shards), None)
 
     def moments(self, name: str) -> tuple[str, ...]:
-        """The stored kinds of optimizer state of a tensor, without the main parameter."""
+        """Returns the stored kinds of a tensor's optimizer state, except the main parameter."""
         key = self.stored_key(ShardKey(name, PARAM))
         kinds = () if key is None else self.reader.kinds(key.name, self._position)
         return tuple(kind for kind in kinds if kind != PARAM)
@@ -119,10 +119,10 @@ class Locator:
         if not (only_rows and has_vocabulary_rows(wanted.key.name)):
             raise CheckpointMismatchError(f"{shard.file}: tensor {wanted.key}: {described}")
         if not self._only_padding_differs(wanted, theirs[0]):
-            known = "" if self._vocab_size is None else f" of the {self._vocab_size} tokens"
+            known = "" if self._vocab_size is None else f" (vocab_size is {self._vocab_size})"
             raise CheckpointMismatchError(
-                f"{shard.file}: tensor {wanted.key}: {described}: the vocabularies differ by more than padding{known}. "
-                "If the difference is padding, set CheckpointConfig.vocab_size to the number of tokens"
+                f"{shard.file}: tensor {wanted.key}: {described}: the vocabularies seem to differ by more than padding"
+                f"{known}. If only their padding differs, set CheckpointConfig.vocab_size to the number of tokens"
             )
 
     def _only_padding_differs(self, wanted: Wanted, rows: int) -> bool:
@@ -137,8 +137,9 @@ def read_regions(reader: CheckpointReader, regions: Iterable[RegionRead]) -> int
     """Reads regions of a model's tensors into memory and returns the number of bytes read.
 
     Raises:
-        CheckpointMismatchError: a tensor is missing, or has another shape or dtype than the memory.
-        CheckpointCorruptError: a file is missing or damaged, or some elements are in no file.
+        CheckpointMismatchError: a tensor is missing, or has another shape than its region or another dtype than its
+            memory.
+        CheckpointCorruptError: a file is missing or damaged, or some of the elements are in no file.
     """
     locator = Locator(reader, None)
     ranges: list[tuple[ReadRange, torch.Tensor]] = []
@@ -160,7 +161,10 @@ def _locate_exactly(locator: Locator, wanted: Wanted, dtype: torch.dtype) -> Loc
 
 
 def same_bytes(reader: CheckpointReader, first: str, second: str) -> bool:
-    """True if two tensors of a checkpoint are equal bit for bit. It takes CONVERT_BYTES of memory for any size."""
+    """Returns True if two tensors of a checkpoint are equal bit for bit.
+
+    It uses at most CONVERT_BYTES of memory, however large the tensors are.
+    """
     infos = [reader.info(ShardKey(name, reader.weight_kind)) for name in (first, second)]
     info = infos[0]
     if info is None or info != infos[1]:

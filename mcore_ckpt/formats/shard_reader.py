@@ -1,4 +1,4 @@
-"""Reads shards from files without CRCs; the readers of other programs' checkpoints build on it."""
+"""Reads shards from files without CRCs. The readers in `torch_dist/`, `verl_ranks/` and `fsdp/` build on it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShardReader:
     Args:
         place: the checkpoint's folder.
         tensors: the dtype and the global shape of each tensor.
-        shards: returns the shards of a tensor. If shards overlap, each element comes from the first one that has it.
+        shards: returns the shards of a tensor. If shards overlap, an element is read from the first shard that has it.
     """
 
     weight_kind = MODEL
@@ -54,19 +54,19 @@ class ShardReader:
         return 1
 
     def read(self, ranges: Fill, check: bool = True) -> int:
-        """As `CheckpointReader.read`. There are no CRCs to check."""
+        """Does the same as `CheckpointReader.read`, but ignores `check`, because the files have no CRCs."""
         wanted = list(ranges)
-        # Shards name their files by absolute paths, because one checkpoint may have several folders.
+        # Shards name their files by absolute paths, because one checkpoint can have several folders.
         return read_stored(Path("/"), wanted) if wanted else 0
 
     def without(self, names: Sequence[str]) -> ShardReader:
-        """A reader of the same checkpoint without some of its tensors."""
+        """Returns a reader of the same checkpoint that leaves out the tensors `names`."""
         kept = {name: info for name, info in self._tensors.items() if name not in names}
         return ShardReader(self.place, kept, self._shards)
 
 
 def safetensors_reader(folder: Path, tensors: Mapping[str, HfStored]) -> ShardReader:
-    """Reads the tensors of safetensors files under their own names."""
+    """Returns a reader of tensors in safetensors files, under the names that they have there."""
     infos = {name: TensorInfo(stored.dtype, stored.shape) for name, stored in tensors.items()}
     return ShardReader(folder, infos, lambda name: (_whole_shard(tensors[name]),))
 
@@ -84,7 +84,7 @@ def _whole_shard(stored: HfStored) -> StoredShard:
 
 
 def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:
-    """Describes a tensor of a `.pt` file as the shard of the global tensor with this region.
+    """Describes a tensor of a `.pt` file as the shard that holds `region` of the global tensor `name`.
 
     Raises:
         UnsupportedError: the tensor is not stored row by row.

@@ -1,9 +1,10 @@
-"""Lists the tensors in a file of `torch.save` and their places in it.
+"""Finds the tensors in a file of `torch.save`, and where their bytes are in the file.
 
-It reads no tensor, and it imports or runs nothing that the file names.
+`read_pt` reads no tensor's bytes, and it imports or executes nothing that the file names.
 
-`torch.load(weights_only=True)` cannot load files of FSDP: a `DTensor` contains a `DeviceMesh`, and this class needs
-process groups (torch 2.13). Here a stand-in replaces every class in the pickle and keeps the arguments and fields.
+`torch.load(weights_only=True)` cannot load the files that FSDP training saves, because a `DTensor` contains a
+`DeviceMesh`, which needs process groups (torch 2.13). Here a stand-in replaces each object of such a class, and keeps
+the object's constructor arguments and fields.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mcore_ckpt.sharding.regions import Shape
 
 _MOST_INTEGER_BYTES = 64 << 20
 
-# Only the names count: before torch 2.5 these classes were in other modules of `torch.distributed`.
+# Only the names of these classes are compared, because before torch 2.5 they were in other modules.
 _DTENSOR_CLASSES = (
     "DTensor",
     "DTensorSpec",
@@ -45,7 +46,7 @@ _DTENSOR_CLASSES = (
 
 @dataclass(frozen=True)
 class PtTensor:
-    """A tensor in a file: its first element is at byte `offset` of `path`, its strides locate the others."""
+    """A tensor in a file. Its first element is at byte `offset` of `path`, and `stride` locates the other elements."""
 
     dtype: torch.dtype
     shape: Shape
@@ -59,7 +60,7 @@ class PtTensor:
 
     @property
     def is_dense(self) -> bool:
-        """True if its elements are one contiguous range of bytes, row-major."""
+        """True if the elements are one contiguous range of bytes, in row-major order."""
         return is_dense(self.shape, self.stride)
 
 
@@ -70,7 +71,7 @@ class PtDTensor:
     Attributes:
         local: the tensor that the rank stored.
         shape: the shape of the global tensor.
-        spec: stands in for the `DTensorSpec` with the mesh and the placements.
+        spec: the stand-in for the `DTensorSpec`, which has the mesh and the placements.
     """
 
     local: PtTensor
@@ -87,7 +88,7 @@ class PickledObject:
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """Takes the state that a pickle gives: a dict of fields, or a tuple of two dicts (fields and slots)."""
+        """Stores the state that a pickle sets: a dict of fields, or a tuple of two dicts (fields and slots)."""
         self.state = state
         parts = state if isinstance(state, tuple) else (state,)
         for part in parts:
@@ -98,14 +99,15 @@ class PickledObject:
 def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
     """Reads the object in a file of `torch.save`, with `PtTensor` and `PtDTensor` in place of its tensors.
 
-    A `PickledObject` stands in for each object of the few classes that are allowed.
+    A few other classes are allowed. A `PickledObject` replaces each object of these classes.
 
     Args:
         path: the file.
-        start, nbytes: the range of bytes to read, for a file that holds several archives one after the other.
+        start, nbytes: the first byte and the number of bytes of one archive, for a file that has several archives one
+            after the other.
 
     Raises:
-        CheckpointCorruptError: the file is missing or damaged, or names a class that does not belong there.
+        CheckpointCorruptError: the file is missing or damaged, or names a class that is not allowed.
     """
     try:
         descriptor = open_regular(path)
@@ -114,7 +116,7 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
             length = size - start if nbytes is None else nbytes
             if min(start, length) < 0 or start + length > size:
                 raise CheckpointCorruptError(
-                    f"{path}: has {size} bytes, but {start} + {length} were expected: it was cut"
+                    f"{path}: has {size} bytes, but {length} were expected from byte {start} on: it was cut"
                 )
             return _read(path, start, length, lambda at, count: read_exact(descriptor, count, start + at, path))
         finally:
@@ -125,14 +127,14 @@ def read_pt(path: Path, start: int = 0, nbytes: int | None = None) -> Any:
         raise
     except ArchiveError as error:
         raise CheckpointCorruptError(f"{path}: is not a file of torch.save, or was cut: {error}") from error
-    except Exception as error:  # a damaged pickle may raise any type
+    except Exception as error:  # a damaged pickle can raise any type of error
         raise CheckpointCorruptError(f"{path}: cannot be read: {type(error).__name__}: {str(error)[:400]}") from error
 
 
 def _read(path: Path, start: int, nbytes: int, read_at: ReadAt) -> Any:
     def tensor(place: TensorPlace) -> PtTensor:
         if place.flags:
-            raise PickleError(f"a tensor with the flags {place.flags}")
+            raise PickleError(f"the pickle has a tensor with the flags {place.flags}")
         return PtTensor(place.dtype, place.shape, place.stride, path, start + place.offset)
 
     archive = PtArchive(read_at, nbytes)
@@ -144,7 +146,7 @@ def _read(path: Path, start: int, nbytes: int, read_at: ReadAt) -> Any:
 
 
 def read_integers(tensor: PtTensor) -> list[int]:
-    """Reads a small tensor of integers. Raises CheckpointCorruptError if it is large or of another dtype."""
+    """Reads a small tensor of integers. Raises CheckpointCorruptError if it is too large or of another dtype."""
     if not tensor.is_dense or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         raise CheckpointCorruptError(f"{tensor.path}: expected a tensor of integers, found {tensor}")
     if tensor.nbytes > _MOST_INTEGER_BYTES:
@@ -154,7 +156,7 @@ def read_integers(tensor: PtTensor) -> list[int]:
 
 
 def read_bytes(tensor: PtTensor) -> bytes:
-    """Reads all bytes of a dense tensor. Raises CheckpointCorruptError if the file is missing or cut."""
+    """Reads all bytes of a dense tensor. Raises CheckpointCorruptError if the file is missing or truncated."""
     try:
         descriptor = open_regular(tensor.path)
     except OSError as error:
@@ -166,7 +168,7 @@ def read_bytes(tensor: PtTensor) -> bytes:
 
 
 class _Finder(TensorFinder):
-    """Resolves the classes and functions that a pickle names to tensors and stand-ins."""
+    """Finds the replacement of each class and function that a pickle names."""
 
     def find_any(self, module: str, name: str) -> Any:
         if (found := self.find(module, name)) is not None:
@@ -180,7 +182,7 @@ class _Finder(TensorFinder):
 
 def _build(made: Any, state: Any) -> None:
     if not isinstance(made, PickledObject):
-        raise PickleError(f"a state for a {type(made).__name__}")
+        raise PickleError(f"the pickle sets the state of a {type(made).__name__}")
     made.set_state(state)
 
 
@@ -198,9 +200,9 @@ _STAND_INS = {name: _stand_in(name) for name in _DTENSOR_CLASSES}
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stands in for `torch._tensor._rebuild_from_type_v2`: a tensor with attributes, or of a subclass."""
+    """Replaces `torch._tensor._rebuild_from_type_v2`, which makes a tensor that has attributes or is of a subclass."""
     if not isinstance(function, Call) or not isinstance(args, tuple):
-        raise PickleError("a tensor without a function that builds it")
+        raise PickleError("the pickle has a tensor without a function that builds it")
     made = function(*args)
     if kind is not _STAND_INS["DTensor"]:
         return made
@@ -208,12 +210,12 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     fields.set_state(state)
     local, spec = fields.fields.get("_local_tensor"), fields.fields.get("_spec")
     if not isinstance(local, PtTensor) or not isinstance(spec, PickledObject) or not isinstance(made, tuple):
-        raise PickleError(f"a DTensor with the local tensor {local!r} and the spec {spec!r}")
+        raise PickleError(f"the pickle has a DTensor with the local tensor {local!r} and the spec {spec!r}")
     return PtDTensor(local, made, spec)
 
 
 def _wrapper_shape(kind: Any, dtype: Any, shape: Any, *_: Any) -> Shape:
-    """Stands in for `torch._utils._rebuild_wrapper_subclass`. Of its arguments only the shape matters here."""
+    """Replaces `torch._utils._rebuild_wrapper_subclass`. Of its arguments only the shape is needed here."""
     return as_shape(shape)
 
 
@@ -230,6 +232,6 @@ _OTHERS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): Call(_first),
     ("torch._utils", "_rebuild_parameter_with_state"): Call(_first),
     ("torch._utils", "_rebuild_wrapper_subclass"): Call(_wrapper_shape),
-    # transformer-engine's _extra_state. Nothing here opens it.
+    # transformer-engine's `_extra_state` is a BytesIO. Nothing here opens it.
     ("_io", "BytesIO"): _stand_in("BytesIO"),
 }

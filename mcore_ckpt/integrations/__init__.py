@@ -1,4 +1,5 @@
 """Adapters for training frameworks: each offers the classes or functions that its framework expects.
 
-No framework is imported until its adapter is imported. An adapter uses only doors and the public names of rooms.
+A framework is imported only when its adapter is. Of this package, an adapter uses only doors and the public names of
+rooms.
 """

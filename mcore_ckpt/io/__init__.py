@@ -1,7 +1,10 @@
-"""Moves bytes between memory, disks and remote stores: files, checksums, host memory, streams larger than memory.
+"""Moves bytes between memory, disks and remote stores, and computes their checksums.
 
-Public names, for integrations: `read_small` and `parse_json` read a file of another program and refuse one that is too
-large or malformed; `replace_file`, `make_folder` and `sync_dir` change files so that a crash leaves the old or the new.
+Public names, for integrations:
+
+- `read_small` and `parse_json` read a file of another program, and refuse a file that is too large or malformed;
+- `replace_file` replaces a file such that even after a crash either the old or the new file is there;
+- `make_folder` makes a folder and its parents, `sync_dir` makes the names in a folder durable.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ _find = lazy_names(
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, or the C++ extension. Says how to build the extension where it is missing."""
+    """Imports a public name, or the C++ extension. If the extension is missing, the error says how to build it."""
     if name != "_native":
         return _find(name)
     try:

@@ -1,9 +1,9 @@
-"""CRC-32, copies and file access at the speed of memory and disk. Built from csrc/.
+"""Computes CRC-32, copies memory, and reads and writes files, at the speed of memory and disk. Built from csrc/.
 
 An address is what `tensor.data_ptr()` returns, a size is in bytes, and a stream is a raw `cudaStream_t` handle
-(`torch.cuda.Stream.cuda_stream`). Functions that take addresses need the caller to keep the memory alive until they
-return. Jobs and copiers keep the objects alive that they are given: `HostBuffer`, `DeviceEvent` and `owner`. Everything
-that takes time releases the GIL.
+(`torch.cuda.Stream.cuda_stream`). If a function has addresses as arguments, the caller must keep the memory alive until
+the function returns. Jobs and copiers keep each `HostBuffer`, `DeviceEvent` and `owner` alive that they receive. All
+functions that take time release the GIL.
 
     crc = crc32(tensor.data_ptr(), tensor.nbytes)
 """
@@ -16,38 +16,42 @@ built_with_cuda: bool
 def crc32(address: int, nbytes: int, seed: int = 0) -> int:
     """Returns the CRC-32 of zlib (polynomial 0xEDB88320), equal to `zlib.crc32(data, seed)`.
 
-    `seed` is the CRC of the bytes before these, in 0..2**32-1. Method: Gopal et al., "Fast CRC Computation for Generic
-    Polynomials Using PCLMULQDQ Instruction", Intel, 2009. Raises ValueError for a null address with bytes.
+    `seed` is the CRC of the preceding bytes, in 0..2**32-1. Method: Gopal et al., "Fast CRC Computation for Generic
+    Polynomials Using PCLMULQDQ Instruction", Intel, 2009. Raises ValueError for a null address if `nbytes` is not 0.
     """
 
 def crc32_blocks(address: int, nbytes: int, block_bytes: int, threads: int = 1) -> list[int]:
-    """Returns the CRC-32 of each block of `block_bytes` bytes. The last block may be shorter; no bytes have no blocks.
+    """Returns the CRC-32 of each block of `block_bytes` bytes. The last block can be shorter. 0 bytes have no blocks.
 
-    Raises ValueError for a null address with bytes, `block_bytes` of 0 or `threads` below 1.
+    Raises ValueError for a null address if `nbytes` is not 0, for `block_bytes` of 0, and for `threads` below 1.
     """
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Returns the CRC-32 of two consecutive pieces from the CRC of each, in O(log(second_nbytes))."""
+    """Computes the CRC-32 of two consecutive pieces from the CRCs of the pieces, in O(log(second_nbytes)) time."""
 
 def crc32_methods() -> list[str]:
-    """Names the implementations that this CPU can run: "avx512", "pclmul", "arm", "tables". `crc32` uses the first."""
+    """Returns those of "avx512", "pclmul", "arm" and "tables" that this CPU can run. `crc32` uses the first of them."""
 
 def crc32_by(method: str, address: int, nbytes: int, seed: int = 0) -> int:
-    """Does `crc32` by one of `crc32_methods()`, for tests and benchmarks. Raises ValueError for any other name."""
+    """Does the same as `crc32` with one of `crc32_methods()`, for tests and benchmarks.
+
+    Raises ValueError for any other method.
+    """
 
 def copy_host(destinations: list[int], sources: list[int], nbytes: list[int], threads: int) -> None:
     """Copies `nbytes[i]` bytes from `sources[i]` to `destinations[i]` for all i, on up to `threads` threads.
 
-    Each thread copies about the same number of bytes, whatever the sizes. Raises ValueError, before any byte is copied,
-    for lists of different lengths, a null address with bytes, `threads` below 1, or a source and a destination of one
-    copy that overlap. The caller makes sure that no destination overlaps the source or destination of another copy.
+    Each thread copies about the same number of bytes, whatever the sizes of the copies. Raises ValueError, before any
+    byte is copied, if the lists have different lengths, if an address is null although `nbytes[i]` is not 0, if
+    `threads` is below 1, or if the source and the destination of a copy overlap. The caller must make sure that no
+    destination overlaps the source or the destination of another copy.
     """
 
 class DamagedBlock(ValueError):
-    """The CRC of a block is wrong. `args`: the number of the read, the offset and the size of the block in the file."""
+    """The CRC of a block is wrong. `args` are the number of the read, and the block's offset and size in the file."""
 
 class ReadJob:
-    """Reads ranges of files into memory. A block that has a CRC is checked before any byte of it is copied.
+    """A job that reads ranges of files into memory. It checks a block's CRC before it copies any byte of the block.
 
     The job reuses the buffers of earlier jobs; see `free_idle_buffers`.
 
@@ -67,13 +71,13 @@ class ReadJob:
         direct: bool = True,
         pinned: bool = False,
     ) -> None:
-        """Does not open files yet. Raises ValueError for unusable settings.
+        """Prepares a job without opening the files. Raises ValueError for unusable settings.
 
         Args:
-            piece_bytes: how many bytes a thread reads at a time. At least a block is read at once.
+            piece_bytes: how many bytes a thread reads at a time. It always reads at least one block.
             block_bytes: how many bytes a CRC covers.
-            direct: bypass the page cache if the file system supports it.
-            pinned: destinations may be on a GPU. Their bytes go through pinned buffers.
+            direct: whether to bypass the page cache if the file system supports that.
+            pinned: whether to read into pinned buffers, which is required for destinations on a GPU.
         """
 
     def add(
@@ -93,58 +97,61 @@ class ReadJob:
     ) -> int:
         """Adds a read of rows of a tensor that is stored at `[offset, offset + nbytes)` of a file.
 
-        Row k is `row_bytes` bytes from byte `start + k * source_stride` of the tensor on, and is copied to
-        `destination + k * destination_stride`. Only blocks that hold a byte of a row are read. A read without rows, or
-        with empty rows, is allowed.
+        Row k consists of `row_bytes` bytes, begins at byte `start + k * source_stride` of the tensor, and is copied to
+        `destination + k * destination_stride`. Only blocks that contain a byte of a row are read. A read without rows,
+        or with empty rows, is allowed.
 
         Args:
-            crcs: the CRC of each block; blocks begin at `offset`. None: the file has no CRCs, and nothing is checked.
+            crcs: the CRC of each block. The first block begins at `offset`. None if the file has no CRCs; then nothing
+                is checked.
             source_stride, destination_stride: at least `row_bytes`; ignored for a single row.
-            owner: an object that owns the destination. The job keeps it alive. None: the caller keeps the destination
-                alive until `run` has returned.
+            owner: an object that owns the destination. The job keeps this object alive. If it is None, the caller must
+                keep the destination alive until `run` has returned.
 
         Returns:
             The number of the read.
 
         Raises:
-            ValueError: for arguments that contradict each other, such as rows that overlap or are not all in the
-                tensor, for a second GPU, and after `run`.
-            RuntimeError: with CUDA's message, or if the package was built without CUDA.
+            ValueError: the arguments contradict each other (for example, rows overlap, or are not inside the tensor),
+                the job has destinations on another GPU, or `run` has been called.
+            RuntimeError: CUDA failed (the message is CUDA's), or the package was built without CUDA.
         """
 
     def run(self) -> None:
-        """Reads everything. May be called once. It first waits for all work that is queued on the destinations' GPU.
+        """Reads everything. Can be called only once.
 
-        When it returns or raises, nothing is in flight any more. After an error some blocks have arrived and others
-        have not. The error is the first one of any thread.
+        Before it reads, it waits for all work that is queued on the destinations' GPU. After it has returned or raised,
+        no read or copy is in flight. After an error, some blocks have been copied and others have not. If several
+        threads fail, the first error is raised.
 
         Raises:
-            DamagedBlock: the CRC of a block is wrong. None of its bytes has been copied.
-            OSError: with the file and the byte in it; ENODATA if the file ends too early.
+            DamagedBlock: the CRC of a block is wrong. No byte of this block has been copied.
+            OSError: a file cannot be read. The error names the file and the byte. It is ENODATA if the file is too
+                short.
             MemoryError: there is no memory for the buffers.
-            RuntimeError: "cancelled", or CUDA's message.
+            RuntimeError: the job was cancelled (the message is "cancelled"), or CUDA failed (the message is CUDA's).
         """
 
     def progress(self) -> int:
-        """Returns how many bytes have been read from files, including whole pages and small gaps between tensors."""
+        """Returns how many bytes have been read from files, including unneeded bytes in pages and between tensors."""
 
     def cancel(self) -> None:
-        """Makes `run` end soon, and does not wait for that."""
+        """Makes `run` end soon. Does not wait until it has ended."""
 
     @property
     def scratch_bytes(self) -> int:
         """The most host memory that `run` uses, in bytes."""
 
 class DeviceEvent:
-    """Happens when copies from a GPU are done. Made by `DeviceCopier.start`."""
+    """An event that happens when a group of copies from a GPU is done. `DeviceCopier.start` makes it."""
 
     def wait(self) -> None:
         """Blocks until the event has happened. Raises RuntimeError, with CUDA's message, if a copy has failed."""
 
 class DeviceCopier:
-    """Copies GPU tensors to a pinned buffer on a stream of its own, while training goes on.
+    """Copies GPU tensors to a pinned buffer on a stream of its own, while training continues.
 
-    All methods may be called from any thread, also at the same time.
+    All methods can be called from any thread, even at the same time.
 
     groups = copier.start(buffer, offsets, sources, nbytes, torch.cuda.current_stream().cuda_stream, 16 << 20)
     ...  # queue work that only reads the tensors
@@ -155,7 +162,7 @@ class DeviceCopier:
     def __init__(self, device: int) -> None: ...
     @property
     def stream(self) -> int:
-        """The stream, for `tensor.record_stream(torch.cuda.ExternalStream(copier.stream))`. 0 after `close`."""
+        """The stream's handle, for `tensor.record_stream(torch.cuda.ExternalStream(handle))`. It is 0 after `close`."""
 
     def start(
         self,
@@ -166,45 +173,46 @@ class DeviceCopier:
         after: int,
         group_bytes: int,
     ) -> list[tuple[int, DeviceEvent]]:
-        """Queues copies behind the work that is queued on stream `after` now. The host does not wait for the GPU.
+        """Queues copies, which begin after the work that is queued on stream `after` now. Does not wait for the GPU.
 
-        The copier keeps the buffer alive until the copies are done. The caller keeps the sources alive. A copy is never
-        split, so for events after about every `group_bytes` bytes, the caller cuts large tensors.
+        The copier keeps the buffer alive until the copies are done. The caller must keep the sources alive. A copy is
+        never split. So the caller must cut tensors that are much larger than `group_bytes` into several copies, if an
+        event is needed after about every `group_bytes` bytes.
 
         Args:
-            buffer: pinned.
-            offsets: where in the buffer each copy goes; ascending.
+            buffer: a pinned buffer.
+            offsets: the offset in the buffer of each copy's destination; ascending.
             sources: addresses on the copier's GPU.
 
         Returns:
-            After about every `group_bytes` bytes: how many of the copies are done when the event has happened, and the
-            event (for `WriteJob.add_file`).
+            One pair for about every `group_bytes` bytes: the number of copies that are done when the event has
+            happened, and the event. The events are for `WriteJob.add_file`.
 
         Raises:
-            ValueError: for lists of different lengths, a buffer that is not pinned, any destination that is not in the
-                buffer or begins before the last one ends, and any source that is not on the copier's GPU. Nothing has
-                been queued then.
-            RuntimeError: with CUDA's message. Nothing is in flight any more.
+            ValueError: the lists have different lengths, the buffer is not pinned, a destination is not inside the
+                buffer or begins before the previous one ends, or a source is not on the copier's GPU. Nothing has been
+                queued.
+            RuntimeError: CUDA failed (the message is CUDA's). No copy is in flight.
         """
 
     def hold(self, stream: int) -> None:
-        """Makes the work that is queued on `stream` from now on wait for the copies. The host does not wait."""
+        """Makes all work that is queued on `stream` from now on wait for the copies. The host does not wait."""
 
     def done(self) -> bool:
-        """Returns whether all copies are done. Raises RuntimeError if one has failed."""
+        """Returns whether all copies are done. Raises RuntimeError if a copy has failed."""
 
     def wait(self) -> None:
-        """Waits until all copies are done. Raises RuntimeError if one has failed."""
+        """Waits until all copies are done. Raises RuntimeError if a copy has failed."""
 
     def close(self) -> None:
         """Waits for the copies, then frees the stream. All other methods raise ValueError from then on."""
 
 class HostBuffer:
-    """Zeroed host memory that starts on a huge page and consists of huge pages if the system has them.
+    """A buffer of zeroed host memory, aligned to huge pages. It consists of huge pages if the system has them.
 
-    All its pages exist from the start. It supports the buffer protocol and is writable: `memoryview(buffer)`,
-    `torch.frombuffer(buffer, dtype=torch.uint8)`. It is freed when nothing uses it any more: no Python reference, no
-    view, no job and no copy.
+    All pages exist from the start, except in a buffer from `reserve`. The buffer supports the buffer protocol and is
+    writable: `memoryview(buffer)`, `torch.frombuffer(buffer, dtype=torch.uint8)`. The memory is freed as soon as no
+    Python reference, view, job or copy uses it.
     """
 
     address: int
@@ -212,25 +220,25 @@ class HostBuffer:
     pinned: bool
 
     def __init__(self, nbytes: int, *, pinned: bool = False, threads: int = 1) -> None:
-        """Fetches the pages on `threads` threads.
+        """Allocates the memory, and fetches its pages on `threads` threads.
 
-        A pinned buffer is for copies to and from GPUs. A forked child does not inherit it.
+        A pinned buffer is for copies to and from GPUs. A forked child does not inherit the memory of a pinned buffer.
 
-        Raises ValueError for 0 bytes or `threads` below 1, MemoryError if the system has no memory, RuntimeError with
-        CUDA's message if pinning fails.
+        Raises ValueError for 0 bytes or `threads` below 1, MemoryError if the system does not have the memory, and
+        RuntimeError with CUDA's message if pinning fails.
         """
 
     @staticmethod
     def reserve(nbytes: int, *, to_pin: bool = False) -> HostBuffer:
-        """Maps memory whose pages are not there yet: `fetch` brings them. With `to_pin`, `pin` must follow.
+        """Maps memory without its pages, which `fetch` then fetches. With `to_pin`, `pin` must be called later.
 
-        Raises ValueError for 0 bytes, MemoryError if the system refuses the mapping.
+        Raises ValueError for 0 bytes, and MemoryError if the system refuses the mapping.
         """
 
     def fetch(self, begin: int, nbytes: int, *, threads: int = 1) -> None:
-        """Fetches the pages of `nbytes` bytes from offset `begin`. Pages that are there already stay as they are.
+        """Fetches the pages of `nbytes` bytes from offset `begin`. Pages that exist already do not change.
 
-        Raises ValueError for a range outside the buffer, MemoryError if the system has no memory.
+        Raises ValueError for a range outside the buffer, and MemoryError if the system does not have the memory.
         """
 
     def pin(self) -> None:
@@ -242,17 +250,20 @@ class HostBuffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def free_idle_buffers() -> int:
-    """Frees the buffers that finished read jobs have left for the next job. Returns how many bytes they had.
+    """Frees the buffers that finished read jobs have left for later jobs. Returns how many bytes were freed.
 
-    At most 257 MiB are kept, for the whole process. Call it after a load, if the memory is needed for something else.
+    A process keeps at most 257 MiB of such buffers. Call this function after a load if the memory is needed for
+    something else.
     """
 
 class FileLayout:
-    """Where the bytes of each tensor, and the bytes between them, are in a file. Immutable; offsets and sizes in bytes.
+    """The places in a file of each tensor's bytes and of the bytes between tensors.
 
-    A slot is the place of one tensor, a gap is a range that belongs to no slot. A slot consists of blocks of
-    `block_bytes` bytes; the last may be shorter. The *parts* of a range of the file are its non-empty intersections
-    with blocks, in order.
+    A layout is immutable. All offsets and sizes are in bytes.
+
+    A slot is the place of one tensor. A gap is a range that belongs to no slot. A slot consists of blocks of
+    `block_bytes` bytes; the last block can be shorter. The *parts* of a range of the file are the non-empty
+    intersections of the range with blocks, in order.
     """
 
     def __init__(
@@ -264,57 +275,60 @@ class FileLayout:
         end: int,
         block_bytes: int,
     ) -> None:
-        """Takes the slots (`offsets`, `nbytes`) and the gaps (`(offset, bytes)`), both ascending.
+        """Describes a file by its slots (`offsets`, `nbytes`) and its gaps (`(offset, bytes)`), both ascending.
 
-        `descriptor_crc_at[i]` is the offset of the CRC-32 of slot i, 4 little-endian bytes in a gap after the slot. It
-        is -1 if the file does not contain the CRC, as a safetensors file. Raises ValueError unless slots and gaps tile
-        `[0, end)`.
+        `descriptor_crc_at[i]` is the offset of slot i's CRC-32, which is stored as 4 little-endian bytes in a gap after
+        the slot. It is -1 if the file does not contain the CRC, for example in a safetensors file. Raises ValueError
+        unless slots and gaps together cover `[0, end)` without overlaps.
         """
 
     def part_count(self, start: int, stop: int) -> int:
         """Returns how many parts `[start, stop)` has."""
 
     def join(self, cuts: Sequence[int], crcs: Sequence[Sequence[int]]) -> list[int]:
-        """Computes the CRC of every block, in order, from those of the parts of each `[cuts[k], cuts[k + 1])`.
+        """Computes the CRC of every block, in order. `crcs[k]` are those of the parts of `[cuts[k], cuts[k + 1])`.
 
-        `cuts` go from 0 to the end. Raises ValueError for other cuts, or for a wrong number of CRCs.
+        The first cut is 0, the last is the layout's end. Raises ValueError for other cuts, or for a wrong number of
+        CRCs.
         """
 
     def slot_crcs(self, block_crcs: Sequence[int]) -> list[int]:
-        """Computes the CRC of every slot (0 for an empty one) from those of all blocks.
+        """Computes the CRC of every slot (0 for an empty slot) from the CRCs of all blocks.
 
         Raises ValueError for a wrong number of CRCs.
         """
 
     def file_crc(self, slot_crcs: Sequence[int]) -> int:
-        """Computes the CRC of `[0, end)` with the descriptors filled in.
+        """Computes the CRC of `[0, end)`, in which every descriptor contains its slot's CRC.
 
         Raises ValueError for a wrong number of CRCs.
         """
 
     def foreign_descriptors(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns `(offset, slot)` of each descriptor that the writer of one range between `cuts` cannot fill in.
+        """Returns `(offset, slot)` for each descriptor that the writer of its bytes cannot fill in.
 
-        Such a descriptor has a byte in a range that begins after the begin of its slot. `WriteJob.finish` takes its
-        CRC as a patch.
+        Each writer writes one range between two `cuts`. If a byte of a slot's descriptor is in a range that begins
+        after the begin of the slot, the range's writer cannot compute the slot's CRC. `WriteJob.finish` writes this CRC
+        as a patch.
         """
 
 class WriteJob:
-    """Writes ranges of files on threads of its own. Each piece is copied, checked and written by one thread.
+    """A job that writes ranges of files on threads of its own. One thread copies, checksums and writes each piece.
 
-    The pieces are written in the order of the files, so the caller may `wait` for and `finish` one file while later
-    files are being written. A file bypasses the page cache if its file system supports it. On tmpfs the job copies into
-    huge pages if the system provides them quickly. Otherwise it writes pieces of at most 256 KiB.
+    The pieces are written in the order of the files, so the caller can `wait` for and `finish` one file while later
+    files are being written. The job bypasses the page cache if the file system supports that. On tmpfs, the job copies
+    into huge pages if the system provides them quickly. Otherwise, it writes pieces of at most 256 KiB there.
 
-    The job keeps buffers, events and owners alive until it is closed. Their bytes must not change before they are
-    written. The job is closed when its last reference is dropped, too.
+    The job keeps buffers, events and owners alive until it is closed. The bytes to write must not change before they
+    are written. Dropping the last reference to a job closes the job, too.
 
-    The first error of a file ends the job for this file and all later ones: each of them raises it. A job can only be
-    used in the process that made it: in a forked child `close` does nothing and everything else raises RuntimeError.
+    After an error in a file, the job writes neither the rest of this file nor any later file, and `wait` raises the
+    error for each of them. A job can be used only in the process that made it. In a forked child, `close` does nothing
+    and all other methods raise RuntimeError.
     """
 
     def __init__(self, *, threads: int, piece_bytes: int, direct: bool = True) -> None:
-        """With O_DIRECT each thread copies pieces of `piece_bytes`. `direct=False` uses the page cache everywhere.
+        """Prepares a job. With O_DIRECT, each thread copies pieces of `piece_bytes`. `direct=False` disables O_DIRECT.
 
         Raises ValueError for `threads` below 1, or if `piece_bytes` is not a multiple of 4096.
         """
@@ -332,57 +346,70 @@ class WriteJob:
         offset: int = 0,
         ready: Sequence[tuple[int, DeviceEvent]] = (),
     ) -> int:
-        """Adds the bytes `[start, stop)` of a file, either from `sources` or from `buffer`. Keeps the rest of the file.
+        """Adds the bytes `[start, stop)` of a file, either from `sources` or from `buffer`.
+
+        Bytes of the file outside this range do not change.
 
         Args:
-            start, stop: multiples of 4096; `stop` may also be the layout's end.
-            sources: the address of each slot's bytes. It may be 0 for slots outside the range.
-            owner: an object that owns the sources. The job keeps it alive. None: the caller keeps them alive until
-                the job has written them or is closed.
-            buffer: has all slots of the range in place. The job writes the gaps into it.
-            offset: where in the buffer the byte at `start` is, a multiple of 4096.
-            ready: ascending `(file offset, event)`. The slots before the offset are in place in the buffer when the
-                event has happened. Empty: all slots are in place already.
+            start, stop: multiples of 4096; `stop` can also be the layout's end.
+            sources: the address of each slot's bytes. It can be 0 for slots outside the range.
+            owner: an object that owns the sources. The job keeps this object alive. If it is None, the caller must keep
+                the sources alive until the job has written them or is closed.
+            buffer: a buffer with all slots of the range in place. The job writes the gaps into it.
+            offset: the offset in the buffer of the file's byte `start`; a multiple of 4096.
+            ready: ascending pairs `(file offset, event)`. Once the event has happened, all slots before the offset are
+                in place in the buffer. If `ready` is empty, all slots are in place already.
 
         Returns:
             The number of the file in the job.
 
-        Raises ValueError for arguments that contradict each other, RuntimeError after `start`.
+        Raises ValueError if the arguments contradict each other, and RuntimeError after `start`.
         """
 
     def start(self) -> None:
-        """Raises RuntimeError at the second call, OSError (EAGAIN) if the system refuses to start a thread."""
+        """Starts the threads.
+
+        Raises RuntimeError at the second call, and OSError (EAGAIN) if the system refuses to start a thread.
+        """
 
     def wait(self, file: int, timeout: float | None = None) -> list[int] | None:
-        """Waits until a file is written (not yet durable). Returns the CRCs of the parts of `[start, stop)`.
+        """Waits until a file is written, though not yet durable. Returns the CRCs of the parts of `[start, stop)`.
 
-        Returns None after `timeout` seconds. Raises OSError (the message has the offset), RuntimeError if the GPU
-        fails, `RuntimeError("cancelled")`, RuntimeError before `start`, ValueError for a number that no file has.
+        Returns None if the file is not written after `timeout` seconds.
+
+        Raises:
+            OSError: writing failed. The message has the offset.
+            RuntimeError: the GPU failed, the job was cancelled (the message is "cancelled"), or `start` has not been
+                called.
+            ValueError: no file has this number.
         """
 
     def finish(self, file: int, tail: bytes | None, patches: Sequence[tuple[int, int]] = ()) -> None:
         """Makes a file durable and closes it, on the calling thread. Call it after `wait` has returned.
 
         Args:
-            tail: the bytes after the layout's end, with which the file ends. None if the range does not end the file.
-            patches: `(offset, crc)`: the 4 little-endian bytes of the CRC are written at the offset, over what other
-                writers have written there. Only with a tail.
+            tail: the last bytes of the file, after the layout's end. None if the range is not the last of the file.
+            patches: pairs `(offset, crc)`. Each CRC is written at its offset as 4 little-endian bytes, and replaces
+                what another writer has written there. Patches are allowed only with a tail.
 
-        Raises OSError, also then the file is closed; ValueError; RuntimeError if the file is not written or is closed.
+        Raises:
+            OSError: the file cannot be made durable. It is closed nevertheless.
+            ValueError: the arguments contradict each other, or no file has this number.
+            RuntimeError: the file is not written yet, or is closed already.
         """
 
     def progress(self) -> int:
         """Returns how many bytes have been written."""
 
     def times(self) -> tuple[float, float]:
-        """Returns the seconds from the start until everything was copied, and until the last write.
+        """Returns two times in seconds after `start`: when everything was copied, and when the last write ended.
 
-        Everything was copied when the last byte was read from `sources` and the last `ready` event had happened. The
-        first number is 0 if there are neither sources nor events.
+        Everything is copied when the last byte has been read from `sources` and the last `ready` event has happened.
+        The first number is 0 if there are neither sources nor events.
         """
 
     def cancel(self) -> None:
-        """Ends the job at the next pieces, without waiting for those in flight. Written files may be finished."""
+        """Ends the job before its next pieces. Does not wait for pieces in flight. Written files can be finished."""
 
     def close(self) -> None:
-        """Cancels the rest, waits for the threads, closes the files, and drops the buffers, events and owners."""
+        """Cancels the job, waits for its threads, closes the files, and drops the buffers, events and owners."""

@@ -42,18 +42,19 @@ class _Buffer:
 
 
 def crc32(data: bytes | memoryview, seed: int = 0) -> int:
-    """Returns zlib's CRC-32 (polynomial 0xEDB88320) of bytes. `seed` is the CRC-32 of the bytes before them."""
+    """Returns zlib's CRC-32 (polynomial 0xEDB88320) of bytes. `seed` is the CRC-32 of the bytes before `data`."""
     return zlib.crc32(data, seed)
 
 
 def file_crcs(files: Sequence[tuple[Path, int]], progress: Progress = lambda nbytes: None) -> list[int | OSError]:
     """Returns the CRC-32 of each file, or the error that prevented reading it.
 
-    An error in one file does not stop the others. Memory use is IO_THREADS buffers of READ_BYTES, whatever the sizes.
+    After an error in one file, the other files are still read. Memory use is IO_THREADS buffers of READ_BYTES, whatever
+    the sizes of the files.
 
     Args:
-        files: paths and sizes in bytes. Bytes beyond the size are not read.
-        progress: called with the number of bytes just read, from several threads.
+        files: paths and sizes in bytes. Bytes beyond the given size are not read.
+        progress: called from several threads, each time with the number of bytes just read.
     """
     pieces = [list(_pieces(path, nbytes)) for path, nbytes in files]
     own = threading.local()
@@ -98,7 +99,7 @@ def _combine(parts: Sequence[tuple[_Piece, int | OSError]]) -> int | OSError:
 
 
 def _read_piece(piece: _Piece, buffer: _Buffer) -> None:
-    # O_DIRECT reads whole pages. The file may end within its last page, and the read is short there.
+    # O_DIRECT reads whole pages. If the file ends within its last page, the read of that page returns fewer bytes.
     room = -(-piece.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     with _open_direct(piece.path) as descriptor:
         _fill(descriptor, buffer.view[:room], piece.start, piece.nbytes, piece.path)
@@ -106,7 +107,7 @@ def _read_piece(piece: _Piece, buffer: _Buffer) -> None:
 
 @contextmanager
 def _open_direct(path: Path) -> Iterator[int]:
-    """Opens a file for reading past the page cache. File systems without O_DIRECT read through the cache."""
+    """Opens a file for reading without the page cache. On file systems without O_DIRECT, reads use the cache."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags | os.O_DIRECT)
@@ -121,10 +122,13 @@ def _open_direct(path: Path) -> Iterator[int]:
 
 
 def _fill(descriptor: int, target: memoryview, offset: int, nbytes: int, path: Path) -> None:
-    """Reads until `target` holds `nbytes`. It may have room for more. Raises OSError if the file ends before."""
+    """Reads at least `nbytes` bytes into `target`, which can have room for more.
+
+    Raises OSError if the file is too short.
+    """
     done = 0
     while done < nbytes:
         count = os.preadv(descriptor, [target[done:]], offset + done)
         if not count:
-            raise OSError(errno.ENODATA, f"ends at byte {offset + done}", str(path))
+            raise OSError(errno.ENODATA, f"the file ends at byte {offset + done}", str(path))
         done += count

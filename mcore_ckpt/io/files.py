@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
 
-# Permissions of new files and folders before the umask: never writable for everybody, whatever the umask.
+# Permissions of new files and folders, before the umask is applied. They let only the owner and the group write,
+# whatever the umask.
 FILE_MODE = 0o664
 FOLDER_MODE = 0o775
 
@@ -20,7 +21,7 @@ FOLDER_MODE = 0o775
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Writes a new file and waits until its bytes are on the disk.
 
-    Raises OSError, and FileExistsError if the file exists.
+    Raises FileExistsError if the file exists, and OSError for any other failure.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
@@ -28,23 +29,23 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
             _write_all(descriptor, memoryview(part))
         os.fsync(descriptor)
     except OSError as error:
-        # The system's error does not name the path, and without the path the full disk cannot be found.
+        # The system's error does not name the path. Without the path, a user could not see which disk is full.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
 
 def make_folders(base: Path, path: str) -> None:
-    """Makes the folders of `path` below `base`. Raises FileNotFoundError if `base` is gone.
+    """Makes the folders that the file `path` is in, below `base`. Raises FileNotFoundError if `base` is gone.
 
-    `base` is not made: a staging folder that another rank has discarded must not come back.
+    `base` itself is never made, because a staging folder that another rank has discarded must not be made again.
     """
     for parent in reversed(Path(path).parents[:-1]):
         (base / parent).mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the bytes of a file are on the disk, even those that other processes have written."""
+    """Waits until the bytes of a file are on the disk, including those that other processes have written."""
     _sync(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -67,14 +68,17 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a small file atomically: a reader finds the old bytes or the new, also after a crash. Raises OSError."""
+    """Replaces a small file atomically. Even after a crash, a reader finds either the old or the new bytes.
+
+    Raises OSError.
+    """
     with _temporary_file(path, data) as temporary:
         os.replace(temporary, path)
     sync_dir(path.parent)
 
 
 def claim_file(path: Path, data: bytes) -> None:
-    """Makes a small file atomically, if it does not exist. Raises OSError, and FileExistsError if it exists."""
+    """Makes a small file atomically. Raises FileExistsError if the file exists, and OSError for any other failure."""
     with _temporary_file(path, data) as temporary:
         try:
             os.link(temporary, path)
@@ -86,7 +90,7 @@ def claim_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _temporary_file(path: Path, data: bytes) -> Iterator[Path]:
-    """Writes a file beside `path`, yields its path, and deletes it if it is still there."""
+    """Writes a temporary file beside `path`, yields its path, and finally deletes the file if it is still there."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         write_file(temporary, [data])
@@ -113,8 +117,8 @@ def open_regular(path: Path) -> int:
 
     Raises OSError, also for a folder, pipe, socket or device.
     """
-    # Check before opening, because opening a pipe waits for a writer and opening a device may do anything. Check again
-    # afterwards, because the name may lead to something else by then.
+    # Check before opening, because opening a pipe waits for a writer, and opening a device can have any effect. Check
+    # again after opening, because another file may have the name by then.
     _check_regular(os.stat(path).st_mode, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -133,20 +137,20 @@ def _check_regular(mode: int, path: Path) -> None:
 def inside(folder: Path, name: str) -> Path:
     """Returns `folder / name`. Raises CheckpointCorruptError if links lead out of the folder.
 
-    The path of the folder itself may contain links: the caller has chosen it.
+    Links in the path of the folder itself are allowed, because the caller has chosen that path.
     """
     path = folder / name
     base = os.path.realpath(folder)
     found = os.path.realpath(path)
     if os.path.commonpath((base, found)) != base:
         raise CheckpointCorruptError(
-            f"{path}: a link on this path leads out of {folder}, so it was not read. Replace it by what it links to"
+            f"{path}: a link on this path leads out of {folder}, so nothing was read. Replace the link by its target"
         )
     return path
 
 
 def linked_file(folder: Path, name: str) -> Path:
-    """Returns `folder / name` as `inside` does, and also follows the links of the HuggingFace hub's cache."""
+    """Returns `folder / name` as `inside` does, but also allows links into the HuggingFace hub's cache."""
     path = folder / name
     blobs = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(folder))), "blobs")
     return path if os.path.dirname(os.path.realpath(path)) == blobs else inside(folder, name)
@@ -156,21 +160,21 @@ def read_small(path: Path, most: int) -> bytes:
     """Reads a whole file.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
-        CheckpointCorruptError: it is larger than `most` bytes.
+        OSError: the file cannot be opened, or is not a regular file.
+        CheckpointCorruptError: the file is larger than `most` bytes, or reading it fails.
     """
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         if size > most:
-            raise CheckpointCorruptError(f"{path}: has {size} bytes, more than {most}: it is not what its name says")
+            raise CheckpointCorruptError(f"{path}: has {size} bytes, more than the {most} that such a file can have")
         return read_exact(descriptor, size, 0, path)
     finally:
         os.close(descriptor)
 
 
 def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
-    """Reads `nbytes` at `offset`. Raises CheckpointCorruptError if the file ends before, or cannot be read."""
+    """Reads `nbytes` bytes at `offset`. Raises CheckpointCorruptError if the file is too short or cannot be read."""
     data = bytearray(nbytes)
     target = memoryview(data)
     while target:
@@ -188,5 +192,5 @@ def read_exact(descriptor: int, nbytes: int, offset: int, path: Path) -> bytes:
 
 
 def drop_from_cache(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tells the system that it need not cache these bytes of a file."""
+    """Tells the system that it need not keep these bytes of a file in the page cache."""
     os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)

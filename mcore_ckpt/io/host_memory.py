@@ -1,4 +1,4 @@
-"""Host memory that file images are copied to, prepared on a thread before it is needed."""
+"""Provides the host memory for host images. A thread prepares the memory before a save needs it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 class HostMemory:
     """One host buffer, pinned if there is a GPU. It grows when needed and is reused from save to save.
 
-    A buffer's pages take the system seconds to provide (0.5 to 2 GB/s are typical). `prepare` fetches them beside the
-    training, so that `take` need not.
+    The system needs seconds to provide the pages of a buffer (0.5 to 2 GB/s are typical). `prepare` fetches the pages
+    while training continues, so that `take` need not fetch them.
 
     Args:
-        limit: the most bytes that the buffer may hold; None for no limit.
+        limit: the largest size of the buffer in bytes; None for no limit.
 
     Example:
         >>> memory = HostMemory()
@@ -39,10 +39,11 @@ class HostMemory:
         self._preparation: _Preparation | None = None
 
     def prepare(self, nbytes: int) -> None:
-        """Begins to fetch `nbytes` bytes on a thread, unless there is a buffer already. Raises nothing.
+        """Starts a thread that fetches `nbytes` bytes of memory, unless there is a buffer already. Never raises.
 
-        If `nbytes` turns out somewhat too small, `take` fetches only the difference. Memory for GPUs has no such spare
-        range, because it is pinned as a whole: if it is too small, `take` replaces it.
+        Without a GPU, the buffer has a spare address range. If `nbytes` turns out somewhat too small, `take` fetches
+        only the missing part. With a GPU, the buffer has no spare range, because it is pinned as a whole. If it is too
+        small, `take` replaces it.
         """
         if self._buffer is not None or nbytes < 1:
             return
@@ -59,18 +60,18 @@ class HostMemory:
 
     @property
     def bytes_at_once(self) -> int | None:
-        """The number of bytes that `take` hands out without waiting; None if nothing is being prepared."""
+        """The number of bytes that `take` returns without waiting; None if nothing is being prepared."""
         preparation = self._preparation
         return None if preparation is None or preparation.has_ended else preparation.fetched
 
     def take(self, nbytes: int, pinned: bool = True) -> _native.HostBuffer:
-        """Returns a buffer of at least `nbytes` bytes with arbitrary content, which the next `take` reuses.
+        """Returns a buffer of at least `nbytes` bytes with arbitrary content. The next `take` reuses the buffer.
 
-        Waits if that many bytes are not prepared, and then fetches the rest with all threads.
+        If fewer bytes are prepared, ends the preparation, and fetches the missing ones on several threads.
 
         Args:
             nbytes: how many bytes the caller needs.
-            pinned: whether GPUs will copy into the memory. If there is no GPU it makes no difference.
+            pinned: whether GPUs will copy into the memory. Without a GPU, this has no effect.
 
         Raises:
             UnsupportedError: `nbytes` is above the limit.
@@ -81,7 +82,7 @@ class HostMemory:
         if self._preparation is not None and self._buffer is not None and nbytes <= self._buffer.nbytes:
             self._take_prepared(self._preparation, self._buffer, nbytes, pinned)
         elif self._buffer is None or self._buffer.nbytes < nbytes:
-            self.release()  # before the new buffer comes: both at once might not fit
+            self.release()  # first, because the old and the new buffer together might not fit
             self._buffer = _native.HostBuffer(nbytes, pinned=torch.cuda.is_available(), threads=tuning.HOST_THREADS)
         assert self._buffer is not None
         return self._buffer
@@ -90,13 +91,13 @@ class HostMemory:
         """Raises UnsupportedError if `nbytes` bytes are above the limit."""
         if self._limit is not None and nbytes > self._limit:
             raise UnsupportedError(
-                f"this rank's part of the checkpoint takes {nbytes} bytes of host memory, and max_host_bytes is "
-                f"{self._limit}: raise it; a state in CPU memory can also be saved with async_save=False, which "
-                "needs none"
+                f"this rank's part of the checkpoint needs {nbytes} bytes of host memory, but max_host_bytes is "
+                f"{self._limit}: raise max_host_bytes. A state in CPU memory can also be saved with async_save=False, "
+                "without this memory"
             )
 
     def release(self) -> None:
-        """Frees the memory, and ends its preparation."""
+        """Ends the preparation and frees the memory."""
         if self._preparation is not None:
             self._preparation.stop()
             self._preparation = None
@@ -116,11 +117,11 @@ class HostMemory:
 
 
 class _Preparation:
-    """Fetches the pages of a buffer on one thread that stays out of the training's way.
+    """A thread that fetches the pages of a buffer and hardly slows the training down.
 
-    It fetches small pieces and pauses after each as long as the piece took. The thread has a low priority: where all
-    cores are busy with other work it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024) and its
-    pauses grow with it, so that it costs the training at most 5 % of one core.
+    The thread fetches small pieces, and after each piece pauses for as long as the piece took. It has a low priority.
+    If all cores are busy with other work, it gets a tenth of a core (Linux gives niceness 10 the weight 110 of 1024).
+    Then the pieces take longer, and so do the pauses. So the thread costs the training at most 5 % of one core.
     """
 
     def __init__(self, buffer: _native.HostBuffer, wanted: int) -> None:
@@ -128,9 +129,9 @@ class _Preparation:
         self.fetched = 0
         self._buffer = buffer
         self._is_stopped = threading.Event()
-        # CUDA pins for the current GPU, and a new thread's current GPU would be number 0.
+        # CUDA pins memory for the thread's current GPU, which is GPU 0 in a new thread.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        # A daemon: the end of the interpreter does not wait for all of the memory. `_stop_all` ends the thread.
+        # The thread is a daemon, so an exiting interpreter does not wait for all pages. `_stop_all` ends the thread.
         self._thread = threading.Thread(target=self._run, name="mcore_ckpt host memory", daemon=True)
         self._thread.start()
         _running.add(self)
@@ -140,7 +141,7 @@ class _Preparation:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Returns when the thread has ended, which takes as long as one piece, or as pinning."""
+        """Ends the thread and waits for it. That takes at most as long as fetching one piece, or as pinning."""
         self._is_stopped.set()
         self._thread.join()
 
@@ -157,24 +158,24 @@ class _Preparation:
                 with torch.cuda.device(self._device):
                     self._buffer.pin()
         except (MemoryError, RuntimeError) as error:
-            # Training goes on. The save that needs the memory raises the error, if it still has a reason to.
+            # Training continues. The save that needs the memory tries again, and raises the error if it occurs again.
             logger.debug("host memory could not be prepared after %d bytes: %s", self.fetched, error)
 
 
 def _lower_priority() -> None:
     try:
-        # On Linux the niceness is the thread's own.
+        # On Linux each thread has a niceness of its own.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), tuning.PREPARE_NICENESS)
-    except OSError as error:  # a container's filter may forbid the call
+    except OSError as error:  # a container may forbid the call
         logger.debug("the thread that prepares host memory keeps its priority: %s", error)
 
 
-# Preparations that may be under way, for the end of the interpreter.
+# Preparations that may still run when the interpreter exits.
 _running: WeakSet[_Preparation] = WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    # A daemon thread that returns from native code into an interpreter that has ended would abort the process.
+    # A daemon thread that returns from native code after the interpreter has ended would abort the process.
     for preparation in list(_running):
         preparation.stop()

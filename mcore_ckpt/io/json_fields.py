@@ -12,7 +12,7 @@ from typing import Any
 from mcore_ckpt.errors import CheckpointCorruptError
 
 _MAX_INT = 2**62
-# Longer than the name of any tensor and than any path a system accepts.
+# The longest accepted name. It is longer than the name of any tensor, and than any path that a system accepts.
 MAX_NAME = 4096
 
 
@@ -29,7 +29,8 @@ def decode(data: bytes) -> dict[str, Any]:
     """Decodes a JSON object that `encode` could have written.
 
     Raises:
-        FieldError: it is something else, nests too deeply for the parser, or has NaN or text that UTF-8 cannot hold.
+        FieldError: the data are not a JSON object, are nested too deeply for the parser, or contain NaN or text that
+            UTF-8 cannot encode.
     """
     value = parse(data)
     try:
@@ -40,9 +41,9 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Decodes a JSON object of another program, which may hold NaN.
+    """Decodes a JSON object that another program has written. It may contain NaN.
 
-    Raises FieldError if it is not a JSON object, or if a name is there twice.
+    Raises FieldError if the data are not a JSON object, or if a name occurs twice in an object.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=_object)
@@ -56,19 +57,23 @@ def parse(data: bytes) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        # Parsers differ in which of two equal names counts, so a program could check one value and use the other.
+        # If a name occurs twice, some parsers use the first value and others the last. So one program could check the
+        # first value, and another program could use the last.
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise FieldError(f"{shown(name)} is there twice")
+        raise FieldError(f"{shown(name)} occurs twice")
     return value
 
 
 def shown(value: Any) -> str:
-    """Shortens a value for a message. The value may have any length and depth."""
+    """Shortens a value for a message. The value can have any length and depth."""
     return reprlib.repr(value)
 
 
 def as_name(value: Any, key: str) -> str:
-    """Returns `value` if it is a printable name. A terminal would obey control characters in a message."""
+    """Returns `value` if it is a printable name. Raises FieldError otherwise.
+
+    Names appear in messages, and a terminal would obey control characters in them.
+    """
     if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME:
         raise FieldError(f"{key!r} is {shown(value)}, not a name")
     return value
@@ -90,7 +95,7 @@ def get_int(record: Mapping[str, Any], key: str) -> int:
 
 
 def as_int(value: Any, key: str) -> int:
-    """Returns `value` if it is a non-negative integer that fits a file offset."""
+    """Returns `value` if it is a non-negative integer that can be a file offset. Raises FieldError otherwise."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
         raise FieldError(f"{key!r} is {shown(value)}, not a non-negative integer")
     return value
@@ -104,7 +109,8 @@ def get_ints(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
 def as_ints(value: Any, key: str) -> tuple[int, ...]:
     """Returns `value` as a tuple if it is a list of non-negative integers. Raises FieldError."""
     items = as_list(value, key)
-    # Check all integers at once, because a checkpoint of many ranks has a million. Only an error needs each by itself.
+    # Check all integers together, because a checkpoint of many ranks has a million of them. If one is wrong, check each
+    # separately, so that the error shows it.
     if items and not (set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= _MAX_INT):
         return tuple(as_int(item, key) for item in items)
     return tuple(items)
@@ -135,7 +141,7 @@ def as_dict(value: Any, key: str) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    """Returns the JSON object in the bytes of another program's file. Raises CheckpointCorruptError, naming `path`."""
+    """Returns the JSON object in another program's file. Raises CheckpointCorruptError, which names `path`."""
     try:
         return parse(data)
     except FieldError as error:

@@ -1,19 +1,20 @@
 """Limits on the sizes of files that are read whole.
 
-A file can claim any size, so a larger one is refused before memory is allocated for it. All sizes are in bytes.
-A manifest has about 200 bytes per file and per tensor, an index 500 per tensor and 11 per MiB of payload, a pickle 300
-per tensor.
+A damaged or forged file can have any size, so a file above its limit is refused before memory is allocated for it. All
+sizes are in bytes. A manifest has about 200 bytes per file and per tensor, an index 500 per tensor and 11 per MiB of
+payload, a pickle 300 per tensor.
 """
 
 from __future__ import annotations
 
 MANIFEST_BYTES = 128 << 20
-# How many tensors the files of a manifest may list together. Finding a tensor takes 8 bytes of memory for each.
+# How many tensors the files of a manifest can list together. The table that a reader makes of them takes 8 bytes for
+# each.
 MANIFEST_HELD = 100_000_000
 INDEX_BYTES = 256 << 20
 DIRECTORY_BYTES = 256 << 20
 PICKLE_BYTES = 1 << 30
-# `common.pt`, random number generator states and the trainer's extra state. Saving refuses larger ones, too.
+# `common.pt`, random number generator states and the trainer's extra state. A save refuses to write larger files.
 PLAIN_BYTES = 4 << 30
 # config.json and the index of HuggingFace weights.
 HF_JSON_BYTES = 256 << 20

@@ -1,4 +1,4 @@
-"""Rounds file offsets to pages, which O_DIRECT requires, and cuts files at pages."""
+"""Rounds file offsets to multiples of the page size, which O_DIRECT requires, and cuts files at such offsets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def page_ceil(offset: int) -> int:
 
 
 def even_cuts(end: int, count: int) -> tuple[int, ...]:
-    """Cuts `[0, end)` bytes into `count` ranges of about equal length; all cuts but the last are at pages.
+    """Returns the cuts that divide the bytes `[0, end)` into `count` ranges of about equal length.
+
+    All cuts except the last are multiples of the page size.
 
     Example:
         >>> even_cuts(40961, 2)

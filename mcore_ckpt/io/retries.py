@@ -1,4 +1,4 @@
-"""Retries operations on a remote store that fail, after growing pauses."""
+"""Retries failed operations on a remote store, with growing pauses between the tries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # How often an operation is tried in all, and the first and the longest pause between two tries, in seconds. Each pause
-# is twice as long as the one before.
+# is up to twice as long as the previous one.
 REMOTE_TRIES = 6
 REMOTE_PAUSE_S = 1.0
 REMOTE_PAUSE_MOST_S = 30.0
@@ -37,16 +37,17 @@ def persist(
         work: the operation; it must be repeatable.
         redacted: turns an error into text without the secrets of the URL.
         stop: when set, no further try is made.
-        answers: exceptions that are an answer of the store, not a failure; they are raised at once.
+        answers: exceptions that are an answer of the store and no failure, such as FileNotFoundError. They are raised
+            without another try.
 
     Raises:
         RemoteError: all tries failed, or `stop` was set.
-        CheckpointError: raised by `work`; at once.
+        CheckpointError: raised by `work`, without another try.
     """
     pause = REMOTE_PAUSE_S
     for number in range(1, REMOTE_TRIES + 1):
         if stop.is_set():
-            raise RemoteError(f"{url}: {what}: stopped")
+            raise RemoteError(f"{url}: {what} was stopped")
         try:
             return work()
         except CheckpointError:
@@ -60,7 +61,7 @@ def persist(
                     "Check that the store can be reached and that this process may use it"
                 ) from None
             logger.info("%s: %s has failed, trying again: %s", url, what, redacted(error))
-        # After an outage all ranks try again. Random pauses keep them from asking in the same instant.
+        # After an outage all ranks try again. Random pauses keep their requests from arriving at the same moment.
         stop.wait(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, REMOTE_PAUSE_MOST_S)
     raise AssertionError("unreachable: the last try returns or raises")

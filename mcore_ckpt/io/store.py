@@ -25,20 +25,21 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Object stores have no folders, and some of their file systems would make a bucket when asked to make a folder.
+# URL schemes of object stores. These have no folders, and for some of them fsspec would make a bucket instead of a
+# folder.
 _WITHOUT_FOLDERS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
-# Stores that report the MD5 of a file in whatever way it was sent.
+# URL schemes of stores that report the MD5 of every file, however the file was sent.
 _TELL_MD5 = ("gs", "gcs")
-# URL schemes whose file system does not come with fsspec, and the extra of this package that installs it.
+# URL schemes that fsspec supports only with another package, and the extra of this package that installs it.
 _PACKAGES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hdfs": "hdfs"}
 
 
 class Store:
-    """A folder of a remote store. Its methods take keys: paths below the folder. Any thread may call them.
+    """A folder of a remote store. Its methods accept keys, which are paths below the folder. Any thread can call them.
 
     Args:
-        url: in fsspec's form: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials come from the
-            environment, in the variables that the store's own tools use.
+        url: a URL in fsspec's form: s3://bucket/prefix, gs://..., hdfs://host/path, file:///path. Credentials are read
+            from the environment variables that the store's own tools use.
 
     Raises:
         InvalidArgumentError: fsspec does not know the URL.
@@ -58,7 +59,7 @@ class Store:
                 f"remote is {self.url!r}: use a URL such as s3://bucket/prefix or file:///folder"
             )
         try:
-            # A cached listing would not show files that this run has uploaded since.
+            # A cached listing would lack the files that this run uploads later.
             self.fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             extra = f": pip install 'mcore_ckpt[{_PACKAGES[scheme]}]'" if scheme in _PACKAGES else ""
@@ -89,31 +90,31 @@ class Store:
         return self.persist(f"reading {key}", lambda: self.read_once(key, start, stop))
 
     def read_once(self, key: str, start: int, stop: int) -> bytes:
-        """Reads as `read` does, without retries. Raises any exception of the file system."""
+        """Reads as `read` does, but without retries. Raises any exception of the file system."""
         data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
         if len(data) != stop - start:
-            raise OSError(f"{len(data)} bytes came instead of the {stop - start} at byte {start}")
+            raise OSError(f"the store sent {len(data)} bytes instead of the {stop - start} bytes at byte {start}")
         return data
 
     def read_all(self, key: str, most: int) -> bytes:
-        """Reads a small file whole.
+        """Reads a whole small file.
 
         Raises RemoteError, FileNotFoundError, and CheckpointCorruptError if it is larger than `most` bytes.
         """
         size = int(self.persist(f"asking for the size of {key}", lambda: self.info(key)["size"]))
         if size > most:
             raise CheckpointCorruptError(
-                f"{self.url_of(key)}: has {size} bytes, more than {most}: it is not what its name says"
+                f"{self.url_of(key)}: has {size} bytes, more than the {most} that such a file can have"
             )
         return bytes(self.persist(f"reading {key}", lambda: self.fs.cat_file(self._path(key))))
 
     def info(self, key: str) -> dict[str, Any]:
-        """Asks the store about a file, without retries. Raises any exception of the file system."""
+        """Returns what the store reports about a file, without retries. Raises any exception of the file system."""
         return dict(self.fs.info(self._path(key)))
 
     @contextmanager
     def writing(self, key: str, part_bytes: int) -> Iterator[Any]:
-        """Opens a file for writing, without retries. After a failure, the store does not complete the file."""
+        """Opens a file for writing, without retries. After a failure, abandons the incomplete file."""
         path = self._path(key)
         is_local = isinstance(self.fs, LocalFileSystem)
         if is_local:
@@ -147,8 +148,8 @@ class Store:
     def delete(self, key: str, first: str) -> None:
         """Removes a folder or file. Raises RemoteError.
 
-        Files named `first` (manifests) are deleted before all others, so that a half deleted checkpoint never looks
-        whole. A key that is reached through a link is not deleted.
+        Files named `first` (manifests) are deleted before all others, so that a checkpoint never looks complete after
+        some of its files have been deleted. If a link leads to the key, nothing is deleted.
         """
         path = self._path(key)
         if self._is_behind_link(key):
@@ -176,11 +177,14 @@ class Store:
         stop: threading.Event | None = None,
         answers: tuple[type[Exception], ...] = (FileNotFoundError,),
     ) -> Result:
-        """Runs `work` until the store does it, with growing pauses; see `retries.persist`."""
+        """Runs `work` until it succeeds, with growing pauses; see `retries.persist`."""
         return persist(self.url, what, work, self.redacted, stop or threading.Event(), answers)
 
     def names(self, key: str) -> list[str]:
-        """Lists the files and folders in a folder, by name. A missing folder counts as empty. Raises RemoteError."""
+        """Returns the names of the files and folders in a folder; an empty list if the folder is missing.
+
+        Raises RemoteError.
+        """
 
         def names() -> list[str]:
             try:
@@ -209,7 +213,7 @@ def _secrets(url: str) -> list[str]:
 
 
 def _protect(descriptor: int) -> None:
-    """Takes the write permission of everybody from a file, where the mount has permissions, whatever the umask."""
+    """Removes all permissions beyond FILE_MODE from a file, whatever the umask. Ignores mounts without permissions."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
     if mode & ~FILE_MODE:
         with suppress(OSError):
@@ -217,7 +221,7 @@ def _protect(descriptor: int) -> None:
 
 
 def _abandon(stream: Any) -> None:
-    """Discards a stream without completing its file. Closing it would complete the file with the bytes so far."""
+    """Discards a stream without completing its file. Closing an upload would complete the file with too few bytes."""
     try:
         if isinstance(stream, AbstractBufferedFile):
             stream.discard()

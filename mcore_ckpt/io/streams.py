@@ -26,7 +26,7 @@ P = TypeVar("P", bound=FilePart)
 
 @dataclass(frozen=True, eq=False)
 class Placed(Generic[P]):
-    """A part and the place of its first byte: an offset, a multiple of the page size, in a buffer."""
+    """A part and its place in a buffer. The part begins at `offset`, a multiple of the page size."""
 
     part: P
     buffer: _native.HostBuffer
@@ -36,7 +36,7 @@ class Placed(Generic[P]):
 def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], object]) -> Iterator[list[Placed[P]]]:
     """Yields batches of parts that have been read, in order.
 
-    The memory of a batch is valid until the next batch is asked for. Memory use is two buffers of STREAM_BYTES,
+    The memory of a batch is valid until the next batch is requested. Memory use is two buffers of STREAM_BYTES,
     whatever the sizes of the files.
 
     Args:
@@ -67,7 +67,10 @@ def stream(files: Iterable[Sequence[P]], read: Callable[[Sequence[Placed[P]]], o
 
 
 def cuts_of(end: int) -> tuple[int, ...]:
-    """Cuts a file of `end` bytes into parts for `stream`. Returns `(0, ..., end)`; all but the last are at pages."""
+    """Returns the cuts `(0, ..., end)` that divide a file of `end` bytes into parts for `stream`.
+
+    All cuts except the last are multiples of the page size.
+    """
     return even_cuts(end, max(1, min(-(-end // tuning.STREAM_BYTES), end // PAGE_BYTES)))
 
 
@@ -77,7 +80,7 @@ def memory_at(buffer: _native.HostBuffer, offset: int, nbytes: int, dtype: torch
 
 
 def _batches(files: Iterable[Sequence[P]]) -> Iterator[list[P]]:
-    """Groups parts into batches: small files together, each part of a larger file by itself."""
+    """Groups parts into batches. Small files share a batch; each part of a larger file is a batch of its own."""
     waiting: list[P] = []
     nbytes = 0
     for parts in files:

@@ -10,11 +10,13 @@ Item = TypeVar("Item")
 
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int) -> None:
-    """Calls `work` on every item, in order, on up to `threads` threads, and returns when all are done.
+    """Calls `work` on every item, on up to `threads` threads, and returns when all calls are done.
 
-    After a failure no further item is begun. The first failure is raised when the running calls have ended.
+    The calls start in the order of the items. After a failure no further call starts. The first failure is raised when
+    the running calls have ended.
 
-    An executor would not do: an exiting interpreter joins an executor's threads, however long a store takes to answer.
+    This function uses no executor, because an exiting interpreter waits for an executor's threads, however long a store
+    takes to answer.
     """
     left, lock, failures = iter(items), threading.Lock(), list[BaseException]()
 

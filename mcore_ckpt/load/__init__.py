@@ -1,1 +1,1 @@
-"""One load: choose a checkpoint, find its bytes, check that it fits, fill the live tensors."""
+"""Loads a checkpoint: choose one, find its bytes, check that it fits, fill the live tensors."""

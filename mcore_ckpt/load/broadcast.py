@@ -1,4 +1,4 @@
-"""Reads a replicated tensor on one rank and broadcasts it to its replicas, in large batches."""
+"""Chooses one reader for each replicated tensor, and broadcasts what it has read to the replicas, in large batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Batch:
 
 
 def batches(fills: Iterable[TensorFill]) -> list[Batch]:
-    """Cuts the replicated tensors into batches of about BROADCAST_BYTES, and gives each replica its turn to read.
+    """Divides the replicated tensors into batches of about BROADCAST_BYTES, which the replicas read in turn.
 
     The result is the same on all replicas.
     """
@@ -44,7 +44,7 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
     nbytes = 0
     for fill in fills:
         size = fill.target().nbytes
-        # A batch of one tensor is sent from the tensor's own memory; a batch of several is copied first.
+        # A batch of one tensor is sent from the tensor's own memory. Several tensors are first copied into one.
         if batch and nbytes + size > tuning.BROADCAST_BYTES:
             yield batch
             batch, nbytes = [], 0
@@ -55,13 +55,13 @@ def _cut(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
 
 
 def to_read(fills: Iterable[TensorFill], shared: Iterable[Batch], rank: int) -> list[TensorFill]:
-    """The fills that world rank `rank` reads itself: its own, and the batches for which it is the reader."""
+    """Returns the fills that world rank `rank` reads: those that are not replicated, and the batches that it reads."""
     own = [fill for fill in fills if len(fill.replicas) <= 1]
     return own + [fill for batch in shared if batch.reader == rank for fill in batch.fills]
 
 
 def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
-    """Broadcasts each batch from its reader. Collective over the batch's replicas, in the same order on all."""
+    """Broadcasts each batch from its reader. All replicas of a batch call it, with the batches in the same order."""
     import torch.distributed as dist
 
     for batch in shared:
@@ -83,7 +83,7 @@ def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what
     Args:
         chunks: the model's chunks on this rank.
         replicas: the ranks that hold the same tensors.
-        what: the option that asks for the broadcast, for the message.
+        what: the option that requires the broadcast, for the message.
 
     Raises:
         UnsupportedError: a parameter is in CPU memory and the group's backend is NCCL.
@@ -95,7 +95,7 @@ def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what
     on_cpu = any(not parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
     if on_cpu and dist.get_backend(_group(replicas.dense, replicas)) == "nccl":
         raise UnsupportedError(
-            f"{what}: parameters are in CPU memory, and NCCL sends from GPU memory only: bring the model to the GPU"
+            f"{what}: parameters are in CPU memory, but NCCL sends only from GPU memory: bring the model to the GPU"
         )
 
 

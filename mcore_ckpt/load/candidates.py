@@ -1,4 +1,4 @@
-"""Lists the checkpoints that a load may take, from the local root and the remote store together."""
+"""Lists the checkpoints that a load can choose from, both below the local root and in the remote store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, required: bool) -> list[RemoteStep]:
-    """Lists the steps in the remote store, the oldest first; empty without a store.
+    """Lists the steps in the remote store, the oldest first. Without a store the list is empty.
 
     Args:
         remote: the remote steps, or None without a store.
@@ -31,8 +31,8 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
         required: True if there is no local checkpoint to load instead.
 
     Raises:
-        RemoteError: the store does not answer and `required` is true. It may hold checkpoints, so to train from the
-            beginning would be wrong.
+        RemoteError: the store does not answer, and `required` is true. The store may have checkpoints, so it would be
+            wrong to train from the beginning.
     """
     if remote is None:
         return []
@@ -43,12 +43,12 @@ def remote_steps(remote: RemoteSteps | None, root: Path, step: int | None, requi
             raise RemoteError(
                 f"{error}; {root} has no checkpoint to load, and the store may have one: make the store reachable"
             ) from None
-        logger.warning("loading from local checkpoints only, the store may have newer ones: %s", error)
+        logger.warning("only local checkpoints can be loaded, although the store may have newer ones: %s", error)
         return []
 
 
 def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[RemoteStep]) -> list[Record]:
-    """Orders the checkpoints of a role, the newest first; of one step, the local one comes before the remote one.
+    """Lists the checkpoints of a role, the newest first. At the same step, the local one precedes the remote one.
 
     Args:
         role: the role to load.
@@ -56,7 +56,7 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
         remote: all steps in the store.
 
     Returns:
-        The candidates as JSON values, to send them to the other ranks.
+        The candidates as JSON values, which can be sent to the other ranks.
     """
     here = [local_candidate(status.step, status.role_dir(role)) for status in local]
     there = [
@@ -68,12 +68,12 @@ def newest_first(role: str, local: Sequence[StepStatus], remote: Sequence[Remote
 
 
 def local_candidate(step: int, role_dir: Path) -> Record:
-    """One local checkpoint as JSON values."""
+    """Describes one local checkpoint as JSON values."""
     return {"step": step, "folder": str(role_dir), "remote": False}
 
 
 def folder_of(remote: RemoteSteps | None, candidate: Record) -> Folder:
-    """The folder, local or remote, from which this rank reads a candidate that rank 0 has chosen."""
+    """Returns the folder, local or remote, from which this rank reads a candidate that rank 0 has chosen."""
     if not candidate["remote"]:
         return LocalFolder(Path(candidate["folder"]))
     assert remote is not None, "all ranks have the same config"
@@ -81,15 +81,16 @@ def folder_of(remote: RemoteSteps | None, candidate: Record) -> Folder:
 
 
 def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | None, path: Path | None) -> Record:
-    """Finds the checkpoints to try, in order. Rank 0 calls it and sends the result to the others.
+    """Finds the checkpoints to try, in order. Only rank 0 calls it, and sends the result to the other ranks.
 
     Raises:
-        CheckpointNotFoundError: there is none; the message gives the reason for each step that was looked at.
-        RemoteError: the store must be asked and does not answer.
+        CheckpointNotFoundError: there is none. The message gives the reason for each step that was looked at.
+        RemoteError: there is no local checkpoint, and the store does not answer.
     """
     if path is not None:
         if not path.is_dir():
-            # On file systems that cannot exchange folders, a crash may have left the checkpoint under its other name.
+            # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name.
+            # This call renames it back.
             leftovers.remove_leftovers_beside(path.absolute())
         if not path.is_dir():
             raise CheckpointNotFoundError(f"{path}: this folder does not exist")

@@ -1,4 +1,4 @@
-"""Fills live tensors by planned reads: in place, or through a bounded amount of memory."""
+"""Fills live tensors by planned reads, either in place or through a limited amount of temporary memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class TensorFill:
         reads: the ranges of stored shards that together fill the tensor.
         dtype: the dtype of the stored elements.
         target: returns the tensor; called only when the training state may change.
-        padded: True if no file stores some of the elements; these become zero.
+        padded: True if some of the elements are not stored anywhere. These elements become zero.
         finish: called with the tensor once it is filled, or None.
-        replicas: the world ranks that fill an equal tensor and may share one read; empty if each reads for itself.
+        replicas: the world ranks that fill an equal tensor, so that one of them can read it for all; empty if each rank
+            reads it itself.
     """
 
     reads: tuple[ReadRange, ...]
@@ -38,7 +39,7 @@ def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
     """Fills tensors and returns the number of bytes read.
 
     A tensor whose dtype differs from the stored one, or that is not contiguous, is read into a temporary tensor first.
-    The temporary tensors take CONVERT_BYTES at a time, or the size of one tensor if that is larger.
+    At any time, the temporary tensors take less than CONVERT_BYTES plus the size of one tensor.
     """
     return sum(_fill_together(batch, read) for batch in _in_batches(fills))
 
@@ -86,16 +87,16 @@ def _fill_together(fills: Sequence[TensorFill], read: Read) -> int:
 def refuse_freed(key: ShardKey, tensor: torch.Tensor, call: str) -> None:
     """Refuses to fill a tensor whose memory has been freed.
 
-    megatron's `offload_to_cpu` (0.16.1) frees the storage below a tensor. The allocator may then give the same address
-    to another tensor, which a fill would overwrite.
+    megatron's `offload_to_cpu` (0.16.1) frees the storage of a tensor. The allocator may then give the same address to
+    another tensor, which a fill would overwrite.
 
     Args:
         key: the tensor's name and kind, for the message.
         tensor: the tensor to fill.
-        call: the user's call, for the message.
+        call: the public function that the user has called, for the message.
 
     Raises:
-        UnsupportedError: the tensor has elements and no memory.
+        UnsupportedError: the tensor has elements but no memory.
     """
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise UnsupportedError(

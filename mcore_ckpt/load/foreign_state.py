@@ -28,9 +28,9 @@ class ForeignLoad:
     """Result of loading a foreign checkpoint on this rank.
 
     Attributes:
-        step: the trainer's step that the checkpoint was saved at.
+        step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank read.
-        extra_state: always None, because foreign checkpoints have no such file.
+        extra_state: always None, because foreign checkpoints have no extra state.
     """
 
     step: int
@@ -40,7 +40,7 @@ class ForeignLoad:
 
 @dataclass(frozen=True, eq=False)
 class OwnedParameter:
-    """A parameter and the flat range `[start, stop)` of it whose optimizer state this rank owns."""
+    """A parameter, and the flat range `[start, stop)` of the parameter for which this rank owns optimizer state."""
 
     part: OptimizerPart
     name: str
@@ -52,7 +52,7 @@ class OwnedParameter:
 
 @dataclass(frozen=True, eq=False)
 class LoadedModelTensor:
-    """A live tensor of the model and, on the CPU, the tensor to copy into it."""
+    """A live tensor of the model, and the CPU tensor to copy into it."""
 
     name: str
     live: torch.Tensor
@@ -61,7 +61,7 @@ class LoadedModelTensor:
 
 @dataclass(frozen=True, eq=False)
 class LoadedParameter:
-    """The flat CPU tensors, by kind, to copy into an owned parameter's main parameter and moments."""
+    """An owned parameter, and the flat CPU tensors to copy into its main parameter and moments, by kind."""
 
     owned: OwnedParameter
     tensors: Mapping[str, torch.Tensor]
@@ -72,14 +72,14 @@ class ForeignState:
     """Everything that this rank has read from a foreign checkpoint and not yet applied.
 
     Attributes:
-        step: the trainer's step.
-        nbytes: the bytes of tensors read.
-        weights: the whole model on this rank; empty if the checkpoint has none.
+        step: the training step at which the checkpoint was saved.
+        nbytes: the number of bytes of tensors that this rank has read.
+        weights: all of the model's tensors on this rank; empty if none are read.
         parameters: main parameters and moments; empty unless the optimizer is loaded.
         parts: param groups, step and scaler of each part of the optimizer; empty unless the optimizer is loaded.
         scheduler: the scheduler's state dict; None unless the optimizer is loaded.
         rng: the states as `state.rng.read_rng` returns them; None unless `extra` is loaded.
-        report: the JSON values that rank 0 compares with those of the other ranks.
+        report: this rank's report as JSON values, which rank 0 checks together with those of the other ranks, or None.
     """
 
     step: int
@@ -95,7 +95,7 @@ class ForeignState:
 def load_together(
     trainer: Trainer, path: Path, read: Callable[[], ForeignState], combine: Callable[[Sequence[Record]], Record]
 ) -> ForeignLoad:
-    """Reads and checks on all ranks, and applies only if no rank has found a fault.
+    """Reads and checks a checkpoint on all ranks, and applies it only if no rank has found an error.
 
     Args:
         trainer: this rank's trainer.
@@ -104,7 +104,7 @@ def load_together(
         combine: checks, on rank 0, the reports of all ranks.
 
     Raises:
-        CheckpointError: `read` or a check failed on some rank. All ranks raise it, and nothing has changed.
+        CheckpointError: `read` or a check failed on some rank. All ranks raise the same type, and nothing has changed.
     """
     states: list[ForeignState] = []
 
@@ -122,7 +122,7 @@ def load_together(
 
 
 def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
-    """Lists the parameters, and their ranges, whose optimizer state this rank owns.
+    """Lists the parameters, with their flat ranges, for which this rank owns optimizer state.
 
     Raises:
         UnsupportedError: a part of the optimizer is not megatron's DistributedOptimizer.
@@ -132,8 +132,9 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
     for part in optimizer_state.optimizer_parts(trainer.optimizer):
         if part.inner is not None and not part.is_sharded:
             raise UnsupportedError(
-                f"{type(part.megatron).__name__}: the optimizer state of a foreign checkpoint loads only into "
-                "DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of load_contents"
+                f"{type(part.megatron).__name__}: the optimizer state of a foreign checkpoint can be loaded "
+                "only into DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of "
+                "load_contents"
             )
         for parameter, main, (start, stop), _ in optimizer_state.main_params(part):
             owned.append(OwnedParameter(part, names[id(parameter)], parameter, main, start, stop))
@@ -141,23 +142,23 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
 
 
 def step_missing(trainer: Trainer, where: str) -> int:
-    """The optimizer's step that the config states, for checkpoints that do not store one.
+    """Returns the config's `assume_optimizer_step`, for checkpoints that do not store the optimizer's step.
 
     Raises:
-        CheckpointMismatchError: the config does not state it.
+        CheckpointMismatchError: the config does not set it.
     """
     step = trainer.config.assume_optimizer_step
     if step is None:
         raise CheckpointMismatchError(
             f"{where}: has no step count of the optimizer, without which Adam's bias correction is wrong. Set "
-            "CheckpointConfig(assume_optimizer_step=N) to the number of optimizer steps done before it was saved (this "
-            "may differ from the trainer's step), or leave 'optimizer' out of load_contents"
+            "CheckpointConfig(assume_optimizer_step=N) to the number of steps that the optimizer had done when the "
+            "checkpoint was saved (it can differ from the trainer's step), or leave 'optimizer' out of load_contents"
         )
     return step
 
 
 def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
-    """Converts the random states that megatron's trainer and verl store to the form of `state.rng`.
+    """Converts the random states that megatron's trainer and verl store into the form that `state.rng` uses.
 
     Raises:
         CheckpointMismatchError: one of the states is missing.
@@ -166,7 +167,7 @@ def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
     missing = [name for name in wanted if not isinstance(state, Mapping) or name not in state]
     if missing:
         raise CheckpointMismatchError(
-            f"{where}: has no {', '.join(missing)}: leave 'extra' out of load_contents to go on with fresh ones"
+            f"{where}: has no {', '.join(missing)}: leave 'extra' out of load_contents to start with fresh ones"
         )
     name, keys, position, has_gauss, cached = state["np_rng_state"]
     return {
@@ -188,7 +189,7 @@ def rng_from_megatron(state: Any, where: str) -> dict[str, Any]:
 
 
 def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
-    """Checks the state against this trainer, and orders its param groups as this optimizer orders them."""
+    """Checks the state against this trainer, and puts its param groups into the order of this optimizer."""
     if "optimizer" not in trainer.config.load_contents:
         return state
     _check_against_weights(path, state)
@@ -206,33 +207,33 @@ def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
 def _check_against_weights(path: Path, state: ForeignState) -> None:
     """Refuses main parameters that do not round to the weights, because they belong to other parameters.
 
-    megatron 0.16.1 writes such checkpoints when it saves a `fully_reshardable` optimizer with several buckets: it
-    removes the padding at the buckets' ends from the gathered buffer (`get_parameter_state_dp_zero`), but cuts that
-    buffer at the parameters' offsets with padding (`sharded_param_state_fully_reshardable`). The parameters of all
-    later buckets then hold their neighbours' values, moments included. A `dp_reshardable` range, too, belongs to
-    another parameter if the buckets or the pipeline split differ.
+    megatron 0.16.1 writes such checkpoints when it saves a `fully_reshardable` optimizer with several buckets. It
+    removes the padding at the ends of the buckets from the gathered buffer (`get_parameter_state_dp_zero`), but then
+    cuts this buffer at offsets that include the padding (`sharded_param_state_fully_reshardable`). So the parameters of
+    all buckets after the first get values of their neighbours, and so do their moments. A `dp_reshardable` range also
+    belongs to another parameter if the buckets or the pipeline split differ.
     """
     weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
     for parameter in state.parameters:
         owned = parameter.owned
         weight = weights.get(id(owned.parameter))
-        whose = "the checkpoint's"
+        whose = "the checkpoint's weights"
         if weight is None:
-            weight, whose = owned.parameter.detach().cpu(), "the model's present (the checkpoint has none)"
+            weight, whose = owned.parameter.detach().cpu(), "the model's present weights (the checkpoint has none)"
         expected = weight.reshape(-1)[owned.start : owned.stop]
         wrong = _differing(parameter.tensors[PARAM].to(expected.dtype), expected)
         if wrong:
             raise CheckpointMismatchError(
                 f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "
-                f"to {whose} weights, so the main parameters and the moments beside them cannot be trusted. Either the "
-                "checkpoint was saved under other buckets or another layout, or by megatron's fully_reshardable format "
-                "with several buckets (0.16.1 mixes parameters up there, and the lost values cannot be recovered). "
+                f"to {whose}, so neither the main parameters nor their moments can be trusted. Either the checkpoint "
+                "was saved under other buckets or another layout, or in megatron's fully_reshardable format with "
+                "several buckets (0.16.1 mixes up parameters in this case, and the lost values cannot be recovered). "
                 "Load it with load_contents=('model', 'extra'), or save it again as dp_reshardable"
             )
 
 
 def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
-    # Compared as bits, so that a NaN equals itself and 0 differs from -0.
+    # Compare bits, so that a NaN equals itself and 0 differs from -0.
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wanted.element_size()]
     return int((found.contiguous().view(bits) != wanted.contiguous().view(bits)).sum())
 
@@ -274,14 +275,14 @@ def _apply_parameter(parameter: LoadedParameter) -> None:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """Place of an owned range in megatron's gradient buffers, in elements and without padding at buckets' ends.
+    """Place of an owned range in megatron's gradient buffers, in elements. Padding at the ends of buckets is left out.
 
     Attributes:
         buffer: the buffer's index in the optimizer's `gbuf_ranges`.
-        dtype: megatron's key of the buffer: (parameter dtype, gradient dtype).
+        dtype: megatron's key for the buffer: (parameter dtype, gradient dtype).
         bucket: the bucket's index in the buffer.
-        start: the range's offset from the bucket's first element, across all data-parallel ranks.
-        numel: the number of elements in this bucket.
+        start: the range's offset in the whole bucket, of which each data-parallel rank has a part.
+        numel: the number of elements in the bucket.
         before: the number of elements in the buffer's earlier buckets.
     """
 
@@ -294,7 +295,10 @@ class BucketRange:
 
 
 def bucket_ranges(part: OptimizerPart) -> dict[int, BucketRange]:
-    """The place of each owned range, by `id` of the model parameter; independent of the data-parallel size."""
+    """Returns the place of each owned range, by `id` of the model parameter.
+
+    The same element has the same place under any data-parallel size.
+    """
     if part.inner is None:
         return {}
     return {id(parameter): found for parameter, found in _bucket_ranges(part.megatron)}

@@ -1,4 +1,4 @@
-"""Loads a HuggingFace model into a live sharded model: each rank reads its own slices, or gets them from rank 0."""
+"""Loads a HuggingFace model into a live sharded model. Each rank reads its own slices, or gets them from rank 0."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Here:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """This rank's plan: the reader of the folder, and the tensors to fill with their regions."""
+    """This rank's plan: the reader of the folder, and the tensors to fill, with their regions."""
 
     locator: Locator
     reader: HuggingFaceReader
@@ -94,39 +94,40 @@ def load_hf(
     builds a GPTModel nor knows which part of a tensor a rank holds.
 
     Each rank reads only the slices that it holds, under any layout, directly into its parameters. Rows that pad the
-    vocabulary become zero. Weights of another floating dtype are cast, through a bounded amount of memory.
+    vocabulary become zero. Weights of another floating-point dtype are converted through a limited amount of memory.
     transformer-engine's `_extra_state` keeps its value.
 
-    All ranks check names and shapes, and agree, before a byte changes. Each rank then looks for NaN in the tensors
-    that it has filled; to look before the load would mean to read every file twice.
+    Before a byte changes, all ranks check names and shapes and agree on the result. Each rank looks for NaN only
+    afterwards, in the tensors that it has filled, because otherwise it would have to read every file twice.
 
-    The optimizer's main parameters are copies of the old weights, and its next step would write them back. Pass the
-    optimizer here, or call its `reload_model_params()` afterwards.
+    The optimizer's main parameters are still copies of the old weights, and its next step would write them over the new
+    weights. To prevent this, pass the optimizer here, or call its `reload_model_params()` afterwards.
 
     Args:
         model: a megatron-core model or the list of its virtual chunks, bare or wrapped in DistributedDataParallel.
-        path: the folder: `config.json` and one or several `.safetensors` files.
+        path: the folder, which has `config.json` and one or several `.safetensors` files.
         source: "shared": every rank reads the folder. "rank0": only rank 0 reads the folder, and sends each rank its
-            part in messages of bounded size; one of several replicas gets the part and broadcasts it.
-        ignore: regular expressions of names that may have no counterpart. HuggingFace tensors of such a name are not
-            read, and the model's tensors of such a global name keep their values. To start a critic from a language
-            model, pass `("lm_head.weight", "output_layer.weight")`.
+            part in messages of limited size. If several replicas need the same part, one of them gets it and broadcasts
+            it to the others.
+        ignore: regular expressions for names of tensors that may have no counterpart. HuggingFace tensors with such a
+            name are not read, and the model's tensors with such a global name keep their values. To start a critic from
+            a language model, pass `("lm_head.weight", "output_layer.weight")`.
         optimizer: the object that `get_megatron_optimizer` returned. Its main parameters are copied from the loaded
             model.
-        timeout_s: how long a wait for other ranks may take, in seconds.
+        timeout_s: how long this rank waits for other ranks before it gives up, in seconds.
 
     Returns:
         The report of this rank.
 
     Raises:
         CheckpointNotFoundError: the folder does not exist, or has no weights.
-        CheckpointMismatchError: the folder's tensors or configuration are not this model's. All ranks raise it, and
+        CheckpointMismatchError: the folder's tensors or configuration do not fit this model. All ranks raise it, and
             nothing has changed.
         UnsupportedError: the architecture is not supported, the weights are quantized, the model has a part that is
             not supported, or there is no process group.
-        InvalidStateError: there is a process group, and megatron's `parallel_state` is not initialized.
-        CheckpointCorruptError: a file is cut or cannot be read, or a weight is NaN. The message says whether the model
-            has changed.
+        InvalidStateError: there is a process group, but megatron's `parallel_state` is not initialized.
+        CheckpointCorruptError: a file is incomplete or cannot be read, or a weight is NaN. The message says whether the
+            model has changed.
 
     Example:
         >>> load_hf(model, "Qwen3-8B", optimizer=optimizer)  # doctest: +SKIP
@@ -156,7 +157,7 @@ def _here(model: Any, agreement: Agreement) -> _Here:
 
 
 def _read_contents_together(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> FolderContents:
-    """Reads the folder's headers on rank 0 and sends them to all ranks, so that not every rank opens every file."""
+    """Reads the folder's headers on rank 0 and sends them to all ranks, so that only rank 0 opens every file."""
 
     def work() -> Record:
         if source not in ("shared", "rank0"):
@@ -207,7 +208,7 @@ def _plan(here: _Here, contents: FolderContents, source: Source, ignore: Sequenc
 
 
 def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
-    """Compares the configurations, because equal shapes may hide another grouping of heads or another activation."""
+    """Compares the configurations. Models with equal shapes can differ in the grouping of heads or the activation."""
     for chunk in here.chunks if reader.model.architecture.rules else ():
         check_model(unwrap(chunk), reader.model)
 
@@ -224,7 +225,8 @@ def _request(here: _Here, shard: LocalShard, reader: HuggingFaceReader, locator:
     _check_vocabulary(shard, reader, here.topology)
     if not shard.tensor.dtype.is_floating_point:
         raise CheckpointMismatchError(
-            f"{wanted.file}: tensor {shard.key}: is {shard.tensor.dtype} here, {found.dtype} in the folder"
+            f"{wanted.file}: tensor {shard.key}: has dtype {shard.tensor.dtype} in the model, but {found.dtype} in the "
+            "folder: only floating-point tensors can be loaded"
         )
     replicas = _replicas(here, shard.expert) if source == "rank0" else ()
     fill = TensorFill(found.reads, found.dtype, lambda: shard.tensor, padded=bool(found.outside), replicas=replicas)
@@ -238,7 +240,7 @@ def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
 def _hint(name: str, reader: HuggingFaceReader) -> str:
     if name == MCORE_HEAD and reader.model.is_tied:
         return ": its embeddings are tied: build the model with share_embeddings_and_output_weights=True"
-    return ". Name the tensors that may keep their values in `ignore`"
+    return ". List in `ignore` the tensors that may keep their values"
 
 
 def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: Topology) -> None:
@@ -248,8 +250,8 @@ def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: To
         return
     if not may_be_padded(tokens, rows, topology.tp):
         raise CheckpointMismatchError(
-            f"{reader.place}: tensor {shard.key}: {reader.model.describe()} has {tokens} tokens, this model has {rows} "
-            f"rows, which is more than padding for tp = {topology.tp}"
+            f"{reader.place}: tensor {shard.key}: {reader.model.describe()} has {tokens} tokens, but this model has "
+            f"{rows} rows, which padding for tp = {topology.tp} does not explain"
         )
 
 
@@ -260,8 +262,8 @@ def _check_all_used(plan: _Plan, used: Sequence[Runs]) -> None:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise CheckpointMismatchError(
             f"{plan.reader.place / stored.file}: {plan.reader.model.describe()} has tensor {left[0]}, "
-            f"{stored.region.describe()}{more}, which no rank of this model has. Name the tensors to leave out in "
-            "`ignore`"
+            f"{stored.region.describe()}{more}, which no rank of this model has. List in `ignore` the tensors to "
+            "leave out"
         )
 
 
@@ -292,7 +294,7 @@ def _apply_together(here: _Here, plan: _Plan, source: Source) -> int:
 def _refuse_nan(plan: _Plan) -> None:
     for request in plan.requests:
         tensor = request.fill.target()
-        # max() of a tensor with NaN is NaN; isnan() on the tensor would allocate a mask of its size.
+        # max() of a tensor with NaN is NaN. isnan() on the whole tensor would allocate a mask of the tensor's size.
         if tensor.numel() and tensor.max().isnan():
             raise CheckpointCorruptError(
                 f"{plan.reader.place}: tensor {request.name}: contains NaN: take the weights from another copy"

@@ -1,7 +1,7 @@
 """Loads one checkpoint: finds it, plans and checks the load on every rank, then fills the live tensors.
 
-All ranks check the manifest, the indexes, the file sizes and the small files, and agree on the result, before a byte
-of the training state changes.
+Before a byte of the training state changes, all ranks check the manifest, the indexes, the file sizes and the small
+files, and agree on the result.
 """
 
 from __future__ import annotations
@@ -88,22 +88,22 @@ def load_state(
 ) -> LoadResult:
     """Loads the newest complete checkpoint, or the one that `step` or `path` names.
 
-    If a checkpoint is damaged, all ranks together take the next older one, unless the caller named one or `strict` is
-    set.
+    If a checkpoint is damaged, all ranks together take the next older one, unless the caller has named a checkpoint or
+    `strict` is set.
 
     Args:
         trainer: this rank's trainer.
         remote: the steps in the remote store; None without a store.
         step: the step to load; None for the newest.
         path: the folder to load; None to choose by step.
-        failure: the failure of an earlier save of this rank that no call has raised yet.
-        verify: one of VERIFY_WORDS, see `CheckpointManager.load`.
+        failure: the error of an earlier save of this rank, as a record, if no call has raised it yet; None otherwise.
+        verify: one of VERIFY_WORDS; see `CheckpointManager.load`.
 
     Raises:
         EarlierSaveError: an earlier save of some rank failed. All ranks raise it, and nothing is loaded.
         CheckpointNotFoundError: there is no such checkpoint.
-        CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout; nothing has changed.
-        CheckpointCorruptError: the checkpoint is damaged and there is no other to load. The message says whether
+        CheckpointMismatchError: the checkpoint does not fit this model, optimizer or layout. Nothing has changed.
+        CheckpointCorruptError: the checkpoint is damaged, and there is no other one to load. The message says whether
             anything has changed.
     """
     started = time.monotonic()
@@ -125,7 +125,7 @@ def load_state(
     for number, (saved_step, folder) in enumerate(candidates):
         if not isinstance(folder, LocalFolder) and trainer.agreement.is_coordinator:
             logger.warning("loading step %d from %s", saved_step, folder)
-        # One rank's lock is enough: every process looks for it before it deletes the step.
+        # One rank's lock is enough, because every process checks the locks before it deletes a step.
         locked = [folder.place] if trainer.agreement.is_coordinator and isinstance(folder, LocalFolder) else []
         with reading(locked):
             try:
@@ -151,14 +151,17 @@ def load_state(
 
 
 def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
-    """Loads the weights from `huggingface/` if `load_contents` names them as the only source of weights."""
+    """Loads the weights from `huggingface/` if `load_contents` has 'hf_model' but not 'model'.
+
+    Returns the number of bytes that this rank has read.
+    """
     contents = trainer.config.load_contents
     if not _takes_hf_weights(trainer):
         return 0
     assert isinstance(plan.folder, LocalFolder), "_plan_together has refused a remote folder"
     for file in plan.manifest.files_of("huggingface"):
         plan.folder.check(file)
-    # The main parameters that this load has just filled are finer than the exported weights: keep them.
+    # If this load has filled the main parameters, keep them, because they are more precise than the exported weights.
     optimizer = None if "optimizer" in contents else trainer.optimizer
     weights = plan.folder.place / file_names.HUGGINGFACE_DIR
     return load_hf(trainer.chunks, weights, optimizer=optimizer, timeout_s=trainer.config.timeout_s).nbytes
@@ -174,7 +177,7 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
     moved = (saved.cp, saved.dp) != (now.cp, now.dp) or plan.seed is not None
     if "extra" not in trainer.config.load_contents or not moved or not trainer.agreement.is_coordinator:
         return
-    in_turn = "the rank whose coordinates are its own modulo the saved sizes"
+    in_turn = "the saved rank whose coordinates are its own coordinates modulo the saved sizes"
     generators = f"continue those of {in_turn}" if plan.seed is None else "start anew from the saved seed"
     logger.warning(
         "%s was saved on %s and is loaded on %s: each rank's random number generators %s; each rank gets the "
@@ -188,7 +191,7 @@ def _warn_of_new_layout(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started: float) -> LoadResult:
-    # Imported here because both modules import megatron, and the package must import without megatron.
+    # Imported here because both modules import megatron, and it must be possible to import this package without it.
     from mcore_ckpt.load.torch_dist import load_torch_dist
     from mcore_ckpt.load.verl_ranks import load_verl_ranks
 
@@ -200,18 +203,19 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
 
 def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
     state = (
-        "Model and optimizer are now undefined: load another checkpoint before training on"
+        "Model and optimizer are now undefined: load another checkpoint before training continues"
         if changed
         else "Nothing has been changed"
     )
-    newer = "".join(f"\n  newer, also bad: {text}" for text in skipped)
-    # The load came to this older checkpoint because a newer one is damaged: report the damage, not the misfit.
+    newer = "".join(f"\n  newer, but not loaded either: {text}" for text in skipped)
+    # This older checkpoint was tried because a newer one is damaged. So report the damage, even if the older one is
+    # intact and does not fit.
     after_damage = isinstance(error, (CheckpointMismatchError, CheckpointNotFoundError))
     return (CheckpointCorruptError if after_damage else type(error))(f"{error}. {state}{newer}")
 
 
 def _verify_together(trainer: Trainer, folder: Folder) -> None:
-    """Verifies every file of the checkpoint; the ranks share the files among them."""
+    """Verifies every file of the checkpoint. The ranks divide the files among themselves."""
 
     def work() -> Record:
         manifest = folder.manifest()
@@ -265,7 +269,7 @@ def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
 
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
-    """Restores the state beside the tensors: steps, param groups, scheduler and random number generators."""
+    """Restores the state that is not stored as tensors: steps, param groups, scheduler, random number generators."""
     for part, state in plan.unstepped:
         optimizer_state.forget_state(part, state)
     if plan.common is not None:
@@ -281,10 +285,10 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
 
 
 def _make_consistent(trainer: Trainer) -> None:
-    """Makes model and main parameters agree, as the next optimizer step needs. Collective over the ranks."""
+    """Makes the model and the main parameters agree if only one of them was loaded. All ranks call it."""
     contents = trainer.config.load_contents
     if "model" in contents and "optimizer" not in contents and trainer.optimizer is not None:
-        # Otherwise the next optimizer step writes the old main parameters over the loaded weights.
+        # Otherwise the next optimizer step would write the old main parameters over the loaded weights.
         trainer.optimizer.reload_model_params()
     if "optimizer" in contents and "model" not in contents:
         optimizer_state.copy_main_to_model(trainer.optimizer)

@@ -1,6 +1,6 @@
 """Plans one load: which stored ranges fill which live tensor.
 
-The plan checks the manifest, the indexes, the file sizes and the small files, and changes nothing.
+Planning checks the manifest, the indexes, the file sizes and the small files, and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mcore_ckpt.state.trainer import Trainer
 
 @dataclass(frozen=True)
 class CommonState:
-    """Optimizer and scheduler state that is equal on all ranks, ordered by the parts of this optimizer."""
+    """Optimizer and scheduler state that is equal on all ranks, in the order of this optimizer's parts."""
 
     optimizers: tuple[SavedPart, ...]
     lr_scheduler: dict[str, Any] | None
@@ -47,12 +47,13 @@ class LoadPlan:
         locator: finds tensors in the checkpoint.
         reader: reads the checkpoint.
         fills: the fills of the model's and the optimizer's tensors.
-        unstepped: the parameters that the optimizer had not stepped when they were saved.
+        unstepped: the parameters for which the optimizer had done no step when they were saved.
         common: the state that is equal on all ranks; None unless the optimizer is loaded.
         rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
-        seed: the seed that starts the generators instead of `rng`; None if `rng` is set or they are not loaded.
+        seed: the seed to start the generators from if `rng` is None; None if `rng` is set or they are not loaded.
         extra_state: the dict that this rank gave to `save`, or None.
-        used: by "model" and "optimizer", the positions in the manifest's list of tensors that this rank takes, as runs.
+        used: under "model" and "optimizer", the tensors that this rank takes, as runs of positions in the manifest's
+            list of tensors.
     """
 
     locator: Locator
@@ -80,7 +81,8 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
     Raises:
         CheckpointNotFoundError: `folder` is not a checkpoint.
         CheckpointCorruptError: the checkpoint is damaged.
-        CheckpointMismatchError: the checkpoint does not fit. The message names file, tensor, wanted and found.
+        CheckpointMismatchError: the checkpoint does not fit. The message names the file and the tensor, and says what
+            was wanted and what was found.
     """
     manifest = folder.manifest()
     try:
@@ -108,7 +110,7 @@ def _plan(trainer: Trainer, reader: NativeReader) -> LoadPlan:
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
     _check_sizes(reader, fills)
-    # Frozen parameters count as used, even if skip_frozen leaves them out: the load knows them, so nothing is lost.
+    # Frozen parameters are listed as used even if skip_frozen leaves them out. The model has them, so nothing is lost.
     used = {
         "model": positions_taken(locator, [shard.key for shard in model] if "model" in wanted else []),
         "optimizer": positions_taken(locator, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
@@ -125,7 +127,7 @@ def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Ru
         used: the `used` of each rank's plan.
 
     Raises:
-        CheckpointMismatchError: no rank takes some tensor; the message names it.
+        CheckpointMismatchError: there is a tensor that no rank takes. The message names it.
     """
     for contents, kind, reason in (
         ("model", MODEL, "wanted no such tensor"),
@@ -151,12 +153,12 @@ def _note(trainer: Trainer, manifest: Manifest) -> str:
 
 
 def _check_contents(trainer: Trainer, manifest: Manifest) -> None:
-    # The model's weights can be read from the main parameters.
+    # If the checkpoint has no model, the weights can be read from the main parameters.
     there = {*manifest.contents, *(("model",) if "optimizer" in manifest.contents else ())}
     missing = [word for word in trainer.config.load_contents if word not in there]
     if missing:
         raise CheckpointMismatchError(
-            f"load_contents asks for {', '.join(missing)}, but the checkpoint has only {', '.join(manifest.contents)}"
+            f"load_contents names {', '.join(missing)}, but the checkpoint has only {', '.join(manifest.contents)}"
         )
 
 
@@ -187,7 +189,7 @@ def _replicas(trainer: Trainer, expert: bool) -> tuple[int, ...]:
 
 
 def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Located:
-    """Locates the model's tensor; if it is missing or has another dtype, the finer main parameter."""
+    """Locates the stored weight. If it is missing or has another dtype, prefers the more precise main parameter."""
     located = locator.find(wanted)
     if located is None or located.dtype != shard.tensor.dtype:
         main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.file)
@@ -209,7 +211,7 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
         read = ReadRange(found, Rows(0, 0, found.region.numel))
         memory = torch.empty(found.nbytes, dtype=torch.uint8)
         return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
-    # Without state on either side there is nothing to restore: these layers keep none, or the saved ones kept none.
+    # There is nothing to restore if this layer has no such state, or if the saved layers had none.
     if not shard.tensor.numel() or not any(name.endswith(EXTRA_STATE) for name in locator.reader.names):
         return None
     raise CheckpointMismatchError(
@@ -219,7 +221,8 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
 
 def _fill(wanted: Wanted, dtype: torch.dtype, located: Located, target: Callable[[], torch.Tensor]) -> TensorFill:
     stored = located.dtype
-    # An int16 beside bfloat16 weights is the lower half of a main parameter (`store_param_remainders`), not a number.
+    # An int16 main parameter has only the lower 16 bits of each fp32 element (`store_param_remainders`). The upper 16
+    # bits are the bfloat16 weight. So the int16 tensor must not be converted to another dtype.
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise CheckpointMismatchError(
             f"{located.reads[0].stored.file if located.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
@@ -234,12 +237,13 @@ def _fill(wanted: Wanted, dtype: torch.dtype, located: Located, target: Callable
 def _optimizer_fills(
     trainer: Trainer, by_part: Sequence[Sequence[ParameterState]], locator: Locator
 ) -> tuple[list[TensorFill], list[tuple[OptimizerPart, ParameterState]]]:
-    """Plans the fills of main parameters and moments, and lists the parameters that were saved without a step."""
+    """Plans the fills of main parameters and moments, and lists the parameters without an optimizer step."""
     fills: list[TensorFill] = []
     unstepped = []
     for part, states in zip(optimizer_state.optimizer_parts(trainer.optimizer), by_part, strict=True):
         for state in states:
-            # Always look for the main parameter: without it a frozen parameter would pass for an unstepped one.
+            # Look for the main parameter even if it need not be filled. A parameter that was frozen has none, and would
+            # otherwise be taken for one for which the optimizer had done no step.
             found = [_param_fill(trainer, state, locator)]
             if state.is_model_view and "model" in trainer.config.load_contents:
                 found.clear()
@@ -298,7 +302,7 @@ def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
 
 
 def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
-    """Checks existence and size of every file that the fills read, before anything changes."""
+    """Checks, before anything changes, that every file that the fills read exists and has the right size."""
     for path in {read.stored.file for fill in fills for read in fill.reads}:
         reader.folder.check(reader.file(path))
 
@@ -306,7 +310,7 @@ def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
 def _read_extra(
     trainer: Trainer, reader: NativeReader
 ) -> tuple[dict[str, Any] | None, int | None, dict[str, Any] | None]:
-    """Reads the random states, or the seed to start the generators from, and this rank's extra_state."""
+    """Reads the random states (or, without them, the seed to start the generators from) and this rank's extra_state."""
     saved = reader.manifest.topology
     place = saved.place_in_turn(trainer.coordinates.place)
     handed_over = reader.by_path.get(file_names.extra_file(*place))
@@ -315,6 +319,6 @@ def _read_extra(
         rng = reader.plain(file_names.rng_file(*place))
         if "torch" in rng:
             return rng, None, extra
-    # All tensor-parallel ranks start from rank 0's seed: outside megatron's tracker they must draw equal numbers.
+    # All tensor-parallel ranks start from one seed, because outside megatron's tracker they must draw equal numbers.
     first = reader.plain(file_names.rng_file(0, 0, *place[2:]))
     return None, seed_of(first), extra

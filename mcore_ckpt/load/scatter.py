@@ -1,7 +1,7 @@
-"""Reads a folder on rank 0 for all ranks, and sends each rank its part in messages of bounded size.
+"""Reads a folder on rank 0 for all ranks, and sends each rank its part in messages of limited size.
 
-The messages go point to point over the default process group, from the main thread. Rank 0 holds two messages: it
-reads one while it sends the other. A receiving rank holds one.
+The messages are sent point to point over the default process group, from the main thread. Rank 0 has two messages in
+memory, because it reads one while it sends the other. A receiving rank has one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GOOD, _FAILED = 1, 0
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A tensor that a rank asks to be filled: its name, its region of the global tensor, and the fill."""
+    """A tensor that a rank needs: its global name, its region of the global tensor, and its fill."""
 
     name: str
     region: Region
@@ -48,10 +48,10 @@ class _Segment:
 
 
 def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, world_size: int) -> int:
-    """Fills the requests of every rank from files that only rank 0 can read. Collective over the default group.
+    """Fills the requests of every rank from files that only rank 0 reads. All ranks of the default group call it.
 
     Args:
-        reader: the folder's reader; every rank has one, because it needs only the files' headers.
+        reader: the folder's reader. Every rank can have one, because a reader needs only the files' headers.
         requests: the requests of this rank.
         rank: this rank in the default process group.
         world_size: the size of the default process group.
@@ -60,8 +60,8 @@ def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, w
         The number of bytes that this rank has read from files.
 
     Raises:
-        CheckpointCorruptError: on rank 0, a file cannot be read.
-        CheckpointError: on another rank, rank 0 has failed.
+        CheckpointCorruptError: on rank 0, if a file cannot be read.
+        CheckpointError: on every other rank, if rank 0 has failed.
     """
     device = _device() if world_size > 1 else torch.device("cpu")
     if rank:
@@ -71,7 +71,7 @@ def scatter(reader: HuggingFaceReader, requests: Sequence[Request], rank: int, w
     nbytes = 0
     try:
         nbytes = fill_tensors([request.fill for request in requests], reader.read)
-    except Exception as error:  # kept until the other ranks, which wait for messages, know of it
+    except Exception as error:  # kept until the other ranks, which wait for messages, know of the failure
         failure = error
     return nbytes + _serve(reader, range(1, world_size), device, failure)
 
@@ -113,7 +113,7 @@ def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.devic
                 reading.append(pool.submit(read, number + 1))
             nbytes += count
             dist.send(torch.tensor([_GOOD], device=device), turn.rank)
-            # Wait until the message has left its buffer: the message after the next is read into it.
+            # Wait until the message is sent, because the message after the next one is read into the same buffer.
             dist.send(memory.to(device), turn.rank)
             _wait(device)
     if failure is not None:
@@ -122,7 +122,7 @@ def _serve(reader: HuggingFaceReader, others: Iterable[int], device: torch.devic
 
 
 def _turns(wanted: Mapping[int, Sequence[Wanted]], locator: Locator) -> list[_Turn]:
-    """Orders the messages: one for each rank in turn, so that no rank's wait reaches the group's timeout."""
+    """Orders the messages. Each rank in turn gets one, so that no rank waits until the group's timeout."""
     by_rank = [
         [_Turn(rank, tensors, parts) for parts in _messages([(w.region.numel, _dtype(locator, w)) for w in tensors])]
         for rank, tensors in wanted.items()
@@ -131,7 +131,7 @@ def _turns(wanted: Mapping[int, Sequence[Wanted]], locator: Locator) -> list[_Tu
 
 
 class _Buffers:
-    """Two host buffers that grow to the largest message asked for so far."""
+    """Two host buffers, used in turn. Each grows to the largest message that it has had to hold."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -162,7 +162,7 @@ def _receive(requests: Sequence[Request], device: torch.device) -> None:
         dist.recv(buffer, 0)
         try:
             _unpack(message, buffer, requests, memories)
-        except Exception as error:  # kept, because rank 0 goes on sending and blocks if nobody receives
+        except Exception as error:  # kept, because rank 0 continues to send, and blocks if nobody receives
             failure = failure or error
     for target, memory in zip(targets, memories, strict=True):
         if memory is not target:
@@ -183,7 +183,7 @@ def _unpack(
 def _messages(tensors: Sequence[tuple[int, torch.dtype]]) -> Iterator[list[_Segment]]:
     """Cuts tensors, given as (elements, dtype), into messages of at most SCATTER_BYTES.
 
-    Sender and receiver both call it, so they cut alike without asking each other.
+    Sender and receiver both call it, so they cut the same messages without communicating.
     """
     message: list[_Segment] = []
     at = 0
@@ -213,7 +213,7 @@ def _reads(turn: _Turn, locator: Locator, memory: torch.Tensor) -> Iterator[tupl
         whole = turn.wanted[segment.number]
         region = whole.region.with_flat(segment.start, segment.stop)
         located = locator.find(replace(whole, region=region))
-        assert located is not None, "the rank that asks has located it"
+        assert located is not None, "the rank that sent the request has located it"
         dtype = located.dtype
         values = memory[segment.at : segment.at + (segment.stop - segment.start) * dtype.itemsize].view(dtype)
         if located.outside:
@@ -224,7 +224,7 @@ def _reads(turn: _Turn, locator: Locator, memory: torch.Tensor) -> Iterator[tupl
 def _dtype(locator: Locator, wanted: Wanted) -> torch.dtype:
     key = locator.stored_key(wanted.key)
     info = None if key is None else locator.reader.info(key)
-    assert info is not None, "the rank that asks has located it"
+    assert info is not None, "the rank that sent the request has located it"
     return info.dtype
 
 
@@ -265,7 +265,7 @@ def _receive_plain(other: int, device: torch.device) -> Any:
 
 
 def _device() -> torch.device:
-    """The device from whose memory the default group's backend sends."""
+    """Returns the device from whose memory the default group's backend sends."""
     import torch.distributed as dist
 
     if dist.get_backend() == "nccl":

@@ -1,6 +1,6 @@
-"""The steps that every load takes on all ranks together: plan, check that no tensor is left over, fill.
+"""Runs the phases of a load on all ranks together: plan, check that no tensor is left over, fill.
 
-`load.py` (this package's checkpoints) and `huggingface.py` (HuggingFace folders) both consist of these steps.
+Both `load.py` (this package's checkpoints) and `huggingface.py` (HuggingFace folders) consist of these phases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_ckpt.sharding.plan import ShardKey, runs
 Plan = TypeVar("Plan")
 
 Runs = list[tuple[int, int]]
-"""Positions in a reader's list of names, as inclusive runs: short enough to send to rank 0."""
+"""Positions in a reader's list of names, as inclusive runs (first, last), which are short enough to send to rank 0."""
 
 
 def plan_together(
@@ -30,7 +30,7 @@ def plan_together(
     plan: Callable[[], tuple[Plan, Record]],
     check: Callable[[Plan, Sequence[Record]], None],
 ) -> Plan:
-    """Plans on every rank, and checks all ranks' reports on rank 0. The training state does not change.
+    """Plans on every rank, then checks the reports of all ranks on rank 0. The training state does not change.
 
     Args:
         agreement: this rank's agreement.
@@ -39,7 +39,7 @@ def plan_together(
         check: raises, on rank 0, if the ranks' reports do not fit together.
 
     Raises:
-        CheckpointError: `plan` or `check` raised it on some rank; all ranks raise the same type.
+        CheckpointError: `plan` or `check` raised it on some rank. All ranks raise the same type.
     """
     plans: list[Plan] = []
 
@@ -63,20 +63,20 @@ def fill_together(
     fills: Sequence[TensorFill],
     fill: Callable[[Sequence[TensorFill]], int],
 ) -> int:
-    """Fills on every rank the tensors that it reads itself, and broadcasts them to the replicas.
+    """Fills, on every rank, the tensors that this rank reads itself, then broadcasts them to their replicas.
 
     Args:
         agreement: this rank's agreement.
         replicas: the ranks that hold the same tensors as this one.
         topic: the name of this round, for messages.
-        fills: all tensors that this rank wants.
+        fills: the fills of all tensors that this rank loads.
         fill: fills tensors from the checkpoint and returns the number of bytes read.
 
     Returns:
         The number of bytes that this rank has read.
 
     Raises:
-        CheckpointError: `fill` raised it on some rank; all ranks raise the same type. Tensors may have changed.
+        CheckpointError: `fill` raised it on some rank. All ranks raise the same type. Tensors may have changed.
     """
     nbytes: list[int] = []
     shared: list[Batch] = []
@@ -90,7 +90,7 @@ def fill_together(
                 shared.extend(batches(fills))
                 nbytes.append(fill(to_read(fills, shared, agreement.rank)))
         finally:
-            # The read jobs share up to 257 MiB, pinned for GPUs, which the training needs now.
+            # The read jobs share up to 257 MiB of buffers, which are pinned if there is a GPU. Free them for training.
             _native.free_idle_buffers()
         return {}
 
@@ -100,13 +100,13 @@ def fill_together(
 
 
 def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:
-    """Positions, in the checkpoint's list of names, of the tensors that this rank takes."""
+    """Returns the positions, in the checkpoint's list of names, of the tensors that this rank takes."""
     stored = (locator.stored_key(key) for key in keys)
     return runs(locator.reader.names[key.name] for key in stored if key is not None)
 
 
 def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]) -> list[str]:
-    """Names of the checkpoint's tensors that no rank takes and that would be lost silently.
+    """Returns the names of the checkpoint's tensors that no rank takes. They would be lost silently.
 
     Args:
         locator: the locator of any rank.

@@ -1,11 +1,11 @@
 """Loads torch_dist checkpoints, which megatron's trainer and verl write, into a live trainer.
 
-megatron's `sharded_state_dict` tells which part of which tensor a rank holds; this package reads the files itself.
-It does not call `dist_checkpointing.load` (0.16.1) for two reasons. That function runs the pickles in `.metadata` and
-in every sharded object (`FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes` of torch 2.13). And its
-optimizer part fails: with torch's Adam, `sharded_state_dict(is_loading=True)` fails an assertion before the first
-step, and `load_parameter_state_from_fully_reshardable` looks up the `step` of each parameter in a checkpoint that
-stores it in the param groups (`_set_main_param_and_optimizer_states`).
+megatron's `sharded_state_dict` describes which part of which tensor a rank holds, but this package reads the files
+itself. It does not call `dist_checkpointing.load` (0.16.1), for two reasons. First, that function executes the pickles
+in `.metadata` and in every sharded object (`FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` of
+torch 2.13). Second, loading the optimizer in this way fails with torch's Adam: `sharded_state_dict(is_loading=True)`
+fails an assertion before the optimizer's first step, and `load_parameter_state_from_fully_reshardable` looks for a
+`step` of each parameter (`_set_main_param_and_optimizer_states`), but the checkpoint stores it in the param groups.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A live tensor of the model with its ShardedTensor or ShardedTensorFactory of megatron."""
+    """A live tensor of the model, with megatron's ShardedTensor or ShardedTensorFactory for it."""
 
     name: str
     live: torch.Tensor
@@ -65,15 +65,17 @@ class _Entry:
 def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
     """Loads a torch_dist folder, or the `dist_ckpt` folders that verl writes below it. Every rank calls it.
 
-    The model and a `fully_reshardable` optimizer load under any layout. A `dp_reshardable` optimizer loads under
-    another data-parallel size. Random states load under the same tensor and pipeline sizes. The step is the
-    checkpoint's `iteration`; without one it is the number in the folder's name, or 0.
+    The model and a `fully_reshardable` optimizer can be loaded under any layout. For a `dp_reshardable` optimizer, only
+    the data-parallel size may differ from the saved one. For random states, the tensor-parallel and pipeline-parallel
+    sizes must be the saved ones. The step is the checkpoint's `iteration`. Without one, it is the number in the
+    folder's name, or 0.
 
     Raises:
-        CheckpointMismatchError: the checkpoint does not fit, lacks contents that are to be loaded, or has an optimizer
-            state of other weights; nothing has changed.
-        CheckpointCorruptError: a file is missing, is damaged, or holds anything but data; nothing has changed.
-        UnsupportedError: the optimizer state is stored in another form; nothing has changed.
+        CheckpointMismatchError: the checkpoint does not fit, lacks something that `load_contents` names, or has an
+            optimizer state that does not belong to the weights. Nothing has changed.
+        CheckpointCorruptError: a file is missing, is damaged, or contains something other than data. Nothing has
+            changed.
+        UnsupportedError: the optimizer state is stored in an unsupported form. Nothing has changed.
     """
     opened: list[TorchDistFiles] = []
 
@@ -93,7 +95,7 @@ def _read(trainer: Trainer, files: TorchDistFiles) -> ForeignState:
     contents = trainer.config.load_contents
     entries = [entry for entry in _entries(trainer, files) if not (trainer.config.skip_frozen and entry.is_frozen)]
     weights: tuple[LoadedModelTensor, ...] = ()
-    # The optimizer state is checked against the weights, so read them even if only the optimizer is loaded.
+    # The optimizer state is checked against the weights, so read the weights even if only the optimizer is loaded.
     if "model" in contents or ("optimizer" in contents and _missing(files, entries) < len(entries)):
         weights = tuple(_read_weight(files, entry) for entry in entries)
     step = files.common.get("iteration")
@@ -106,13 +108,13 @@ def _read(trainer: Trainer, files: TorchDistFiles) -> ForeignState:
 
 
 def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequence[str]) -> None:
-    """Refuses a checkpoint with a tensor that no rank reads, because it would be lost silently."""
+    """Refuses a checkpoint with a tensor that no rank reads, because this tensor would be lost silently."""
     contents = trainer.config.load_contents
     left = files.names_not_in(positions)
     read = {_numbered(name) for name in set(files.names) - set(left)}
     for name in left:
         if any(synonym in read for synonym in synonyms(_numbered(name))):
-            # convert writes a norm under the name that each layer spec has for it; one of them is enough.
+            # `convert` writes a norm under several names, one for each layer spec. It is enough if one of them is read.
             continue
         kind = "optimizer" if _OPTIMIZER_TENSOR.match(name) else "model"
         if kind in contents:
@@ -121,7 +123,7 @@ def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequenc
 
 
 def _numbered(name: str) -> str:
-    """Puts layer number 0 into a key that all layers share, because `synonyms` knows names with numbers only."""
+    """Puts layer number 0 into a key that all layers share, because `synonyms` needs names with layer numbers."""
     return re.sub(r"\blayers\.(?!\d)", "layers.0.", name)
 
 
@@ -131,8 +133,9 @@ def _numbered(name: str) -> str:
 def _entries(trainer: Trainer, files: TorchDistFiles) -> list[_Entry]:
     """Lists the model's tensors under the names that the checkpoint uses.
 
-    The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`). Without these
-    flags they depend on whether the layers were homogeneous, so both ways are tried.
+    The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`), and on whether
+    the layers were homogeneous, which not every checkpoint records. So this tries the names of both cases, and returns
+    those of which fewer are missing.
     """
     saved = files.common.get("content_metadata")
     flags = {key: value for key, value in saved.items() if isinstance(value, bool)} if isinstance(saved, dict) else {}
@@ -150,7 +153,7 @@ def _missing(files: TorchDistFiles, entries: Sequence[_Entry]) -> int:
 def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
     sharded = module.sharded_state_dict(metadata=metadata)
     for name, live in module.state_dict(keep_vars=True).items():
-        # transformer-engine's _extra_state holds a pickle, and only FP8, which is refused, needs it.
+        # transformer-engine's _extra_state contains a pickle. Only FP8 needs it, and FP8 is refused.
         if live is None or name.endswith("_extra_state"):
             continue
         entry = sharded.get(name)
@@ -169,16 +172,16 @@ def _read_weight(files: TorchDistFiles, entry: _Entry) -> LoadedModelTensor:
 
 
 def _fill(files: TorchDistFiles, sharded: Any, key: str, memory: torch.Tensor) -> torch.Tensor:
-    """Reads the tensor that `sharded` describes and that is stored under `key`; into `memory` unless a factory copies.
+    """Reads the tensor that `sharded` describes and that is stored under `key`.
 
     Returns:
-        The filled tensor: `memory` itself, or the tensor that the factory's `merge_fn` returned.
+        The filled tensor. It is `memory` itself or, if `sharded` is a factory, what the factory's `merge_fn` returns.
     """
     if not isinstance(sharded, ShardedTensorFactory):
         _fill_part(files, replace(sharded, key=key, data=memory, dtype=memory.dtype))
         return memory
     built = replace(sharded, key=key, data=memory).build()
-    # A factory's parts may be copies of the memory; only its merge_fn knows how to put them together again.
+    # A factory's parts can be copies of parts of `memory`. Only the factory's merge_fn can put them together again.
     loaded = dict_list_map_outplace(lambda part: _fill_part(files, part), built)
     merged: torch.Tensor = sharded.merge_fn(loaded)
     return merged
@@ -222,7 +225,10 @@ def _with_optimizer(
 
 
 def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
-    """The state of each chained optimizer in `common.pt`: a dict for one optimizer, a dict by number for several."""
+    """Returns the state of each chained optimizer in `common.pt`.
+
+    `common.pt` has the state itself if there is one optimizer, or a dict or list of states if there are several.
+    """
     saved = files.common.get("optimizer")
     if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
         saved = [saved[number] for number in range(len(saved))]
@@ -259,12 +265,12 @@ def _read_parameter(
     tensors = {}
     for kind in KINDS:
         dtype = _dtype_of(owned, kind)
-        # Rows that pad the vocabulary and are not stored start with the weights and with zero moments.
+        # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at zero.
         memory = (
             weight.to("cpu", dtype, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape, dtype=dtype)
         )
-        # `ChainedOptimizer.sharded_state_dict` (0.16.1) numbers its parts if there are several, and another layout has
-        # other parts: look under every number.
+        # `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the name if there are several
+        # parts. Another layout can have other parts, so look under every number.
         names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
         name = next((name for name in names if files.has_tensor(name)), names[0])
         tensors[kind] = _fill(files, sharded, name, memory).reshape(-1)[owned.start : owned.stop].clone()
@@ -273,7 +279,7 @@ def _read_parameter(
 
 @dataclass(frozen=True, eq=False)
 class _ChainedState:
-    """The `dp_reshardable` state of one chained optimizer: its keys begin with `prefix`."""
+    """The `dp_reshardable` state of one chained optimizer, whose keys begin with `prefix`."""
 
     files: TorchDistFiles
     prefix: str
@@ -281,7 +287,7 @@ class _ChainedState:
 
     @property
     def group_key(self) -> str:
-        """Beginning of the keys that belong to this rank's combination of pipeline, tensor and expert ranks."""
+        """The beginning of the keys for this rank's combination of pipeline, tensor and expert ranks."""
         return f"{self.prefix}optimizer.distributed.dp_group_idx_{self.part.megatron.data_parallel_group_idx}"
 
 
@@ -295,15 +301,15 @@ def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParamete
             chained.files.read(WantedPart(f"{key}.{kind}", (where.numel,), (where.start,), tensors[kind]))
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
-                f"{error}. A {_DP_RESHARDABLE} optimizer state loads only under the tensor, pipeline and expert layout "
-                "and the bucket sizes that it was saved with: use these, load the model alone, or save as "
-                f"{_FULLY_RESHARDABLE}"
+                f"{error}. A {_DP_RESHARDABLE} optimizer state can be loaded only with the tensor, pipeline and expert "
+                "layout and the bucket sizes that it was saved with: use these, load only the model, or save the "
+                f"optimizer as {_FULLY_RESHARDABLE}"
             ) from None
     return LoadedParameter(owned, tensors)
 
 
 def _dtype_of(owned: OwnedParameter, kind: str) -> torch.dtype:
-    # `state` is a defaultdict: to index it for a parameter without state would create an empty state.
+    # `state` is a defaultdict, so indexing it with a parameter that has no state would create an empty one.
     there = owned.main if kind == PARAM else owned.part.inner.state.get(owned.main, {}).get(kind)
     return torch.float32 if there is None else there.dtype
 
@@ -330,10 +336,10 @@ def _shared_by_all(
 
 
 def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Selects the saved groups of a part, which has either the experts' groups or all others.
+    """Selects the saved groups that belong to a part. A part has either the experts' groups or all other groups.
 
-    megatron separates the experts' groups only under expert parallelism. Groups saved without that separation serve
-    both kinds of part.
+    megatron separates the experts' groups only under expert parallelism. Groups that were saved without this separation
+    are used for both kinds of part.
     """
     field = "is_expert_parallel"
     wanted = any(group.get(field) for group in part.param_groups)
@@ -362,7 +368,10 @@ def _loaded_part(trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mappin
 
 
 def _read_rng(trainer: Trainer, files: TorchDistFiles) -> dict[str, Any]:
-    """Reads this rank's random states, stored by pipeline and tensor rank, under expert parallelism by replica too."""
+    """Reads this rank's random states.
+
+    They are stored by pipeline and tensor rank and, under expert parallelism, also by replica.
+    """
     at, sizes = trainer.coordinates, trainer.topology
     replica = at.dp * sizes.cp + at.cp
     by_replica = f"{at.pp}.{at.tp}.{replica}_{sizes.pp}.{sizes.tp}.{sizes.dp * sizes.cp}"
@@ -371,8 +380,8 @@ def _read_rng(trainer: Trainer, files: TorchDistFiles) -> dict[str, Any]:
     key = next((name for name in names if name in there), None)
     if key is None:
         raise CheckpointMismatchError(
-            f"{files.path}: random states: wanted {names[0]}, found {there[:4] or 'none'}: random states load only "
-            "under the tensor and pipeline sizes that they were saved with. Leave 'extra' out of load_contents to "
+            f"{files.path}: random states: wanted {names[0]}, found {there[:4] or 'none'}: random states can be loaded "
+            "only with the tensor and pipeline sizes that they were saved with. Leave 'extra' out of load_contents to "
             "start with fresh ones"
         )
     states = files.read_object(key)

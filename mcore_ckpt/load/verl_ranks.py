@@ -1,7 +1,7 @@
 """Loads the per-rank folders that verl up to 0.4 wrote: model, optimizer state, random states and scheduler.
 
 The files are read without verl and without megatron's `load_parameter_state` (0.16.1). That function needs Gloo groups
-and an optimizer that already has state, and it scatters data that each rank can read by itself.
+and an optimizer that already has state. It also scatters data that each rank can read by itself.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Writers:
-    """The ranks and folders that hold this rank's state, if the checkpoint was saved under the present layout.
+    """The ranks and folders that have this rank's state if the checkpoint was saved under the present layout.
 
     Attributes:
-        dense: the place of the rank whose file has this rank's dense optimizer state: its data-parallel group's first.
+        dense: the place of the rank whose file has this rank's dense optimizer state. It is the first rank of this
+            rank's data-parallel group.
         experts: the same for the experts' optimizer state.
         rank_dirs: the names of all ranks' model folders.
     """
@@ -64,9 +65,10 @@ def load_verl_ranks(trainer: Trainer, path: Path) -> ForeignLoad:
     The step is the number in the folder's name (`global_step_12/actor`), or 0.
 
     Raises:
-        CheckpointMismatchError: the checkpoint was saved under another layout, or lacks contents that are to be loaded;
-            nothing has changed.
-        CheckpointCorruptError: a file is missing, is damaged, or holds anything but data; nothing has changed.
+        CheckpointMismatchError: the checkpoint was saved under another layout, or lacks something that `load_contents`
+            names. Nothing has changed.
+        CheckpointCorruptError: a file is missing, is damaged, or contains something other than data. Nothing has
+            changed.
     """
     writers = _writers(trainer)
     return load_together(trainer, path, lambda: _read(trainer, path, writers), lambda _: {})
@@ -109,7 +111,7 @@ def _read(trainer: Trainer, path: Path, writers: _Writers) -> ForeignState:
 
 
 def _rank_dir(at: RankCoordinates, topology: Topology) -> str:
-    """The folder name that megatron's `get_checkpoint_name` gives a rank: it omits pp and ep if their size is 1."""
+    """Returns the folder name that megatron's `get_checkpoint_name` gives a rank. It omits pp and ep of size 1."""
     name = f"mp_rank_{at.tp:02d}"
     name += f"_{at.pp:03d}" if topology.pp > 1 else ""
     return name + (f"_{at.ep:03d}" if topology.ep > 1 else "")
@@ -121,9 +123,10 @@ def _check_ranks(topology: Topology, path: Path, expected: frozenset[str]) -> No
         return
     raise CheckpointMismatchError(
         f"{path / 'model'}: was saved on {_describe(list(found.values()))}, this is tp={topology.tp}, "
-        f"pp={topology.pp}, ep={topology.ep}: missing {sorted(expected - set(found))[:4]}, not wanted "
-        f"{sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl load only under the layout that they were "
-        "saved with: load it there, save it with mcore_ckpt, and load that checkpoint here"
+        f"pp={topology.pp}, ep={topology.ep}: missing {sorted(expected - set(found))[:4]}, "
+        f"unexpected {sorted(set(found) - expected)[:4]}. Per-rank checkpoints of verl can be loaded only with the "
+        "layout that they were saved with: load this one with that layout, save it with mcore_ckpt, and load the new "
+        "checkpoint here"
     )
 
 
@@ -153,7 +156,7 @@ def _read_model(trainer: Trainer, path: Path) -> Iterator[LoadedModelTensor]:
 def _read_chunk(where: str, module: torch.nn.Module, saved: Any) -> Iterator[LoadedModelTensor]:
     if not isinstance(saved, Mapping):
         raise CheckpointMismatchError(f"{where}: wanted a state dict, found a {type(saved).__name__}")
-    # Older versions of DDP and Float16Module added their prefix to the state dict of the module that they wrap.
+    # Older versions of DDP and Float16Module added a prefix to all names in the state dict of the wrapped module.
     found = {_bare(name): value for name, value in saved.items() if isinstance(value, torch.Tensor)}
     found = {name: value for name, value in found.items() if _is_stored(name)}
     wanted = {
@@ -174,7 +177,7 @@ def _bare(name: str) -> str:
 
 
 def _is_stored(name: str) -> bool:
-    # transformer-engine's _extra_state holds a pickle, and only FP8, which is refused, needs it.
+    # transformer-engine's _extra_state contains a pickle. Only FP8 needs it, and FP8 is refused.
     return not name.endswith("_extra_state")
 
 
@@ -214,9 +217,9 @@ def _buffers_of_part(file: Path, number: int, parts: int) -> Mapping[Any, Any]:
     """
     if not file.is_file():
         raise CheckpointMismatchError(
-            f"{file}: is missing. verl wrote the optimizer state of a data-parallel group to the file of its first "
-            "rank only; some versions did not write the experts' state of every expert-parallel rank, and that state "
-            "is lost. Leave 'optimizer' out of load_contents"
+            f"{file}: is missing. verl wrote the optimizer state of a data-parallel group only to the file of the "
+            "group's first rank. Some versions did not write the experts' state of every expert-parallel rank, and "
+            "this state is lost. Leave 'optimizer' out of load_contents"
         )
     saved = load_safely(file, str(file), mmap=True)
     chained = saved if isinstance(saved, (list, tuple)) else [saved]
@@ -275,7 +278,7 @@ def _read_rng(trainer: Trainer, path: Path) -> dict[str, Any]:
     file = path / file_names.rng_file(*trainer.coordinates.place)
     if not file.is_file():
         raise CheckpointMismatchError(
-            f"{file}: is missing: this rank's random states were not saved (was the data-parallel size another one?). "
+            f"{file}: is missing: this rank's random states were not saved (was the data-parallel size different?). "
             "Leave 'extra' out of load_contents to start with fresh ones"
         )
     states = load_safely(file, str(file))

@@ -1,13 +1,13 @@
 """Converts between HuggingFace models and Megatron models: names of tensors, order of rows, fields of `config.json`.
 
-Each architecture is one `Architecture`. It has three parts:
+One `Architecture` object describes each HuggingFace architecture. Its main parts are:
 
 - `table`: which HuggingFace tensors make up which Megatron tensor;
 - `read`: a function that reads from `config.json` what the table needs (sizes, features, kinds of layers);
-- `rules`: what the fields of `config.json` are called in Megatron.
+- `rules`: translate the fields of `config.json` to Megatron's arguments and back.
 
-To add an architecture to this package, write `models/architectures/<name>.py`, which exports `ARCHITECTURES`, and list
-it in `models/architectures/__init__.py`. A program outside the package registers its own architecture:
+To add an architecture to this package, write a module `models/architectures/<name>.py` that exports `ARCHITECTURES`,
+and add the module to `models/architectures/__init__.py`. A program outside the package registers its own architecture:
 
     from mcore_ckpt.models import Architecture, ModelFacts, Row, Table, model_from_config, register_architecture
     from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, facts_of, sizes_of, uniform_layers

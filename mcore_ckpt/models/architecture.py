@@ -1,4 +1,4 @@
-"""The data classes of an architecture and of one model, and the reader of `config.json`."""
+"""The data classes that describe architectures and models, and the reader of `config.json`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from mcore_ckpt.models.table import Sizes, Table
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about one model that its table of tensors depends on.
+    """The facts about one model on which the table of its architecture depends.
 
-    An architecture's `read` function takes them from `config.json`. A field that is missing there is an error, never a
-    guess.
+    An architecture's `read` function reads them from `config.json`, and refuses a config that lacks a required field.
 
     Attributes:
-        sizes: the lengths that the table's shapes refer to, by name: hidden, heads, groups, head_dim, ffn, vocab,
+        sizes: the lengths that occur in the shapes of the table, by name: hidden, heads, groups, head_dim, ffn, vocab,
             experts, ...
         facts: words that are true of the whole model: tied, value, qkv_bias, ...
-        layers: for each decoder layer, the words that are true of this layer in addition: moe, linear, ...
-        mtp_layers: the same for each layer of multi-token prediction.
+        layers: for each decoder layer, the additional words that are true of this layer: moe, linear, ...
+        mtp_layers: the same for each multi-token-prediction layer.
     """
 
     sizes: Sizes
@@ -43,11 +42,11 @@ class Architecture:
 
     Attributes:
         model_type: the value of `model_type` in `config.json`.
-        classes: the names of its transformers classes. `architectures` in `config.json` holds one of them.
+        classes: the names of the model classes in transformers. `architectures` in `config.json` contains one of them.
         table: which HuggingFace tensors make up which Megatron tensor.
-        read: reads the facts that the table depends on from a config.
-        rules: translate the config's fields to Megatron's arguments and back. Where two rules give the same argument,
-            the later one wins.
+        read: a function that reads, from a config, the facts on which the table depends.
+        rules: translate the config's fields to Megatron's arguments and back. If two rules set the same argument, the
+            later rule takes precedence.
     """
 
     model_type: str
@@ -63,9 +62,10 @@ class HfModel:
 
     Attributes:
         architecture: the architecture that `model_type` names.
-        config: the object in its `config.json`.
-        known: the facts that `architecture.read` found in the config.
-        ignored: regular expressions of HuggingFace tensor names that are left out, the architecture's and the user's.
+        config: the parsed `config.json`.
+        known: the facts about the model. `architecture.read` finds them in the config, and `reconcile` corrects them.
+        ignored: regular expressions for the names of HuggingFace tensors to leave out. They come from the
+            architecture's table and from the user.
     """
 
     architecture: Architecture
@@ -98,27 +98,27 @@ class HfModel:
         return "value" in self.facts
 
     def ignores(self, name: str) -> bool:
-        """True if the HuggingFace tensor of this name is left out."""
+        """Returns True if the HuggingFace tensor with this name is left out."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def describe(self) -> str:
-        """Describes the model for error messages: "qwen3 of 4 layers (tied)"."""
+        """Describes the model for error messages, such as "qwen3 of 4 layers (tied)"."""
         words = [*(("tied",) if self.is_tied else ()), *(("value model",) if self.is_value else ())]
         extra = f" ({', '.join(words)})" if words else ""
         return f"{self.architecture.model_type} of {len(self.layers)} layers{extra}"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the object in a folder's `config.json`.
+    """Reads and parses the `config.json` of a folder.
 
     Raises:
         CheckpointNotFoundError: the folder has no `config.json`.
-        UnsupportedError: the file cannot be read, or holds no JSON object.
+        UnsupportedError: the file cannot be read, or contains no JSON object.
     """
     path = folder / "config.json"
     try:
         return fields.parse(read_small(linked_file(folder, "config.json"), limits.HF_JSON_BYTES))
     except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path}: missing: {folder} is not a HuggingFace model's folder") from None
+        raise CheckpointNotFoundError(f"{path}: missing, so {folder} is not a HuggingFace model's folder") from None
     except (OSError, CheckpointCorruptError, fields.FieldError) as error:
         raise UnsupportedError(f"{path}: cannot be read: {error}") from None

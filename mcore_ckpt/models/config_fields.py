@@ -1,12 +1,12 @@
 """Rules that translate single fields of `config.json` to Megatron's arguments and back.
 
 A rule's `to_mcore` reads some fields of a `config.json` and returns Megatron's values. Its `to_hf` returns the fields
-that express Megatron's values. One flat dict holds Megatron's values under three kinds of names:
+that express Megatron's values. Megatron's values are in one flat dict, under three kinds of names:
 
 - arguments of `TransformerConfig` under their own names;
 - arguments of `GPTModel` with the prefix "gpt.";
-- with the prefix "attributes.", the attributes that megatron-core 0.16.1 reads from the config although
-  `TransformerConfig` has no such field.
+- attributes that megatron-core 0.16.1 reads from the config, although `TransformerConfig` does not declare them as
+  fields, with the prefix "attributes.".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from mcore_ckpt.errors import UnsupportedError
 
 HfConfig = Mapping[str, Any]
-"""The object in a `config.json`, of transformers 4 or 5."""
+"""The parsed `config.json` of transformers 4 or 5."""
 
 McoreValues = Mapping[str, Any]
 HfFields = dict[str, Any]
@@ -36,15 +36,15 @@ class Rule(Protocol):
 
         Raises:
             MissingFieldError: a field that the rule needs is missing.
-            UnsupportedError: a field asks for something that Megatron cannot do.
+            UnsupportedError: a field requires something that Megatron cannot do.
         """
         ...
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         """Returns the fields of `config.json` that express Megatron's values.
 
-        `base` is the config that the caller puts these fields into. The rule leaves out what no field can express: the
-        caller translates the result back with `to_mcore` and compares.
+        `base` is the config that the caller puts these fields into. The rule leaves out what no field can express. The
+        caller notices, because it translates the result back with `to_mcore` and compares.
         """
         ...
 
@@ -53,7 +53,7 @@ _REQUIRED = object()
 
 
 def needed(hf: HfConfig, *names: str) -> Any:
-    """Returns the value of the first of several fields that is present. Raises MissingFieldError if none is."""
+    """Returns the value of the first of several fields that is present. Raises MissingFieldError if all are missing."""
     for name in names:
         if hf.get(name) is not None:
             return hf[name]
@@ -62,13 +62,14 @@ def needed(hf: HfConfig, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class Same:
-    """A field that has the same value in `config.json` and in Megatron, under two names.
+    """The rule for a field that has the same value in `config.json` and in Megatron, under two names.
 
     Attributes:
-        mcore: its name in Megatron.
-        hf: its name in `config.json`.
+        mcore: the field's name in Megatron.
+        hf: the field's name in `config.json`.
         default: the value if the field is missing or null. Without a default the field is required.
-        also: further names of the field in `config.json`, used by other versions of transformers. `to_hf` writes all.
+        also: the field's other names in `config.json`, for other versions of transformers. `to_hf` writes the value
+            under all names.
     """
 
     mcore: str
@@ -90,7 +91,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Constant:
-    """A Megatron value that is the same for every model of the architecture; no field of `config.json` holds it."""
+    """The rule for a value that is the same for all models of an architecture and is not in `config.json`."""
 
     mcore: str
     value: Any
@@ -104,10 +105,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Refused:
-    """A field whose only supported value is `allowed`, because Megatron has no counterpart for any other value.
-
-    A missing field counts as `allowed`.
-    """
+    """The rule for a field that must be `allowed` or missing, because Megatron has no counterpart for other values."""
 
     hf: str
     allowed: Any

@@ -1,4 +1,4 @@
-"""The rules that several architectures share, and tuples of rules for decoders, routers and latent attention."""
+"""Rules that several architectures share, and tuples of these rules for decoders, routers and latent attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_ckpt.models.rope_rules import LatentRope
 
 
 class QueryGroups:
-    """The number of query groups. Without `num_key_value_heads` every attention head is a group of its own."""
+    """The rule for the number of query groups. Without `num_key_value_heads`, each attention head is its own group."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         groups = hf.get("num_key_value_heads")
@@ -22,7 +22,7 @@ class QueryGroups:
 
 
 class HeadDim:
-    """The size of an attention head. Older configs omit it; it is then hidden_size / num_attention_heads."""
+    """The rule for the size of an attention head. Without `head_dim`, the size is hidden_size / num_attention_heads."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         size = hf.get("head_dim")
@@ -33,7 +33,7 @@ class HeadDim:
 
 
 class Silu:
-    """The activation: a gated linear unit with SiLU."""
+    """The rule for the usual activation, a gated linear unit with SiLU."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         from torch.nn.functional import silu
@@ -47,12 +47,12 @@ class Silu:
 
 
 class ClampedGlu:
-    """The activation of gpt-oss: `(up + 1) * gate * sigmoid(1.702 * gate)`, with `up` and `gate` clamped."""
+    """The rule for gpt-oss's activation: `(up + 1) * gate * sigmoid(1.702 * gate)`, with clamped `up` and `gate`."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         from megatron.core.activations import quick_gelu
 
-        # megatron's quick_gelu has a fixed factor: it is x * sigmoid(1.702 * x).
+        # The factor is fixed in megatron: its quick_gelu is x * sigmoid(1.702 * x).
         Refused("swiglu_alpha", 1.702).to_mcore(hf)
         limit = hf.get("swiglu_limit")
         return {
@@ -67,7 +67,7 @@ class ClampedGlu:
 
 
 class Dtype:
-    """The dtype of the weights: `torch_dtype` in transformers 4, `dtype` in transformers 5."""
+    """The rule for the dtype of the weights: `torch_dtype` in transformers 4, `dtype` in transformers 5."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         import torch
@@ -87,7 +87,7 @@ class Dtype:
 
 
 def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
-    """Returns for each layer whether `layer_types` gives it this kind; None if the config has no `layer_types`."""
+    """Returns, for each layer, whether its entry in `layer_types` is `kind`. Returns None without `layer_types`."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return None
@@ -98,10 +98,10 @@ def per_layer(hf: HfConfig, kind: str) -> list[bool] | None:
 
 
 class SlidingWindow:
-    """Sliding-window attention in some or all layers.
+    """The rule for sliding-window attention in some or all layers.
 
-    HuggingFace's window includes the current token. Megatron's window counts only the tokens before it
-    (`get_sliding_window_causal_mask`, 0.16.1), so it is smaller by one.
+    The size of HuggingFace's window includes the current token. The size of Megatron's window includes only the tokens
+    before the current one (`get_sliding_window_causal_mask`, 0.16.1), so Megatron's size is smaller by one.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class SlidingWindow:
     def _layers(self, hf: HfConfig) -> list[bool]:
         layers, kind = needed(hf, "num_hidden_layers"), hf.get("model_type")
         if kind == "qwen3_moe":
-            return [True] * layers  # Qwen3MoeModel ignores layer_types: it has one mask for all layers.
+            return [True] * layers  # Qwen3MoeModel ignores layer_types and uses one mask for all layers.
         named = per_layer(hf, "sliding_attention")
         if named is not None:
             return named
@@ -128,8 +128,8 @@ class SlidingWindow:
         if kind in ("qwen2", "qwen3"):
             return [number >= needed(hf, "max_window_layers") for number in range(layers)]
         raise UnsupportedError(
-            "config.json: use_sliding_window is true, but it depends on the version of transformers which layers have "
-            "the window: add layer_types"
+            "config.json: use_sliding_window is true, but which layers have the window depends on the version of "
+            "transformers: add layer_types"
         )
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
@@ -145,7 +145,7 @@ class SlidingWindow:
 
 
 def is_sparse(hf: HfConfig) -> list[bool]:
-    """Returns for each layer of a Qwen model whether it is a mixture of experts."""
+    """Returns, for each layer of a Qwen model, whether the layer is a mixture of experts."""
     step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or []
     return [(number + 1) % step == 0 and number not in dense for number in range(needed(hf, "num_hidden_layers"))]
 
@@ -160,10 +160,11 @@ def _moe_pattern(mcore: McoreValues) -> list[int]:
 
 
 class SparseStep:
-    """The layers of a Qwen model that are mixtures of experts.
+    """The rule for which layers of a Qwen model are mixtures of experts.
 
-    With a step of n, Qwen's `decoder_sparse_step` puts experts into the last of every n layers, megatron's
-    `moe_layer_freq` into the first. This rule therefore writes `moe_layer_freq` as a list of layers.
+    If Qwen's `decoder_sparse_step` is n, the last of every n layers has experts. If megatron's `moe_layer_freq` is n,
+    the first of every n layers has experts. This rule therefore writes `moe_layer_freq` as a list with an entry for
+    each layer.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class SparseStep:
 
 
 class DenseFirst:
-    """The number of dense layers that precede the layers with experts."""
+    """The rule for the number of dense layers that precede the layers with experts."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         dense = hf.get("first_k_dense_replace") or 0
@@ -186,7 +187,7 @@ class DenseFirst:
 
 
 def is_linear(hf: HfConfig) -> list[bool]:
-    """Returns for each layer of Qwen3-Next whether it has linear attention."""
+    """Returns, for each layer of a Qwen3-Next model, whether the layer has linear attention."""
     named = per_layer(hf, "linear_attention")
     if named is not None:
         return named
@@ -195,7 +196,7 @@ def is_linear(hf: HfConfig) -> list[bool]:
 
 
 class LinearLayers:
-    """The layers that have linear attention (GatedDeltaNet)."""
+    """The rule for which layers have linear attention (GatedDeltaNet)."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         layers = [int(layer) for layer in is_linear(hf)]
@@ -210,9 +211,10 @@ class LinearLayers:
 
 
 class NormalizedTopk:
-    """True if the weights of a token's experts add up to 1.
+    """The rule for whether the weights of a token's experts add up to 1.
 
-    If they do, megatron applies the softmax to the chosen experts alone; if not, to all experts.
+    If they add up to 1, megatron applies the softmax only to the chosen experts. Otherwise megatron applies the softmax
+    to all experts.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -220,7 +222,7 @@ class NormalizedTopk:
         if normalized and needed(hf, "num_experts_per_tok") == 1:
             raise UnsupportedError(
                 "config.json: norm_topk_prob is true with num_experts_per_tok 1: this cannot be converted, because "
-                "megatron-core 0.16.1 (TopKRouter) then applies the softmax to all experts and the weight is not 1"
+                "megatron-core 0.16.1 (TopKRouter) then applies the softmax to all experts, so the weight is not 1"
             )
         return {"moe_router_pre_softmax": not normalized}
 
@@ -229,10 +231,10 @@ class NormalizedTopk:
 
 
 class SigmoidScores:
-    """DeepSeek's choice of experts.
+    """The rule for the way in which DeepSeek's router chooses experts.
 
-    The router scores experts with a sigmoid. A bias influences which experts are chosen, but not their weights. Groups
-    of experts are chosen before single experts are.
+    The router scores experts with a sigmoid. A bias influences which experts are chosen, but not the weights of the
+    chosen experts. The router first chooses groups of experts, and then experts from these groups.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -242,17 +244,19 @@ class SigmoidScores:
             Refused("moe_layer_freq", 1),
         ):
             rule.to_mcore(hf)
-        # topk_routing_with_score_function (0.16.1) normalizes the weights of several experts, but not of a single one.
+        # topk_routing_with_score_function (0.16.1) normalizes the weights if several experts are chosen, but not the
+        # weight of a single expert.
         topk = needed(hf, "num_experts_per_tok")
         Refused("norm_topk_prob", topk > 1).to_mcore(hf)
         groups, chosen = hf.get("n_group") or 1, hf.get("topk_group") or 1
         if chosen >= groups:
             groups = chosen = None
         elif topk // chosen != 2:
-            # DeepSeek ranks a group by its 2 best experts, group_limited_topk (0.16.1) by its topk // group_topk best.
+            # DeepSeek ranks a group by its 2 best experts. group_limited_topk (0.16.1) ranks a group by its
+            # topk // group_topk best experts.
             raise UnsupportedError(
-                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: megatron-core 0.16.1 ranks "
-                f"groups by their {topk // chosen} best experts, DeepSeek by their 2 best"
+                f"config.json: num_experts_per_tok {topk} with topk_group {chosen} cannot be converted: megatron-core "
+                f"0.16.1 ranks groups by their {topk // chosen} best experts, but DeepSeek by their 2 best"
             )
         return {
             "moe_router_score_function": "sigmoid",
@@ -273,7 +277,7 @@ class SigmoidScores:
 
 
 class SharedExperts:
-    """Shared experts. HuggingFace gives their number; Megatron has one shared expert as large as all together."""
+    """The rule for shared experts. HuggingFace has several, and Megatron one that is as large as all of them."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         size = (hf.get("n_shared_experts") or 0) * needed(hf, "moe_intermediate_size")
@@ -285,7 +289,7 @@ class SharedExperts:
 
 
 class Mtp:
-    """The number of multi-token-prediction layers. Megatron fails with 0 layers, so "no layers" is None there."""
+    """The rule for the number of multi-token-prediction layers. 0 becomes None in Megatron, which fails with 0."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         return {"mtp_num_layers": hf.get("num_nextn_predict_layers") or None}
@@ -295,10 +299,10 @@ class Mtp:
 
 
 class LatentHead:
-    """The sizes of latent attention that have no direct counterpart.
+    """The rule for the sizes of latent attention that have no direct counterpart.
 
-    Latent attention itself does not use `kv_channels`. Megatron's local attention uses it for the shape of its output,
-    so it must be the size of a value.
+    Latent attention itself does not use `kv_channels`. But the attention of Megatron's local layer spec uses
+    `kv_channels` for the shape of its output, so `kv_channels` must equal `v_head_dim`.
     """
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
@@ -326,10 +330,10 @@ _DECODER: tuple[Rule, ...] = (
 _SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
 
 DECODER: tuple[Rule, ...] = (*_DECODER, HeadDim())
-"""The rules of every decoder without latent attention. Activation, biases and positions are not included."""
+"""The rules of every decoder without latent attention, except those for activation, biases and rotary embeddings."""
 
 DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
-"""The rules of a decoder with SiLU and without biases. Positions are not included."""
+"""`DECODER` with the SiLU activation and without `add_bias_linear`. Rules for rotary embeddings are not included."""
 
 EXPERT_COUNT: tuple[Rule, ...] = (
     Same("num_moe_experts", "num_local_experts", also=("num_experts",)),
@@ -350,9 +354,9 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
     *_DECODER,
     *_SILU,
     Constant("multi_latent_attention", True),
-    # These are q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention) and
-    # layernorm_epsilon in megatron. That is the same for DeepSeek. Moonlight's is 1e-5: the difference is far below
-    # bf16's rounding.
+    # qk_layernorm means q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention)
+    # and layernorm_epsilon in megatron. For DeepSeek the two are equal. Moonlight's rms_norm_eps is 1e-5, but the
+    # difference is far below bf16's rounding.
     Constant("qk_layernorm", True),
     LatentHead(),
     Same("kv_lora_rank", "kv_lora_rank"),

@@ -22,16 +22,18 @@ HF_LAYER = "model.layers.{layer}."
 
 @dataclass(frozen=True)
 class Slab:
-    """A contiguous range of elements in a HuggingFace tensor that comes from one mcore tensor.
+    """A contiguous range of elements of a HuggingFace tensor, all of which come from one mcore tensor.
 
     Attributes:
         start: the range's first element in the row-major HuggingFace tensor.
-        mcore: the global name of the mcore tensor in megatron's local layer specs. It is empty if the range is zeros.
-        region: which elements of the mcore tensor fill the range, in the range's order. Its global shape is that of
-            the mcore tensor, without padding of the vocabulary.
-        change: converts the values, or None. `change.to_hf` turns the region's elements, as a tensor of
-            `region.local_shape`, into the range's elements.
-        sections: the sections of the mcore tensor, see `Row`. Empty for a tensor in one part and for `linear_fc1`.
+        mcore: the global name of the mcore tensor in megatron's local layer specs. It is empty if the range contains
+            only zeros.
+        region: the elements of the mcore tensor that fill the range, in the order of the range. The global shape of the
+            region is that of the mcore tensor, without padding of the vocabulary.
+        change: the conversion of the values, or None if the values stay as they are. `change.to_hf` converts the
+            region's elements, as a tensor of shape `region.local_shape`, to the range's elements.
+        sections: the sections of the mcore tensor (see `Row`). Empty for a tensor without sections and for
+            `linear_fc1`.
     """
 
     start: int
@@ -63,15 +65,16 @@ class HfTensor:
 
 
 def hf_tensors(model: HfModel) -> list[HfTensor]:
-    """Lists all tensors of a model as a HuggingFace folder has them: embedding first, then layer by layer."""
+    """Lists all HuggingFace tensors of a model: the embedding, then layer by layer, then final norm and head."""
     return [tensor for tensor, _ in _spelled_out(model, model.architecture.table)]
 
 
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     """Lists the tensors of a model in the form in which one folder stores them.
 
-    `names` are the names of the tensors in the folder. Experts that the folder stores stacked are listed stacked. The
-    list contains no copies, and no multi-token prediction if the folder has none of its tensors.
+    `names` are the names of the tensors in the folder. If the folder stacks the experts of a layer in one tensor, the
+    list has this tensor in place of one tensor per expert. The list contains no copies. It contains the tensors of
+    multi-token prediction only if the folder has at least one of them.
     """
     found: list[HfTensor] = []
     stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
@@ -86,7 +89,7 @@ def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
 
 
 def check_names(model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str], where: str) -> None:
-    """Raises CheckpointMismatchError unless a folder has exactly the tensors that the table names.
+    """Raises CheckpointMismatchError if a folder lacks a wanted tensor or has an unknown one that is not ignored.
 
     Args:
         model: the model that the configuration describes.
@@ -119,7 +122,7 @@ def _spelled_out(model: HfModel, table: Table) -> list[tuple[HfTensor, bool]]:
 
 
 def _spell_out(model: HfModel, table: Table) -> Iterator[tuple[HfTensor, bool]]:
-    """Yields each tensor, and whether it belongs to multi-token prediction."""
+    """Yields pairs of a tensor and whether the tensor belongs to multi-token prediction."""
     first = [row for row in table.model if not _is_last(row)]
     last = [row for row in table.model if _is_last(row)]
     for row in first:
@@ -186,9 +189,9 @@ def _stacked(model: HfModel, row: Row, mcore: str, names: Sequence[str], shapes:
 
 
 def _regions(row: Row, ranges: Sequence[RowRange], shapes: Sequence[Shape]) -> list[Region]:
-    """Returns for each HuggingFace tensor the region of the mcore tensor that its rows fill."""
+    """Returns, for each HuggingFace tensor, the region of the mcore tensor that the tensor's rows fill."""
     if row.change is not None and len(shapes) == 1:
-        # A change may move values, too. The region is therefore the whole mcore tensor.
+        # A change can also move values, so the region is the whole mcore tensor.
         return [Region.whole(_mcore_shape(row, shapes[0]))]
     rest = shapes[0][1:]
     global_shape = (sum(part.rows for part in ranges), *rest)

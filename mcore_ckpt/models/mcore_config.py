@@ -1,6 +1,6 @@
 """Translates `config.json` to the arguments of megatron's `TransformerConfig` and `GPTModel`, and back.
 
-It also compares a live model with a `config.json`.
+Also checks that a live model is the one that a `config.json` describes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ATTRIBUTES = "attributes."
 
 @dataclass(frozen=True)
 class McoreConfig:
-    """The megatron arguments that build a model.
+    """The arguments from which megatron builds a model.
 
     Attributes:
         transformer: arguments of `TransformerConfig`, or of `MLATransformerConfig` if `multi_latent_attention` is among
             them. Arguments for training and parallelism are not included.
-        gpt: arguments of `GPTModel`. `vocab_size` is HuggingFace's, without padding.
-        attributes: attributes to set on the config. `GPTModel` reads them there although `TransformerConfig` has no
-            such fields (Yarn's parameters, 0.16.1).
+        gpt: arguments of `GPTModel`. `vocab_size` is that of HuggingFace, without padding.
+        attributes: attributes to set on the `TransformerConfig`. `GPTModel` reads these attributes, although
+            `TransformerConfig` does not declare them as fields (Yarn's parameters, 0.16.1).
     """
 
     transformer: dict[str, Any]
@@ -37,7 +37,7 @@ class McoreConfig:
     attributes: dict[str, Any]
 
     def transformer_config(self, **more: Any) -> Any:
-        """Builds the megatron config. `more` holds the arguments for training and parallelism."""
+        """Builds megatron's config. `more` are the arguments for training and parallelism."""
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         kind = MLATransformerConfig if self.transformer.get("multi_latent_attention") else TransformerConfig
@@ -51,7 +51,8 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
     """Returns the megatron arguments of a HuggingFace model.
 
     Raises:
-        UnsupportedError: a field of its `config.json` asks for something that megatron-core 0.16.1 cannot do.
+        UnsupportedError: the architecture has no rules, or a field of the model's `config.json` requires something that
+            megatron-core 0.16.1 cannot do.
 
     Example:
         >>> config = to_mcore_config(model_from_config(read_config(folder)))  # doctest: +SKIP
@@ -61,7 +62,7 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
 
     if not model.architecture.rules:
         raise UnsupportedError(
-            f"{model.architecture.model_type} was registered without rules for its config.json: add them to its "
+            f"{model.architecture.model_type} was registered without rules for its config.json: add rules to its "
             "mcore_ckpt.models.Architecture"
         )
     values = _values(model.architecture, model.config)
@@ -84,22 +85,22 @@ def to_hf_config(
     base: HfConfig,
     is_value: bool | None = None,
 ) -> dict[str, Any]:
-    """Returns the `config.json` of a megatron model: the source's one, changed where the model differs from it.
+    """Returns the `config.json` of a megatron model: `base`, changed where `base` does not describe the model.
 
-    Fields without a counterpart in megatron are kept, and so are fields that already express the model. Where
-    transformers 4 and 5 use different fields, the result has both, because each version takes defaults for fields that
-    it does not find.
+    The fields of `base` that have no counterpart in megatron stay, and so do the fields that already describe the
+    model. If transformers 4 and 5 use different fields for a value, the result has both, because each version uses a
+    default for a field that it does not find.
 
     Args:
         architecture: the HuggingFace architecture of the result.
         transformer: a `TransformerConfig`, or its arguments as a mapping.
-        gpt: arguments of `GPTModel`, as many as are known. `gpt_arguments` reads those of a live model. `vocab_size` is
-            HuggingFace's, without padding.
-        base: the source's `config.json`. It may be empty if `transformer` and `gpt` describe the model completely.
-        is_value: whether the model has a value head. None takes the answer from `base`.
+        gpt: the known arguments of `GPTModel`. `gpt_arguments` reads them from a live model. `vocab_size` is that of
+            HuggingFace, without padding.
+        base: the `config.json` to start from. It can be empty if `transformer` and `gpt` describe the model completely.
+        is_value: whether the model has a value head; None if `base` decides.
 
     Raises:
-        UnsupportedError: the model has a feature that the architecture cannot express. The message names it.
+        UnsupportedError: the model has a feature that the architecture cannot express. The message names the feature.
     """
     config: dict[str, Any] = {**base, "model_type": architecture.model_type}
     for rule in architecture.rules:
@@ -108,9 +109,9 @@ def to_hf_config(
             wanted = {name: _read(transformer, gpt, name, value) for name, value in stated.items()}
         except MissingFieldError:
             stated, wanted = None, {}
-        # A field that the source omits means transformers' default, so a field that already agrees is not added.
-        # Without a source every field is written: transformers' defaults describe one size of a model (DeepSeek's
-        # num_key_value_heads is 128).
+        # transformers uses its default for a field that `base` omits. If this default already describes the model, the
+        # field is not added. Without a `base` every field is written, because transformers' defaults describe only one
+        # size of a model (DeepSeek's num_key_value_heads is 128).
         if stated != wanted or not base:
             config.update(rule.to_hf(_McoreValues(transformer, gpt, wanted), config))
     _check_expressed(architecture, transformer, gpt, config)
@@ -120,9 +121,10 @@ def to_hf_config(
 
 
 def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
-    """Returns the `config.json` that belongs beside exported weights, for transformers 4 and 5.
+    """Returns the `config.json` to write beside exported weights, for transformers 4 and 5.
 
-    All other fields of `model.config` stay as they are.
+    It is `model.config`, except for the fields that must match the weights (dtype, class, labels, multi-token
+    prediction) and for added fields that only one version of transformers reads.
 
     Args:
         model: the model that the weights belong to.
@@ -130,13 +132,14 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
         has_mtp: whether multi-token prediction is among the weights.
 
     Raises:
-        UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
+        UnsupportedError: transformers has no class of the required kind (value model or language model) for the
+            architecture.
     """
     config = dict(model.config)
     _spell_for_both_versions(model.architecture, config)
-    # transformers 4.56 introduced "dtype" and still reads the older name.
+    # transformers 4.56 introduced "dtype" and still reads "torch_dtype".
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    # An architecture without a table is unknown, so its class stays as it is.
+    # Nothing is known about the classes of an architecture without a table, so the class stays as it is.
     if model.architecture.table.layer:
         _set_class(model.architecture, config, model.is_value)
     if model.is_value:
@@ -146,12 +149,12 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
     return config
 
 
-# transformers takes the number of labels, and so the size of the head, from these fields.
+# transformers derives the number of labels from these fields, and the size of the head from this number.
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def gpt_arguments(model: Any) -> dict[str, Any]:
-    """Reads the arguments that a live, unwrapped `GPTModel` exposes, without `vocab_size`, which is padded there."""
+    """Reads the arguments that a live, unwrapped `GPTModel` exposes. Its padded `vocab_size` is left out."""
     found = {
         "position_embedding_type": getattr(model, "position_embedding_type", None),
         "rotary_base": getattr(model, "rotary_base", None),
@@ -165,7 +168,8 @@ def gpt_arguments(model: Any) -> dict[str, Any]:
 
 # These fields describe the training, not the model.
 _TRAINING_FIELDS = {"attention_dropout", "hidden_dropout"}
-# check_model does not compare these. A live model's vocabulary is padded, and tied embeddings are checked separately.
+# check_model does not compare these arguments. A live model's vocabulary is padded, and tied embeddings are checked
+# separately.
 _NOT_COMPARED = {
     *("params_dtype", "bf16", "fp16", *_TRAINING_FIELDS),
     *("gpt.vocab_size", "gpt.max_sequence_length", "gpt.share_embeddings_and_output_weights"),
@@ -177,9 +181,8 @@ def check_model(model: Any, hf_model: HfModel) -> None:
     """Raises CheckpointMismatchError unless a live model is the one that a HuggingFace config describes.
 
     Args:
-        model: an unwrapped `GPTModel`, or another module with megatron's `config`. Arguments that it does not expose
-            are not compared (a pipeline stage without embedding has no vocabulary). The model may lack multi-token
-            prediction.
+        model: an unwrapped `GPTModel`, or another module with megatron's `config`. Arguments that this module does not
+            expose are not compared. A model without multi-token prediction is accepted.
         hf_model: the model that the config describes, from `model_from_config`.
     """
     wanted = to_mcore_config(hf_model)
@@ -196,13 +199,13 @@ def check_model(model: Any, hf_model: HfModel) -> None:
             continue
         if found != value:
             raise CheckpointMismatchError(
-                f"the model's {_without_prefix(name)} is {found!r}, config.json of this {hf_model.describe()} says "
-                f"{value!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace model "
-                "that it was built for"
+                f"the model's {_without_prefix(name)} is {found!r}, but config.json of this {hf_model.describe()} "
+                f"requires {value!r}: build the model with mcore_ckpt.models.to_mcore_config, or load the HuggingFace "
+                "model that it was built for"
             )
     if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
         raise CheckpointMismatchError(
-            f"the model's share_embeddings_and_output_weights is {model.share_embeddings_and_output_weights}, "
+            f"the model's share_embeddings_and_output_weights is {model.share_embeddings_and_output_weights}, but "
             f"tie_word_embeddings of this {hf_model.describe()} is {hf_model.is_tied}: build the model with "
             "mcore_ckpt.models.to_mcore_config"
         )
@@ -225,7 +228,7 @@ def _values(architecture: Architecture, config: HfConfig) -> dict[str, Any]:
 
 
 class _McoreValues(dict[str, Any]):
-    """Megatron's values by name. A value that is not known yet is read from the model when a rule looks it up."""
+    """Megatron's values by name. A value that is not known yet is read from the model when a rule needs the value."""
 
     def __init__(self, transformer: Any, gpt: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         super().__init__(known)
@@ -245,7 +248,7 @@ _absent = object()
 
 
 def _read(transformer: Any, gpt: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Reads a value of the megatron model in the form that rules use. Returns `default` if the model lacks it."""
+    """Reads a value of the megatron model, in the form that rules use. Returns `default` if it is missing."""
     if name.startswith(_GPT):
         value = gpt.get(name.removeprefix(_GPT), _absent)
     else:
@@ -293,7 +296,7 @@ def _window_size(transformer: Any, size: Any) -> Any:
 
 
 # megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1). Rules
-# know one form, so the others are converted before they are compared.
+# know only one form of each value. These functions convert the other forms to it before values are compared.
 _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "moe_layer_freq": _moe_layer_freq,
     "linear_attention_freq": _linear_attention_freq,
@@ -310,15 +313,15 @@ def _check_expressed(architecture: Architecture, transformer: Any, gpt: Mapping[
         if found != stated and name not in _TRAINING_FIELDS:
             raise UnsupportedError(
                 f"{_without_prefix(name)} is {found!r}, which a config.json of {architecture.model_type} cannot "
-                f"express: there it is {stated!r}"
+                f"express: it would become {stated!r}"
             )
 
 
 def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any]) -> None:
     """Adds the fields that only transformers 4, or only transformers 5, reads.
 
-    Without them transformers 4 would take the default `rope_theta`, or 128 experts where only `num_local_experts` is
-    given.
+    Without these fields, transformers 4 would use the default `rope_theta`, or 128 experts if only `num_local_experts`
+    is given.
     """
     for rule in architecture.rules:
         try:
@@ -328,7 +331,7 @@ def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any])
                 for name, value in rule.spelling(config).items():
                     config.setdefault(name, value)
         except UnsupportedError:
-            # A value that megatron cannot express stays in the fields in which the config has it.
+            # A value that megatron cannot express stays only in the fields that the config has already.
             continue
 
 

@@ -1,4 +1,4 @@
-"""Reconciles `config.json`, the tensors and the user's flags: tied embeddings, value head, multi-token prediction."""
+"""Settles from config, tensors and flags whether a model has tied embeddings, a value head, multi-token prediction."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def reconcile(
     tie_word_embedding: bool | None = None,
     is_value_model: bool | None = None,
 ) -> HfModel:
-    """Returns the model with the facts that its tensors show, after checking them against config and flags.
+    """Returns the model with the facts that its tensors show, after checking these facts against config and flags.
 
     Args:
         model: the model that `config.json` describes, from `model_from_config`.
-        tensors: the shapes of all tensors by name. They come from a HuggingFace folder, or from an mcore checkpoint
-            (global names).
-        tie_word_embedding: the user's flag that the output head is the embedding; None if the user gave none.
-        is_value_model: the user's flag that the head gives one value; None if the user gave none. Trainers leave the
-            language model's config beside a critic. The flag and the tensors together therefore overrule the class in
+        tensors: the shapes of all tensors by name. The names are those of a HuggingFace folder, or the global names of
+            an mcore checkpoint.
+        tie_word_embedding: the user's flag, True if the output head is the embedding. None if the flag is not set.
+        is_value_model: the user's flag, True if the head gives one value. None if the flag is not set. Trainers save a
+            critic with the config of its language model, so a flag that agrees with the tensors overrules the class in
             the config.
 
     Returns:
-        The model with `is_tied`, `is_value`, the bias of the value head and `mtp_layers` as the tensors have them. A
+        The model with `is_tied`, `is_value`, the bias of the value head and `mtp_layers` set to match the tensors. A
         value model is never tied.
 
     Raises:
@@ -49,8 +49,8 @@ def reconcile(
     tied = not value and _reconcile_tied(model, _tied_in(there, is_mcore), tie_word_embedding)
     facts = model.facts - {"value", "score_bias", "tied"}
     if value:
-        # mcore's value heads have no bias, so the config decides for mcore tensors. Without a value class in the config
-        # an export becomes a ...ForTokenClassification, which has a bias.
+        # mcore's value heads have no bias, so for mcore tensors the config decides. If the config has no value class,
+        # an export gets the class ...ForTokenClassification, which has a bias.
         has_bias = _HF_BIAS in there if not is_mcore else "score_bias" in model.facts or not model.is_value
         facts |= {"value", *(("score_bias",) if has_bias else ())}
     elif tied:
@@ -116,9 +116,10 @@ def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
 
 
 def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -> tuple[frozenset[str], ...]:
-    """Returns the multi-token-prediction layers, or none if the tensors have none.
+    """Returns the model's multi-token-prediction layers, or an empty tuple if the tensors have none.
 
-    That is no contradiction: transformers does not save multi-token prediction although its configs announce it.
+    A config that announces such layers does not contradict tensors without them, because transformers does not save
+    multi-token prediction.
     """
     first = "mtp.layers.0." if is_mcore else f"model.layers.{len(model.layers)}."
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

@@ -1,4 +1,7 @@
-"""The registry of known architectures; it turns a `config.json` into a model of one of them."""
+"""The registry of known architectures, and the function that builds an `HfModel` from a `config.json`.
+
+To add a built-in architecture, see `architectures/__init__.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures import ARCHITECTURES
 from mcore_ckpt.models.config_fields import HfConfig
 
-# Limits on what a config may state. A damaged or hostile config would otherwise make the mapping list tensors for ever.
+# Limits on the numbers in a config. Without them, a damaged or hostile config could make the mapping list tensors
+# without end.
 _MOST_COUNTED = 100_000
 _MOST_OF_A_SIZE = 2**40
 _MOST_EXPERTS_OF_ALL_LAYERS = 1_000_000
@@ -17,7 +21,7 @@ _architectures: dict[str, Architecture] = {known.model_type: known for known in 
 
 
 def register_architecture(architecture: Architecture) -> None:
-    """Registers an architecture under its `model_type`. It replaces an architecture with the same `model_type`."""
+    """Registers an architecture under its `model_type`, in place of any architecture with the same `model_type`."""
     _architectures[architecture.model_type] = architecture
 
 
@@ -30,8 +34,8 @@ def model_from_config(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfMode
     """Returns the model that a `config.json` describes.
 
     Args:
-        config: the object in the `config.json`.
-        ignored: regular expressions of HuggingFace tensor names to leave out.
+        config: the parsed `config.json`.
+        ignored: regular expressions for the names of HuggingFace tensors to leave out.
 
     Raises:
         UnsupportedError: the architecture is not registered, the model has a feature without a counterpart in mcore,
@@ -50,7 +54,7 @@ def model_from_config(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfMode
 
 
 def refuse_quantized(config: HfConfig) -> None:
-    """Raises UnsupportedError if a `config.json` announces quantized weights, whose bytes are not plain numbers."""
+    """Raises UnsupportedError if a `config.json` announces quantized weights."""
     quantization = config.get("quantization_config")
     if quantization:
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -63,7 +67,7 @@ def refuse_quantized(config: HfConfig) -> None:
 
 def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
     for name, value in config.items():
-        # Code below loops over layers, heads and experts, as many as the config states.
+        # The code below loops over as many layers, heads and experts as the config states.
         if name.startswith(("num_", "n_")) and isinstance(value, int) and value > _MOST_COUNTED:
             raise UnsupportedError(f"config.json: {name} is {value}, more than {_MOST_COUNTED}: no such model exists")
     try:
@@ -72,7 +76,9 @@ def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
         raise UnsupportedError(f"config.json: cannot be that of a {architecture.model_type}: {error!r}") from error
     for name, size in known.sizes.items():
         if type(size) is not int or not 0 <= size <= _MOST_OF_A_SIZE:
-            raise UnsupportedError(f"config.json: the size {name} of the model is {fields.shown(size)}")
+            raise UnsupportedError(
+                f"config.json: the size {name} of the model is {fields.shown(size)}, which is impossible"
+            )
     layers = len(known.layers) + len(known.mtp_layers)
     if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS_OF_ALL_LAYERS:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Rules for rotary embeddings: translate the fields of transformers 4 and 5 to megatron's arguments and back."""
+"""The rules for rotary embeddings. They translate fields of transformers 4 and 5 to megatron's arguments and back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RopeFields:
     Attributes:
         kind: the value of `rope_type`.
         theta: the base of the frequencies.
-        partial: the part of each head that is rotated, from 0 to 1.
-        fields: the object `rope_parameters` (transformers 5) or `rope_scaling` (4).
+        partial: the rotated fraction of each head, from 0 to 1.
+        fields: the object `rope_parameters` (transformers 5) or `rope_scaling` (transformers 4).
     """
 
     kind: str
@@ -28,16 +28,19 @@ class RopeFields:
 
 
 def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> RopeFields:
-    """Reads the rotary embeddings of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
+    """Reads the rotary fields of transformers 5 (`rope_parameters`) or of 4 (`rope_theta`, `rope_scaling`).
 
     Raises:
-        UnsupportedError: the fields differ between kinds of layers, or the value is not an object.
+        UnsupportedError: the fields differ between kinds of layers, or `rope_parameters` (or `rope_scaling`) is not an
+            object.
     """
     fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(fields, Mapping):
         raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, not an object")
     if any(isinstance(value, Mapping) for value in fields.values()):
-        raise UnsupportedError("config.json: rope_parameters differ between kinds of layers, megatron-core's do not")
+        raise UnsupportedError(
+            "config.json: rope_parameters differ between kinds of layers, which megatron-core does not support"
+        )
 
     def either(name: str, default: float) -> float:
         return next((place[name] for place in (fields, hf) if place.get(name) is not None), default)
@@ -51,10 +54,9 @@ def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> Rop
 
 
 def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str, Any]) -> HfFields:
-    """Returns the fields that express rotary embeddings, both those of transformers 4 and those of 5.
+    """Returns the fields that describe rotary embeddings, both for transformers 4 and for transformers 5.
 
-    Each version reads its own fields and ignores the others. Given only `rope_parameters`, transformers 4 would take
-    the default theta.
+    Each version reads only its own fields. With `rope_parameters` only, transformers 4 would use the default theta.
     """
     of_part = {} if partial is None else {"partial_rotary_factor": partial}
     return {
@@ -80,11 +82,11 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embeddings of attention that is not latent.
+    """The rule for the rotary embeddings of attention that is not latent.
 
     Attributes:
-        default_theta: transformers' default for a config without theta.
-        default_partial: transformers' default for the part of each head that is rotated.
+        default_theta: transformers' default for theta.
+        default_partial: transformers' default for the rotated fraction of each head.
     """
 
     default_theta: float = 10000.0
@@ -102,21 +104,24 @@ class Rope:
         if rope.kind == "linear":
             values["gpt.seq_len_interpolation_factor"] = needed(rope.fields, "factor")
         elif rope.kind == "llama3":
-            # RotaryEmbedding._apply_scaling (0.16.1) has these values built in.
+            # These values are built into RotaryEmbedding._apply_scaling (0.16.1).
             for name, value in _LLAMA3.items():
                 if rope.fields.get(name) != value:
-                    raise _refuse_rope(rope.kind, name, rope.fields.get(name), f"megatron-core 0.16.1 has {value}")
+                    raise _refuse_rope(
+                        rope.kind, name, rope.fields.get(name), f"megatron-core 0.16.1 always uses {value}"
+                    )
             values |= {"gpt.rope_scaling": True, "gpt.rope_scaling_factor": needed(rope.fields, "factor")}
         elif rope.kind == "yarn":
             if rope.partial != 1.0:
                 raise _refuse_rope(
-                    rope.kind, "partial_rotary_factor", rope.partial, "megatron-core rotates whole heads"
+                    rope.kind, "partial_rotary_factor", rope.partial, "megatron-core always rotates whole heads"
                 )
             values["gpt.position_embedding_type"] = "yarn"
             values |= {f"attributes.yarn_{name}": value for name, value in read_yarn(rope, hf).items()}
         elif rope.kind != "default":
             raise UnsupportedError(
-                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1 has default, linear, llama3 and yarn"
+                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1 supports only default, linear, llama3 "
+                "and yarn"
             )
         return values
 
@@ -152,12 +157,14 @@ _YARN = (
 def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
     """Returns Yarn's fields under megatron's names, with the defaults of transformers' `_compute_yarn_parameters`.
 
-    mscale and mscale_all_dim are None unless the config has both. The factor alone then scales cosine and sine, in
-    transformers and in `_yarn_get_concentration_factor` (0.16.1).
+    mscale and mscale_all_dim are None unless the config has both. If they are None, only the factor scales cosine and
+    sine, both in transformers and in megatron's `_yarn_get_concentration_factor` (0.16.1).
     """
     fields = rope.fields
     if fields.get("attention_factor") is not None:
-        raise _refuse_rope(rope.kind, "attention_factor", fields["attention_factor"], "megatron-core computes it")
+        raise _refuse_rope(
+            rope.kind, "attention_factor", fields["attention_factor"], "megatron-core computes this factor itself"
+        )
     both = bool(fields.get("mscale") and fields.get("mscale_all_dim"))
     original = fields.get("original_max_position_embeddings")
     return {
@@ -172,9 +179,9 @@ def read_yarn(rope: RopeFields, hf: HfConfig) -> dict[str, Any]:
 
 
 def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
-    """Returns the fields of `config.json` for what `read_yarn` returned.
+    """Translates the result of `read_yarn` back to fields of `config.json`.
 
-    `cut` is True if the architecture has the field `truncate`, which says whether the correction range is rounded.
+    `cut` is True if the architecture has the field `truncate`, which decides whether the correction range is rounded.
     """
     more = {
         "factor": yarn["rotary_scaling_factor"],
@@ -187,24 +194,31 @@ def write_yarn(yarn: Mapping[str, Any], cut: bool) -> HfFields:
 
 
 class LatentRope:
-    """The rotary embeddings of latent attention, which are fields of `MLATransformerConfig`."""
+    """The rule for the rotary embeddings of latent attention. In megatron they are set in `MLATransformerConfig`."""
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
         rope = read_rope(hf, 10000.0, 1.0)
         values = {"gpt.position_embedding_type": "rope", "rotary_base": rope.theta, "rotary_percent": rope.partial}
         if rope.kind == "default":
-            # Megatron's default for rotary_scaling_factor is 40, and it scales the softmax if mscale_all_dim is not 0.
+            # All these values are set, because Megatron's default for rotary_scaling_factor is 40, and because Megatron
+            # scales the softmax if mscale_all_dim is not 0.
             return values | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
         if rope.kind != "yarn":
             raise UnsupportedError(
-                f"config.json: rope_type is {rope.kind!r}: megatron-core 0.16.1's latent attention has default and yarn"
+                f"config.json: rope_type is {rope.kind!r}: latent attention of megatron-core 0.16.1 supports only "
+                "default and yarn"
             )
         yarn = read_yarn(rope, hf)
         if not yarn.pop("correction_range_round_to_int"):
-            raise _refuse_rope(rope.kind, "truncate", False, "latent attention of megatron-core 0.16.1 rounds")
+            raise _refuse_rope(
+                rope.kind,
+                "truncate",
+                False,
+                "latent attention of megatron-core 0.16.1 always rounds the correction range",
+            )
         if yarn["mscale"] is None:
             if rope.fields.get("mscale_all_dim"):
-                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim needs it")
+                raise _refuse_rope(rope.kind, "mscale", rope.fields.get("mscale"), "mscale_all_dim requires mscale")
             yarn |= {"mscale": 1.0, "mscale_all_dim": 0.0}
         return values | {"rope_type": "yarn"} | yarn
 

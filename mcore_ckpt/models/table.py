@@ -16,8 +16,8 @@ from mcore_ckpt.sharding.regions import Shape
 
 Sizes = Mapping[str, int]
 
-# The embedding and the output head, which are one tensor if embeddings are tied. Nearly all architectures use these
-# names.
+# The names of the embedding and the output head, which are one tensor if embeddings are tied. Nearly all architectures
+# use these names.
 HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MCORE_EMBEDDING, MCORE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -31,26 +31,26 @@ class RowRange(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A group of rows in an mcore tensor that tensor parallelism cuts separately; `name` is megatron's name for it."""
+    """A group of rows in an mcore tensor that tensor parallelism cuts separately. `name` is megatron's name for it."""
 
     name: str
     rows: int
 
 
 Transform = Callable[[Sizes, Sequence[Shape]], Sequence[RowRange]]
-"""Returns the HuggingFace rows that make up the mcore tensor, in its order of rows.
+"""A function that returns the HuggingFace rows that make up an mcore tensor, in the order of the mcore tensor's rows.
 
-Arguments: the model's sizes, and the shapes of the HuggingFace tensors in the order of `Row.hf`.
+Its arguments are the model's sizes, and the shapes of the HuggingFace tensors in the order of `Row.hf`.
 """
 
 
 def in_order(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Takes one tensor as it is, or concatenates several: gate and up become fc1."""
+    """Keeps a single tensor as it is, or concatenates several tensors, such as gate and up to fc1."""
     return [RowRange(source, 0, shape[0]) for source, shape in enumerate(shapes)]
 
 
 def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Interleaves queries, keys and values: for each query group its queries, its key, its value.
+    """Interleaves queries, keys and values: each query group has its queries, then its key, then its value.
 
     `SelfAttention.get_query_key_value_tensors` (0.16.1) splits the output of linear_qkv in this order.
     """
@@ -67,10 +67,10 @@ def qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 
 
 def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Interleaves queries, gates, keys and values of attention whose output has a gate.
+    """Interleaves queries, gates, keys and values for attention with an output gate.
 
-    HuggingFace stores the gate of each head directly after its query. mcore stores all queries of a group before all
-    its gates (`SelfAttention.get_query_key_value_tensors` with `output_gate`). The rest is as in `qkv`.
+    HuggingFace stores the gate of each head directly after the head's query. mcore stores, for each query group, all
+    queries, then all gates, then key and value (`SelfAttention.get_query_key_value_tensors` with `output_gate`).
     """
     dim, per_group = sizes["head_dim"], sizes["heads"] // sizes["groups"]
     ranges: list[RowRange] = []
@@ -83,7 +83,10 @@ def gated_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 
 
 class ValueChange(Protocol):
-    """A conversion of a tensor's elements that a new order of rows cannot express. It is exact in both directions."""
+    """A conversion of a tensor's elements that a new order of rows cannot express.
+
+    It must be exact in both directions for the values that occur in models.
+    """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor: ...
     def to_mcore(self, hf: torch.Tensor) -> torch.Tensor: ...
@@ -94,21 +97,21 @@ class Row:
     """One row of a table: one mcore tensor and the HuggingFace tensors that make it up.
 
     Attributes:
-        mcore: the mcore tensor's name below its layer, or below the model for rows outside of layers. It contains
-            `{expert}` if the tensor belongs to one expert. It is empty if only HuggingFace has the tensor: then zeros
-            are written, and anything but zeros is an error on reading.
-        hf: the names of the HuggingFace tensors, each with its shape in words: "heads*head_dim hidden". If the mcore
-            name contains `{expert}` and these names do not, each tensor holds all experts, stacked along its first
-            axis.
-        transform: gives the order of the HuggingFace rows in the mcore tensor.
-        when: the words that must be among the facts of the model and of the layer. A word with `!` must not be:
-            "moe !tied".
-        change: converts the values, or None if the values stay as they are.
+        mcore: the mcore tensor's name relative to its layer, or to the model for rows outside of layers. It contains
+            `{expert}` if the tensor belongs to one expert. It is empty if only HuggingFace has the tensor. In that
+            case an export writes zeros, and a reader refuses any other values.
+        hf: the names of the HuggingFace tensors, each with its shape in words, such as "heads*head_dim hidden". If the
+            mcore name contains `{expert}` and the HuggingFace names do not, each HuggingFace tensor holds all experts,
+            stacked along its first axis.
+        transform: determines the order of the HuggingFace rows in the mcore tensor.
+        when: the words that must be among the facts of the model and of the layer, such as "moe !tied". A word that
+            begins with `!` must not be among them.
+        change: the conversion of the values, or None if the values stay as they are.
         is_copy: True if another row holds the same tensor (DeepSeek's MTP layers repeat the embedding and the head).
             A copy is written on export and ignored on reading.
         sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
-            order of their rows: megatron's name of each, and its number of rows in words. Gate and up of `linear_fc1`
-            need no sections.
+            order of their rows. The keys are megatron's names of the sections, the values their numbers of rows in
+            words. Gate and up of `linear_fc1` need no sections.
     """
 
     mcore: str
@@ -120,7 +123,7 @@ class Row:
     sections: Mapping[str, str] = field(default_factory=dict)
 
     def applies(self, facts: frozenset[str]) -> bool:
-        """True if a model and layer with these facts have the row's tensors."""
+        """Returns True if a model and a layer with these facts have the row's tensors."""
         return all((word[1:] not in facts) if word.startswith("!") else (word in facts) for word in self.when.split())
 
 
@@ -130,13 +133,14 @@ class Table:
 
     Attributes:
         model: the rows outside of layers, with full names on both sides.
-        layer: the rows of a decoder layer. Names are below `decoder.layers.{n}.` in mcore and `model.layers.{n}.` in
-            HuggingFace.
-        mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are below
-            `mtp.layers.{n}.` in mcore and `model.layers.{number of decoder layers + n}.` in HuggingFace.
-        stacked: alternative rows for tensors of `layer`, accepted only on reading: one tensor holds all experts, as
-            transformers 5 keeps them in memory. Names are as in `layer`.
-        ignored: regular expressions of HuggingFace tensor names that hold no weights.
+        layer: the rows of a decoder layer. Names are relative to `decoder.layers.{n}.` in mcore and to
+            `model.layers.{n}.` in HuggingFace.
+        mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are
+            relative to `mtp.layers.{n}.` in mcore and to `model.layers.{number of decoder layers + n}.` in HuggingFace.
+        stacked: alternative rows for tensors of `layer`, used only on reading. In this form, in which transformers 5
+            keeps a layer in memory, one tensor holds all experts. Names are relative to the same prefixes as in
+            `layer`.
+        ignored: regular expressions for the names of HuggingFace tensors that are left out.
     """
 
     model: tuple[Row, ...]
@@ -147,7 +151,7 @@ class Table:
 
 
 def shape_of(words: str, sizes: Sizes) -> Shape:
-    """Turns a shape in words into numbers. Raises KeyError for a size that the model does not have.
+    """Turns a shape in words into numbers. Raises KeyError if the model lacks one of the sizes.
 
     Example:
         >>> shape_of("2*ffn hidden", {"ffn": 8, "hidden": 4})

@@ -1,10 +1,10 @@
-"""Knows each rank's place in the parallel layout, and lets ranks agree over a key-value store without collectives.
+"""Reads each rank's place in the parallel layout, and lets ranks agree over a key-value store without collectives.
 
 Public names, for integrations and commands:
 
-- `rendezvous` waits for all ranks and returns this rank's membership, an `Agreement`;
-- `single_process_agreement` returns the membership of a process that works alone;
-- `agree` gives every rank the answer of rank 0, or the same error;
+- `rendezvous` waits for all ranks, and returns the `Agreement` that connects this rank with them;
+- `single_process_agreement` returns the `Agreement` of a process that works alone;
+- `agree` returns rank 0's answer on every rank, or raises the same error on every rank;
 - `read_topology` returns this rank's coordinates and the sizes of the layout.
 """
 

@@ -1,4 +1,4 @@
-"""Sends messages through torch's key-value store, polls it for keys, and reports a store that is lost."""
+"""Sends messages through torch's key-value store, polls the store for keys, and reports the loss of the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from mcore_ckpt.errors import CheckpointError
 from mcore_ckpt.ranks import deadlines
 
-# Plain JSON values.
+# A message consists of plain JSON values.
 Message = dict[str, Any]
 
 # The first byte of a compressed message. An uncompressed message begins with a brace.
@@ -23,7 +23,7 @@ _COMPRESSED = b"z"
 
 @dataclass
 class WaitLimit:
-    """A point of time (of `time.monotonic()`) at which every wait ends, even if its own deadline is later."""
+    """The time, by `time.monotonic()`, at which every wait ends, even if the deadline of the wait is later."""
 
     at: float = math.inf
 
@@ -34,9 +34,9 @@ def encode(message: Message) -> bytes:
 
 
 def pack(message: Message) -> bytes:
-    """Encodes a message for the store, and compresses a long one.
+    """Encodes a message for the store. Compresses long messages.
 
-    Raises ValueError if the message cannot be JSON, or is larger than the store accepts.
+    Raises ValueError if the message cannot be encoded as JSON, or is larger than the store accepts.
     """
     data = encode(message)
     if len(data) <= deadlines.PLAIN_MESSAGE_BYTES:
@@ -58,7 +58,7 @@ def unpack(data: bytes) -> Message:
 def missing(store: Any, keys: Sequence[str]) -> list[str]:
     """Returns the keys that the store does not have.
 
-    Asks for halves of the keys, not for each key: thousands of requests from each rank would hold up the store.
+    Checks halves of the keys instead of each key, because thousands of requests from each rank would block the store.
     """
     if not keys or store.check(list(keys)):
         return []
@@ -76,10 +76,10 @@ def has_any(store: Any, *keys: str) -> bool:
 def poll(ready: Callable[[], bool], world_size: int, deadline: float, limit: WaitLimit) -> bool:
     """Calls `ready` until it returns True. Returns False if the deadline or the limit passes first.
 
-    Does not call `store.wait()`: a wait that times out prints to stderr, and blocks its client.
+    Does not call `store.wait()`, because that blocks the store's client, and prints to stderr after a timeout.
     """
     started = time.monotonic()
-    # Pauses grow with the time waited: the answer comes at most a tenth late, and the store is not asked too often.
+    # Each pause is about a tenth of the time waited so far, which keeps the delay and the number of requests small.
     shortest = max(deadlines.POLL_FIRST_S, world_size * deadlines.POLL_PER_RANK_S)
     while not ready():
         now = time.monotonic()
@@ -96,32 +96,32 @@ def store_failures(topic: str, error: type[CheckpointError]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        # torch.distributed raises it and its subclasses (DistStoreError, DistNetworkError) for a lost connection.
+        # For a lost connection, torch.distributed raises RuntimeError or a subclass (DistStoreError, DistNetworkError).
         raise error(
-            f"{topic}: the key-value store is gone ({failure}). The process that hosts it, usually rank 0, has died: "
-            "look at its log"
+            f"{topic}: the key-value store is gone ({failure}). The process that hosts it, usually rank 0, has died. "
+            "Look at the log of that process"
         ) from failure
 
 
 def timeout_of(rank: int, timeout_s: float) -> float:
     """Returns how long a rank waits, in seconds.
 
-    Rank 0 waits `timeout_s`. The other ranks wait a little longer, so that rank 0 can tell them which rank is silent.
+    Rank 0 waits `timeout_s`. The other ranks wait a little longer, so that rank 0 can announce which rank is silent.
     """
     return timeout_s if rank == 0 else timeout_s + min(timeout_s / 2, deadlines.EXTRA_WAIT_S)
 
 
 def silence_of(topic: str, ranks: Sequence[int], timeout_s: float) -> str:
-    """Describes, for an error message, ranks that are silent."""
+    """Returns an error message for ranks that are silent."""
     return (
-        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {timeout_s:g} s: dead or stuck. "
-        "Look at its log; raise timeout_s if it was only slow"
+        f"{topic}: no word from rank {', '.join(map(str, ranks))} within {timeout_s:g} s. A silent rank is dead or "
+        "stuck: look at its log. If the rank was only slow, raise timeout_s"
     )
 
 
 def silence_of_rank_0(topic: str, rank: int, timeout_s: float) -> str:
-    """Describes, for an error message, that `rank` has waited for rank 0 in vain."""
+    """Returns an error message for `rank`, which has waited for rank 0 in vain."""
     return (
-        f"{topic}: rank {rank} waited {timeout_s:g} s for rank 0, which is dead or stuck, or waits for another rank. "
+        f"{topic}: rank {rank} waited {timeout_s:g} s for rank 0, which is dead or stuck, or is itself waiting. "
         "Look at rank 0's log"
     )

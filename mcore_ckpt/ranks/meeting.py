@@ -2,7 +2,8 @@
 
 The job's key-value store outlives its processes. `torchrun --max-restarts` starts new workers beside the store of the
 dead ones (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`), and everything the dead workers wrote is still in
-it. Counted names would repeat, and a rank would take a dead rank's message for an answer.
+it. With numbered names, a name would occur again after a restart, and a rank would accept a dead rank's message as an
+answer.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from mcore_ckpt.ranks.topology import has_process_group
 
 
 def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreement:
-    """Returns this rank's membership among all ranks of the job, once all have come.
+    """Waits for all ranks of the job, and returns the `Agreement` that connects this rank with them.
 
-    Every rank calls it, for the same names in the same order. The membership uses a client of the job's store that
-    nothing else waits on. A process without a process group gets a store of its own.
+    All ranks must call it with the same names in the same order. The agreement has its own client of the job's store,
+    so nothing else waits on that client. A process without a process group gets a store of its own.
 
     Args:
-        name: the same on all ranks.
-        timeout_s: how long any wait may take, in seconds.
-        topic: what the rendezvous is for, in messages. The default is the name.
+        name: the name of the rendezvous, the same on all ranks.
+        timeout_s: the timeout of each wait, in seconds.
+        topic: the purpose of the rendezvous, for messages. The default is the name.
 
-    Raises AgreementError if a rank does not come.
+    Raises AgreementError if a rank does not arrive before the timeout.
     """
     import torch.distributed as dist
 
@@ -50,7 +51,7 @@ def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreeme
 
 
 def single_process_agreement(name: str, timeout_s: float) -> Agreement:
-    """Returns the membership of a process that works alone, even if it belongs to a process group."""
+    """Returns an agreement with this process as its only rank, even if the process belongs to a process group."""
     import torch.distributed as dist
 
     return Agreement(dist.HashStore(), 0, 1, f"mcore_ckpt/{name}", timeout_s)  # type: ignore[attr-defined]
@@ -59,9 +60,9 @@ def single_process_agreement(name: str, timeout_s: float) -> Agreement:
 def rendezvous_at(
     store: Any, rank: int, world_size: int, namespace: str, timeout_s: float, topic: str, host: Any = None
 ) -> Agreement:
-    """Does what `rendezvous` does, at a given store, for ranks without a process group.
+    """Does what `rendezvous` does on a given store, which needs no process group.
 
-    The arguments are those of `Agreement`, and a `topic` for messages.
+    `topic` is for messages. The other arguments are those of `Agreement`.
     """
     with store_failures(topic, AgreementError):
         meet = _meet_other_ranks if rank == 0 else _meet_rank_0
@@ -70,7 +71,7 @@ def rendezvous_at(
 
 
 def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
-    """Calls out a new name, waits until all other ranks have answered, and confirms each answer. Rank 0 runs it."""
+    """Publishes a new name, waits until all other ranks have answered, and confirms each answer. Rank 0 runs it."""
     name = uuid.uuid4().hex
     store.set(f"{namespace}/call", name)
     answers = [_answer_key(namespace, name, other) for other in range(1, world_size)]
@@ -86,17 +87,18 @@ def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, ti
 
 
 def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout_s: float, topic: str) -> str:
-    """Answers rank 0's call until rank 0 confirms it. All ranks but rank 0 run it.
+    """Answers rank 0's call, which is a new name, and waits until rank 0 confirms the answer. Returns the name.
 
-    The answer holds a random word, and rank 0 confirms that word. So a confirmation that was meant for a dead process
-    does not count.
+    All ranks except rank 0 run it. The answer contains a random word, and rank 0 confirms that word. So a rank ignores
+    a confirmation that was meant for a dead process. If rank 0 calls again with another name, the rank answers again.
     """
     call, name, heard = f"{namespace}/call", "", ""
 
     def met() -> bool:
         nonlocal name, heard
         called = store.get(call).decode() if store.check([call]) else name
-        # Read the call first: a rank 0 that calls anew has confirmed all answers to its last call.
+        # Read the call before the confirmation. Rank 0 confirms all answers to one call before it makes the next call,
+        # so a rank that sees the next call also finds its answer to the last call confirmed.
         if heard and store.check([heard]):
             return True
         if called != name:

@@ -1,8 +1,8 @@
 """Lets ranks agree over a key-value store, with a deadline on every wait and without collectives.
 
 In one *round*, every rank submits its record or its error, rank 0 decides, and all ranks get the same outcome. The
-outcome is one key that is set once (compare-and-set). So a rank that gives up waiting and a rank 0 that goes on cannot
-both be right.
+outcome is one key that is set only once (compare-and-set). So either a rank gives up waiting or rank 0 continues, but
+never both.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from mcore_ckpt.ranks.key_value_store import (
     unpack,
 )
 
-# What a rank submits: plain JSON values.
+# A record is what a rank submits, and what all ranks get. It consists of plain JSON values.
 Record = dict[str, Any]
 
 
 class Agreement:
-    """A rank's membership in a group of `world_size` ranks that agree in rounds.
+    """A rank's membership in a group of `world_size` ranks. Through it, the rank takes part in the group's rounds.
 
     Args:
-        store: a `torch.distributed` store that all ranks share. Nothing else on this rank may wait on it: a wait
-            blocks its client.
-        rank, world_size: of the processes that save together.
-        namespace: the same on all ranks, and used by no other group of ranks on this store.
-        timeout_s: how long any wait may take, in seconds.
-        host: the store that `store` is a client of; it lives as long as this object. `destroy_process_group()` drops
-            the job's own reference. The server stops with the last reference, also while a save is still ending.
+        store: a `torch.distributed` store that all ranks share. Nothing else on this rank may wait on this store,
+            because a wait blocks the store's client.
+        rank: this rank's number in the group.
+        world_size: the number of ranks in the group.
+        namespace: the prefix of all keys. It is the same on all ranks, and no other group on this store uses it.
+        timeout_s: the timeout of each wait, in seconds.
+        host: the store that `store` is a client of. This object keeps a reference to it, because the store's server
+            stops when the last reference is dropped. `destroy_process_group()` drops the job's own reference, perhaps
+            while a save is still finishing.
     """
 
     def __init__(
@@ -57,23 +59,24 @@ class Agreement:
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rounds = 0
-        self._begun: list[str] = []  # prefix of the last round; on rank 0 also of rounds whose keys still exist
+        # The prefix of the last round. On rank 0 also the prefixes of earlier rounds whose keys still exist.
+        self._begun: list[str] = []
         self._given: list[str] = []
         self._take_until = math.inf
         self._limit = WaitLimit()
 
     @property
     def is_coordinator(self) -> bool:
-        """True on rank 0, which decides."""
+        """True on rank 0, which decides in each round."""
         return self.rank == 0
 
     def begin(self, topic: str, name: str | None = None) -> Round:
         """Begins the next round.
 
-        All ranks must begin the same rounds in the same order. A rank may miss a round that has a `name` of its own.
+        All ranks must begin the same rounds in the same order. A rank may skip a round that has a `name` of its own.
         """
         self._rounds += name is None
-        # A rank that begins this round has left the last one. The ranks that took its records have left it, too.
+        # This rank has left the previous round, and so have the ranks that took its records in that round.
         while self._given:
             self._store.delete_key(self._given.pop())
         if self.is_coordinator:
@@ -85,18 +88,18 @@ class Agreement:
         return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, self._timeout_s, self._limit)
 
     def give(self, key: str, record: Record) -> None:
-        """Gives a record to the rank that will `take` it in the present round. Call it before this rank submits."""
+        """Publishes a record that another rank will `take` in the present round. Call it before this rank submits."""
         path = self._given_key(key, self.rank)
         self._store.set(path, pack(record))
         self._given.append(path)
 
     def take(self, key: str, rank: int) -> Record:
-        """Takes the record that `rank` gives in the present round.
+        """Waits for the record that `rank` gives in the present round, and returns the record.
 
         Raises CommitError if that rank has failed, has died, is late, or submits without having given the record.
         """
         given, submitted = self._given_key(key, rank), _submission_keys(self._begun[-1], rank + 1)[-1]
-        # All takes of a round share one deadline, because the other ranks give up when it has passed once.
+        # All calls of `take` in a round share one deadline, because the other ranks give up after one timeout.
         self._take_until = min(self._take_until, time.monotonic() + self._timeout_s)
         waiting = _waiting_key(self._begun[-1], self.rank)
         self._store.set(waiting, str(rank))
@@ -107,7 +110,7 @@ class Agreement:
         if not self._store.check([given]):
             if error := unpack(self._store.get(submitted)).get("error"):
                 raise from_record(error, CommitError)
-            raise CommitError(f"{key}: rank {rank} has no part of it to give")
+            raise CommitError(f"{key}: rank {rank} has submitted without giving its part")
         return unpack(self._store.get(given))
 
     def limit_waits(self, seconds: float) -> None:
@@ -118,7 +121,10 @@ class Agreement:
         return f"{self._begun[-1]}/given/{rank}/{key}"
 
     def fail_next_round(self, topic: str, error: BaseException) -> None:
-        """Fails the next round because this rank cannot take part in it. The others learn why, and stay in step."""
+        """Fails the next round because this rank cannot take part in it.
+
+        The other ranks get the error. This rank begins the round like the others, so all ranks stay at the same round.
+        """
         round_ = self.begin(topic)
         round_.fail(error)
         if self.is_coordinator:
@@ -129,11 +135,12 @@ class Agreement:
 
         A rank that has submitted to a round has left all rounds before it.
 
-        A round within another one (the HuggingFace export of a save) is an exception: its ranks are still in the outer
-        round. The next round begins only after all ranks have left both, so one inner round is safe. A second inner
-        round would delete what ranks have submitted to the outer one.
+        A round inside another round (the HuggingFace export of a save) is an exception, because its ranks have not left
+        the outer round. The next round begins only after all ranks have left both rounds, so one inner round is safe. A
+        second inner round would delete what ranks have submitted to the outer round.
 
-        Rank 0 may be several rounds ahead if it has failed each of them at once. The others still need their keys.
+        Rank 0 can be several rounds ahead, if it failed immediately in each of them. The other ranks still need the
+        keys of these rounds.
         """
 
         def all_submitted(round_: int) -> bool:
@@ -155,7 +162,10 @@ def _waiting_key(prefix: str, rank: int) -> str:
 
 
 class Round:
-    """One decision. Call `submit` or `fail` once, then `collect` and `announce` on rank 0, `outcome` on the others."""
+    """One decision of all ranks. Call `submit` or `fail` once.
+
+    Then call `collect`, `claim` and `announce` on rank 0, and `outcome` on the other ranks.
+    """
 
     def __init__(
         self, store: Any, rank: int, world_size: int, prefix: str, topic: str, timeout_s: float, limit: WaitLimit
@@ -174,7 +184,7 @@ class Round:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def restart_deadline(self) -> None:
-        """Starts the deadline anew. A rank calls it when it has finished work of its own, such as writing its files."""
+        """Restarts the deadline. A rank calls it when it has finished work of its own, such as writing its files."""
         self._deadline = time.monotonic() + self._timeout_s
 
     def submit(self, record: Record) -> None:
@@ -186,15 +196,15 @@ class Round:
         self._put(f"{self._prefix}/rank/{self._rank}", {"error": to_record(error, self._rank)})
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
-        """Returns the records of all ranks, by rank. Only rank 0 calls it.
+        """Returns the records of all ranks, in the order of the ranks. Only rank 0 calls it.
 
-        Raises the first failed rank's error, or `default` if a rank is silent until the deadline.
+        Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
         """
         keys = _submission_keys(self._prefix, self._world_size)
         all_there = self._wait(lambda: self._store.check(keys))
         absent = set() if all_there else set(missing(self._store, keys))
         there = [key for key in keys if key not in absent]
-        # One request for all: thousands of requests would hold up all ranks for a second.
+        # One request for all messages, because thousands of requests would delay all ranks by a second.
         messages = [unpack(message) for message in self._store.multi_get(there)]
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
@@ -220,7 +230,10 @@ class Round:
         return silence_of(self._topic, silent, self._timeout_s)
 
     def claim(self, default: type[CheckpointError]) -> None:
-        """Decides that rank 0 goes on. Raises `default` if a rank has already given up. Only rank 0 calls it."""
+        """Sets the outcome to "rank 0 continues". From then on no rank can give up. Only rank 0 calls it.
+
+        If a rank has already given up, raises the error that the rank has recorded.
+        """
         outcome = self._set_outcome({"going_on": True})
         if "error" in outcome:
             raise from_record(outcome["error"], default)
@@ -232,7 +245,8 @@ class Round:
     def announce_failure(self, error: BaseException) -> Record | None:
         """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls it.
 
-        Returns the record of another error if a rank had given up before. In that case all other ranks raise that one.
+        If a rank had given up before, its error stays the outcome, and all other ranks raise that error. Then this
+        method returns the record of that error. Otherwise it returns None.
         """
         message = {"error": to_record(error, self._rank)}
         earlier: Record | None = self._set_outcome(message).get("error")
@@ -240,12 +254,13 @@ class Round:
         return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError]) -> Record:
-        """Returns the record that rank 0 announces. All ranks but rank 0 call it.
+        """Waits for the record that rank 0 announces, and returns it. All ranks except rank 0 call it.
+
+        If rank 0 is silent until the deadline but has called `claim`, this rank waits for one more deadline. If rank 0
+        stays silent, only the disk shows what it did.
 
         Raises:
-            CheckpointError: the announced error, or `default` if rank 0 is silent until the deadline. If rank 0 had
-                claimed the outcome before it fell silent, it gets one more deadline. After that, only the disk shows
-                what rank 0 did.
+            CheckpointError: the announced error, or `default` if rank 0 is silent.
         """
         done = f"{self._prefix}/done"
         if not self._wait(lambda: self._store.check([done])):
@@ -257,7 +272,7 @@ class Round:
             self.restart_deadline()
             if not self._wait(lambda: self._store.check([done])):
                 raise default(
-                    f"{self._why_nothing_came()}. This was after it had begun to act: only the disk shows what it did"
+                    f"{self._why_nothing_came()}. Rank 0 had begun to act, so only the disk shows what it did"
                 )
         message = unpack(self._store.get(done))
         if "error" in message:
@@ -270,7 +285,7 @@ class Round:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _set_outcome(self, message: Record) -> Record:
-        """Sets the outcome if no rank has set it. Returns the outcome that holds."""
+        """Sets the outcome if no rank has set it yet. Returns the outcome that was set first."""
         key = f"{self._prefix}/outcome"
         return json.loads(self._store.compare_set(key, "", encode(message).decode()))
 
@@ -293,18 +308,19 @@ def decide(
     """Runs one whole round: every rank does `work`, rank 0 combines the results, every rank gets the same record.
 
     Args:
-        agreement: this rank's membership.
+        agreement: connects this rank with the other ranks.
         topic: what the ranks agree on, for messages.
         work: this rank's part. It returns plain JSON values.
-        combine: makes, on rank 0, the one record from the records of all ranks, which are in the order of the ranks.
-        error: the type that replaces everything outside this package's family of errors: foreign exceptions, a silent
-            rank, a lost store.
-        act: runs on rank 0, and only if no rank has given up; afterwards no rank can. It is for a step that must not
-            happen otherwise, such as a rename.
-        name: a unique name of the round, if a rank may miss it.
+        combine: called on rank 0 with the records of all ranks, in the order of the ranks. It returns the record that
+            every rank gets.
+        error: the type to raise for every failure that is not a CheckpointError: another exception, a silent rank, a
+            lost store.
+        act: called on rank 0, and only if no rank has given up. Once it is called, no rank can give up any more. It is
+            for an action that must not happen if the round fails, such as a rename.
+        name: a unique name of the round, if a rank may skip the round.
 
     Raises:
-        CheckpointError: the same type on all ranks.
+        CheckpointError: of the same type on all ranks.
     """
     with store_failures(topic, error):
         round_ = agreement.begin(topic, name)
@@ -320,12 +336,12 @@ def decide(
             except CheckpointError as failure:
                 raise failure from own
         if own is not None:
-            # Rank 0 has failed, so the round has failed. It may collect more errors, but it must announce the failure
-            # before the others give up.
+            # Rank 0 has failed, so the round has failed. Rank 0 still collects the errors of other ranks, but it must
+            # announce the failure before they give up.
             round_.shorten_deadline(deadlines.EXTRA_WAIT_S / 2)
         try:
             record = combine(round_.collect(error))
-            # A record that cannot be sent must fail here: after the claim, the others would wait for it in vain.
+            # A record that cannot be sent must fail here. After the claim, the other ranks would wait for it in vain.
             pack(record)
             round_.claim(error)
             if act is not None:
@@ -348,7 +364,7 @@ def agree(
     Every rank calls it with the same `request`: plain JSON values, or a function that returns them.
 
     Raises:
-        AgreementError: the requests differ, a rank is missing, or a function failed with a foreign exception.
+        AgreementError: the requests differ, a rank is missing, or `request` or `answer` raised another exception.
         CheckpointError: raised by `request` on any rank, or by `answer`. It is the same on all ranks.
     """
 
@@ -360,7 +376,7 @@ def agree(
 
 
 def same_everywhere(records: Sequence[Record], what: str, error: type[CheckpointError] = AgreementError) -> Record:
-    """Returns the record that all ranks have submitted; for `combine`.
+    """Returns the one record that all ranks have submitted. For use in `combine`.
 
     Raises `error`, which names the first rank whose record differs from rank 0's.
     """
@@ -379,7 +395,7 @@ def _work_and_submit(round_: Round, work: Callable[[], Record]) -> Exception | N
         round_.restart_deadline()
         round_.fail(failure)
         if not isinstance(failure, Exception):
-            raise  # Ctrl-C ends this rank at once; the others know from `fail` and need not wait for the deadline.
+            raise  # Ctrl-C ends this rank immediately. The others see the failure, and do not wait for the deadline.
         return failure
     round_.restart_deadline()
     round_.submit(record)

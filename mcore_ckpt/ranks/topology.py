@@ -18,7 +18,7 @@ def has_process_group() -> bool:
 class RankCoordinates:
     """A rank's place in every parallel dimension.
 
-    (pp, tp, cp, dp) names every rank of the world exactly once, and so does (pp, etp, ep, edp).
+    Each rank of the world has its own (pp, tp, cp, dp), and its own (pp, etp, ep, edp).
     """
 
     tp: int = 0
@@ -31,7 +31,7 @@ class RankCoordinates:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """The coordinates (pp, tp, cp, dp), in the order of the names of files that each rank writes."""
+        """The coordinates (pp, tp, cp, dp), in the order in which the names of a rank's files contain them."""
         return (self.pp, self.tp, self.cp, self.dp)
 
 
@@ -39,7 +39,7 @@ class RankCoordinates:
 class Replicas:
     """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
 
-    The first rank of each owns the file of these tensors.
+    The first rank in each tuple owns the file with these tensors.
     """
 
     dense: tuple[int, ...] = (0,)
@@ -69,15 +69,15 @@ class Topology:
     def has_generators_of(self, other: Topology) -> bool:
         """Returns True if this layout's random number generators can continue from the other layout's states.
 
-        megatron seeds them by the ranks of these four dimensions (`model_parallel_cuda_manual_seed`, 0.16.1).
+        megatron seeds the generators by the PP, TP, EP and ETP ranks (`model_parallel_cuda_manual_seed`, 0.16.1).
         """
         return all(getattr(self, size) == getattr(other, size) for size in ("pp", "tp", "ep", "etp"))
 
     def place_in_turn(self, place: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-        """Returns the place in this layout whose small files a rank at `place` of another layout loads.
+        """Returns the place in this layout from which a rank at `place` in another layout loads its small files.
 
-        That is the same place if this layout has it. Otherwise the ranks take turns: each coordinate is taken modulo
-        this layout's size. Both places are (pp, tp, cp, dp).
+        Both places are (pp, tp, cp, dp). If this layout has `place`, the result is `place`. Otherwise each coordinate
+        is taken modulo the size of this layout, so that the ranks share this layout's places in turn.
         """
         pp, tp, cp, dp = place
         return pp % self.pp, tp % self.tp, cp % self.cp, dp % self.dp
@@ -109,7 +109,7 @@ def coordinates_of(rank: int, topology: Topology) -> RankCoordinates:
 def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
     """Reads this process's coordinates and the layout's sizes from megatron's `parallel_state`.
 
-    A process without a process group is the only rank: all coordinates are 0 and all sizes are 1.
+    A process without a process group is the only rank. All its coordinates are 0, and all sizes except `vpp` are 1.
 
     Raises InvalidStateError if there is a process group but megatron's model parallelism is not initialized.
     """
@@ -151,7 +151,7 @@ def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
 
 
 def is_first_optimizer_instance(topology: Topology) -> bool:
-    """Returns True if this rank belongs to distributed-optimizer instance 0. All ranks do if there is one instance."""
+    """Returns True if this rank belongs to distributed-optimizer instance 0. If there is one instance, all ranks do."""
     if topology.optimizer_instances == 1:
         return True
     from megatron.core import parallel_state as ps
@@ -160,7 +160,7 @@ def is_first_optimizer_instance(topology: Topology) -> bool:
 
 
 def read_replicas() -> Replicas:
-    """Reads from megatron's `parallel_state` which ranks hold the same tensors as this one.
+    """Reads from megatron's `parallel_state` which ranks hold the same tensors as this rank.
 
     Dense tensors are replicated over data and context parallelism, experts over expert data parallelism. The ranks of
     a group ascend, so the first one has cp = dp = 0 (or edp = 0).

@@ -1,4 +1,11 @@
-"""Ends saves beside the training: the threads, the handle, and how the trainer learns of a failure."""
+"""Finishes saves in the background: the threads, the handle, and how the trainer learns of a failure.
+
+    trainer's thread   BackgroundSaves.launch   returns immediately; `SaveHandle.wait` waits for the save's end
+    save's thread      SaveHandle.run           finishes the save: writes the files and commits
+    deletion's thread  Save.after_commit        deletes old steps; a new save need not wait for this
+
+Each thread ends when it has no more work. An exiting interpreter waits for both (`_finish_all`).
+"""
 
 from __future__ import annotations
 
@@ -41,35 +48,35 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """True if the save has ended, with success or not."""
+        """True if the save has ended, whether it succeeded or failed."""
         return self._ended.is_set()
 
     @property
     def committed(self) -> bool:
-        """True if the checkpoint is in its place. False while the save is under way, and for ever if it fails."""
+        """True if the checkpoint is committed. False while the save is under way, and if it has failed."""
         return self._report is not None
 
     @property
     def exception(self) -> CheckpointError | None:
-        """The error that the save failed with; None while it is under way, and if it succeeded."""
+        """The error that made the save fail. None while the save is under way, and if it succeeded."""
         return self._exception
 
     @property
     def report(self) -> SaveReport | None:
-        """The report of the save on this rank; None until it is committed."""
+        """The report of the save on this rank. None until the checkpoint is committed."""
         return self._report
 
     @property
     def upload(self) -> UploadHandle | None:
-        """The upload to the remote store, once the checkpoint is committed.
+        """The upload of the checkpoint to the remote store. None until the checkpoint is committed.
 
-        None on other ranks than 0, and without `remote`.
+        Always None on all ranks except rank 0, without a remote store, and if the checkpoint is not part of a step.
         """
         return self._upload
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The bytes of tensors that this rank has written, and the bytes that it has to write."""
+        """The number of bytes of tensors that this rank has written, and the number that it must write in all."""
         save = self._save
         return self._progress if save is None else save.progress()
 
@@ -77,12 +84,12 @@ class SaveHandle:
         """Waits until the checkpoint is committed, and returns the report.
 
         Args:
-            timeout: how long to wait, in seconds; None: until the save ends.
+            timeout: how long to wait, in seconds. None: until the save ends.
 
         Raises:
-            TimeoutError: the save is still under way after `timeout` seconds, and goes on. It is Python's own error,
-                because nothing has failed.
-            CheckpointError: the save failed; the previous checkpoint stays.
+            TimeoutError: the save is still under way after `timeout` seconds, and continues. This is no
+                CheckpointError, because nothing has failed.
+            CheckpointError: the save failed. The previous checkpoint stays.
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save of step {self.step} is still under way after {timeout:g} s")
@@ -93,9 +100,9 @@ class SaveHandle:
         return self._report
 
     def run(self, stall_s: float | None) -> Callable[[], None] | None:
-        """Ends the save, on the calling thread. Raises nothing: `wait` does.
+        """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
 
-        Returns what remains to be done after the commit, deleting old steps; None if the save failed.
+        Returns a function for what remains after the commit (it deletes old steps); None if the save failed.
         """
         assert self._save is not None
         save = self._save
@@ -108,7 +115,7 @@ class SaveHandle:
             self._exception = CommitError(f"{type(error).__name__}: {error}")
             if not isinstance(error, Exception):
                 raise
-            logger.exception("a save has failed in a way that it should not")
+            logger.exception("a save has failed with an unexpected error")
         finally:
             self._progress = save.progress()
             self._save = None
@@ -117,13 +124,13 @@ class SaveHandle:
 
 
 class BackgroundSaves:
-    """The saves of one manager beside the training: at most one is under way at a time.
+    """Runs the saves of one manager in the background, at most one at a time.
 
-    Old steps are deleted on another thread, so that a new save need not wait for it.
+    Old steps are deleted on a second thread, so that a new save need not wait for the deletion.
 
     Args:
-        commits: the agreement that saves end with.
-        warns: whether a failure is logged instead of raised.
+        commits: the agreement by which the ranks commit a save.
+        warns: whether failures are only logged, and not raised by the manager's next call.
     """
 
     def __init__(self, commits: Agreement, warns: bool) -> None:
@@ -136,7 +143,7 @@ class BackgroundSaves:
 
     @property
     def busy(self) -> bool:
-        """True if a save has not ended yet. A committed save has ended, though old steps may still be deleted."""
+        """True if a save has not ended yet. A committed save has ended, even if old steps are still being deleted."""
         return self._handle is not None and not self._handle.done
 
     @property
@@ -145,20 +152,20 @@ class BackgroundSaves:
         return self._deletions.is_busy
 
     def launch(self, handle: SaveHandle, stall_s: float) -> None:
-        """Ends a save on a thread of its own. No other may be under way."""
+        """Finishes a save on the save's thread. No other save may be under way."""
         self._handle = handle
         self._save.add(partial(self._end, handle, stall_s))
 
     def run(self, handle: SaveHandle) -> None:
-        """Ends a save on the calling thread. Deleting old steps does not hold up the caller."""
+        """Finishes a save on the calling thread. Old steps are deleted on the deletion's thread."""
         self._delete(handle.run(None))
 
     def wait_for_save(self) -> None:
-        """Waits until no save is under way. Deadlines within the save bound the wait."""
+        """Waits until no save is under way. The save's own deadlines limit this wait."""
         self._save.wait()
 
     def wait_for_deletions(self) -> None:
-        """Waits until no old step is being deleted for a save that is committed."""
+        """Waits until the deletions that follow committed saves are done."""
         self._deletions.wait()
 
     def wait_until_idle(self) -> None:
@@ -167,7 +174,10 @@ class BackgroundSaves:
         self.wait_for_deletions()
 
     def failure(self) -> Record | None:
-        """The failure of the last save, if the trainer has not seen it yet."""
+        """Returns the error of the last save as a record, or None if the save has not failed.
+
+        Also returns None if the trainer has seen the error already, or if errors are only logged.
+        """
         handle = self._handle
         if self._warns or handle is None or handle.exception is None or handle._failure_seen:
             return None
@@ -175,19 +185,19 @@ class BackgroundSaves:
         return record | {"message": f"an earlier save, of step {handle.step}, has failed: {record['message']}"}
 
     def mark_failure_seen(self) -> None:
-        """Records that the trainer has seen the failure of the last save, so that it is not raised again."""
+        """Records that the trainer has seen the error of the last save, so that the error is not raised again."""
         if self._handle is not None:
             self._handle._failure_seen = True
 
     def raise_failure(self) -> None:
-        """Raises the failure of the last save, if the trainer has not seen it yet."""
+        """Raises the error of the last save if the trainer has not seen it yet."""
         record = self.failure()
         if record is not None:
             self.mark_failure_seen()
             raise from_record(record, CommitError)
 
     def shorten(self) -> None:
-        """Shortens the waits for other ranks: they may be dead when the interpreter ends."""
+        """Shortens the waits for other ranks, which may be dead when this interpreter exits."""
         self._commits.limit_waits(deadlines.EXIT_WAIT_S)
 
     def _end(self, handle: SaveHandle, stall_s: float) -> None:
@@ -196,8 +206,8 @@ class BackgroundSaves:
             rest = handle.run(stall_s)
         finally:
             if handle.exception is not None:
-                # Log it now, because there may be no next call to raise it.
-                consequence = "; going on without a checkpoint" if self._warns else ""
+                # Log the error now, because there may be no next call that raises it.
+                consequence = "; training continues without this checkpoint" if self._warns else ""
                 logger.error("the save of step %d has failed%s: %s", handle.step, consequence, handle.exception)
         self._delete(rest)
 
@@ -207,7 +217,7 @@ class BackgroundSaves:
 
 
 class _Worker:
-    """Does what it is given, one after the other, on a thread that lives only while there is something to do."""
+    """Calls functions one after the other on a thread, which exists only while there are functions to call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -221,12 +231,12 @@ class _Worker:
             self._waiting.append(work)
             if self._thread is not None and self._thread.is_alive():
                 return
-            # A daemon, because the interpreter would wait for any other thread without a deadline. `_finish_all` has
-            # a deadline.
+            # A daemon, because at exit the interpreter would wait without limit for a non-daemon thread. `_finish_all`
+            # waits for this thread, and limits how long it waits for other ranks.
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # a system that grants no thread makes a save slower, and must not make it fail
+            except RuntimeError:  # the system grants no thread: do the work here, which is slower but does not fail
                 self._thread = None
             else:
                 self._thread = thread
@@ -239,7 +249,7 @@ class _Worker:
             return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when nothing is left to do."""
+        """Waits until no function is left to call."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -255,10 +265,11 @@ class _Worker:
             try:
                 work()
             except Exception:
-                logger.exception("the thread %r goes on after a failure that should not happen", self._name)
+                logger.exception("the thread %r continues after an unexpected error", self._name)
 
 
-# Weak, because a running thread keeps its worker and its save alive, even if the trainer has dropped the manager.
+# Weak references are enough, because a running thread keeps its worker and its save alive even if the trainer has
+# dropped the manager.
 _all_saves: WeakSet[BackgroundSaves] = WeakSet()
 _workers: WeakSet[_Worker] = WeakSet()
 
@@ -270,6 +281,6 @@ def _finish_all() -> None:
         each.shorten()
     for each in saves:
         each.wait_for_save()
-    # After the saves, because each of them may add a deletion.
+    # Wait for the workers after the saves, because each save may add a deletion.
     for worker in list(_workers):
         worker.wait()

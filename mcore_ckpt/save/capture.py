@@ -1,4 +1,4 @@
-"""Copies tensors into images of their files: each to the offset that it has on disk."""
+"""Copies tensors into host images of their files, each tensor to the offset that it has on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FileTensors(NamedTuple):
     """The tensors to save to one file, in the order of its request.
 
     Attributes:
-        tensors: any strides, in host memory or on a GPU.
+        tensors: the tensors, with any strides, in host memory or on a GPU.
         addresses: the address of each tensor's first element.
         in_rows: whether all tensors are contiguous.
     """
@@ -33,8 +33,8 @@ class FileTensors(NamedTuple):
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> FileTensors:
-        """Reads addresses and strides of the tensors."""
-        # A TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors.
+        """Reads the addresses of the tensors, and whether all are contiguous."""
+        # Without this, a TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors.
         with torch._C.DisableTorchFunction():
             addresses = list(map(torch.Tensor.data_ptr, tensors))
             return FileTensors(tensors, addresses, all(map(torch.Tensor.is_contiguous, tensors)))
@@ -42,11 +42,11 @@ class FileTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """Says where the bytes of each file are.
+    """The result of a capture: where the bytes of each file are.
 
     Attributes:
         writes: one for each file that this rank writes a part of.
-        seconds: how long copying took before `capture_copies` returned.
+        seconds: how long `capture_copies` took; 0 if the tensors are captured in place.
     """
 
     writes: tuple[FileWrite, ...]
@@ -54,12 +54,12 @@ class Capture:
 
 
 def arena_bytes(files: Sequence[FilePlan]) -> int:
-    """The bytes of host memory that images of this rank's parts need. Each image begins on a page."""
+    """Returns how many bytes the images of this rank's parts of the files need. Each image begins on a page."""
     return sum(page_ceil(plan.nbytes) for plan in files)
 
 
 def capture_in_place(files: Sequence[FilePlan], tensors: Sequence[FileTensors]) -> Capture:
-    """Captures without copying: the tensors are in host memory, and must not change until they are on the disk."""
+    """Captures without copying. The tensors are in host memory, and must not change until they are on the disk."""
     writes: list[FileWrite] = []
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
@@ -73,19 +73,19 @@ def capture_copies(
 ) -> Capture:
     """Copies the tensors to their places in images.
 
-    When this returns, tensors in host memory may change. Tensors on a GPU may change when `device` has copied them.
+    When this returns, tensors in host memory may change. Tensors on a GPU may change once `device` has copied them.
 
     Args:
         files: the files of this rank.
         tensors: the tensors of each file.
         buffer: host memory of at least `arena_bytes(files)` bytes, pinned if tensors are on a GPU.
-        device: makes the copies from the GPU; None if no tensor is on one.
+        device: makes the copies from the GPU; None if no tensor is on a GPU.
     """
     started = time.perf_counter()
     host, on_device = _Columns(), _Columns()
     copied_from: list[torch.Tensor] = []
     places: list[tuple[FilePlan, int, list[tuple[int, int]]]] = []
-    place = 0  # in the buffer
+    place = 0  # the offset of the next image in the buffer
     for plan, members in zip(files, tensors, strict=True):
         first, found, addresses = _locate(plan, members)
         copied_from += found
@@ -113,7 +113,7 @@ def capture_copies(
 
 
 class _Columns:
-    """The destinations, sources and sizes of copies, in columns as the native calls take them."""
+    """The destinations, sources and sizes of copies, as the parallel lists that the native calls expect."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []
@@ -127,9 +127,9 @@ class _Columns:
 
 
 class _Located(NamedTuple):
-    """The tensors in this rank's range, as contiguous tensors, and their addresses."""
+    """The tensors of a file in this rank's range, as contiguous tensors, and their addresses."""
 
-    first: int  # the number of the first of these tensors
+    first: int  # the index of the first of these tensors among all tensors of the file
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
 
@@ -153,12 +153,13 @@ def _on_gpu(tensors: Sequence[torch.Tensor]) -> list[bool]:
 def _ready(
     plan: FilePlan, copies: Sequence[tuple[int, int]], events: Sequence[tuple[int, _native.DeviceEvent]]
 ) -> list[tuple[int, _native.DeviceEvent]]:
-    """Lists up to which offset of the file the bytes have arrived when each event has happened.
+    """Lists, for each event, the offset in the file up to which all bytes have arrived once the event has happened.
 
     Args:
         plan: the file.
-        copies: for each copy from the GPU: (its number, counted from 1 over all files; its offset in the file).
-        events: (how many copies are done when the event has happened, the event), ascending.
+        copies: for each copy from the GPU to this file: (the number of the copy, counted from 1 over all files; its
+            offset in the file).
+        events: for each event: (how many copies are done once it has happened, the event). The numbers ascend.
     """
     counts = [count for count, _ in copies]
     ready: list[tuple[int, _native.DeviceEvent]] = []

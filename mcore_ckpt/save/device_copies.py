@@ -1,4 +1,4 @@
-"""Copies tensors out of a GPU on a separate stream, while the training goes on."""
+"""Copies tensors from a GPU to host memory on a separate stream, while the training continues."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ class DeviceCopies:
         nbytes: list[int],
         tensors: Sequence[torch.Tensor],
     ) -> list[tuple[int, _native.DeviceEvent]]:
-        """Queues copies behind the work of the current stream. The host does not wait.
+        """Queues copies that begin after the work already queued on the current stream. The host does not wait.
 
         Args:
             buffer: pinned host memory to copy to.
-            offsets, sources, nbytes: offsets in the buffer, addresses and sizes, by ascending offset.
-            tensors: the tensors that the sources belong to. If their memory is freed meanwhile (`resize_(0)`, a new
-                `.data`), torch does not reuse it before it has been copied.
+            offsets, sources, nbytes: the offset in the buffer, the source's address and the size of each copy. The
+                offsets ascend.
+            tensors: the tensors that the sources belong to. If the memory of a tensor is freed in the meantime
+                (`resize_(0)`, a new `.data`), torch does not reuse that memory before it has been copied.
 
         Returns:
-            For each group of copies: (how many copies are done when the event has happened, the event).
+            For each group of copies: (how many copies are done once the event has happened, the event).
         """
         after = torch.cuda.current_stream().cuda_stream
         ready = self._copier.start(buffer, offsets, sources, nbytes, after, tuning.COPY_GROUP_BYTES)
@@ -47,7 +48,7 @@ class DeviceCopies:
         self._copier.hold(torch.cuda.current_stream().cuda_stream)
 
     def wait(self) -> None:
-        """Returns when all copies are done."""
+        """Waits until all copies are done."""
         self._copier.wait()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Delays methods that change the training state while the state is still being copied out of the GPU."""
+"""Delays methods that change the training state while the state is still being copied from the GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Guards:
-    """Calls `before` ahead of methods of the trainer's own objects, until `remove`.
+    """Calls `before` whenever one of the given methods is called, before the method runs, until `remove` is called.
 
-    The methods of the objects are replaced, not those of their classes, so that other models in this process are not
-    affected.
+    The methods are replaced on the objects themselves and not on their classes, so that other models in this process
+    are not affected.
 
     Example:
         >>> guards = Guards([(optimizer, "step")], host_images.hold)  # doctest: +SKIP
@@ -25,7 +25,7 @@ class Guards:
         self._guarded = [self._guard(owner, name) for owner, name in methods if hasattr(owner, name)]
 
     def remove(self) -> None:
-        """Restores the methods. A guard that other code has wrapped since stays in place, and no longer waits."""
+        """Restores the methods. A guard that other code has wrapped meanwhile stays, but no longer calls `before`."""
         self._before = None
         for method in self._guarded:
             if vars(method.owner).get(method.name) is not method.guard:
@@ -49,7 +49,7 @@ class Guards:
 
 
 class _Guard:
-    """Replaces a method of `owner`. A copy of the owner, or one from a pickle, gets the original method."""
+    """Replaces a method of `owner`. A deep copy of the owner, or an unpickled one, has the original method."""
 
     def __init__(self, guards: Guards, owner: Any, name: str, original: Callable[..., Any]) -> None:
         update_wrapper(self, original)
@@ -72,7 +72,7 @@ class _Guard:
 
 @dataclass(frozen=True)
 class _Guarded:
-    """A guarded method: the original, its guard, and whether the object itself had it instead of its class."""
+    """A guarded method: the original, its guard, and whether the original is an attribute of the object itself."""
 
     owner: Any
     name: str

@@ -1,8 +1,8 @@
 """Exports the HuggingFace model of a save, from the files that the ranks have just written.
 
-HuggingFace needs whole tensors, and a rank has only slices. When all ranks' files are on the disk, each rank writes
-some of the `.safetensors` files from them, so that no tensor is gathered over the network. It is the merge of a
-checkpoint, done just before the commit.
+A HuggingFace file has whole tensors, but a rank has only slices. Once the files of all ranks are on the disk, each rank
+reads from these files what it needs to write some of the `.safetensors` files. So no tensor is gathered over the
+network. The result is the same as that of a merge, but is made just before the commit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
-    """Checks that this rank's part of the model is in the table of its architecture, with the table's shapes.
+    """Checks that the table of the architecture has all tensors of this rank, with the same shapes.
 
     Raises:
         UnsupportedError: there is no table for the architecture.
@@ -63,30 +63,31 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
         name, shape = found_as(shard.key.name, wanted), shard.region.global_shape
         if name is None:
             raise CheckpointMismatchError(
-                f"tensor {shard.key}: {described.describe()}, as hf_config says, has no such tensor: pass the model's "
-                "own hf_config, or leave 'hf_model' out of save_contents"
+                f"tensor {shard.key}: hf_config describes {described.describe()}, which has no such tensor: pass the "
+                "model's own hf_config, or leave 'hf_model' out of save_contents"
             )
         if shape != wanted[name] and not _is_padded(name, shape, wanted[name]):
             raise CheckpointMismatchError(
-                f"tensor {shard.key}: the model has shape {list(shape)}, hf_config means {list(wanted[name])}: pass "
-                "the model's own hf_config"
+                f"tensor {shard.key}: has shape {list(shape)} in the model, but {list(wanted[name])} according to "
+                "hf_config: pass the model's own hf_config"
             )
 
 
 def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
-    # Refuse here what the export would refuse: in the export the save would fail.
+    # Accept only padding. The export would refuse any other difference, too, but then the save would fail.
     return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and may_be_padding(wanted[0], shape[0])
 
 
-# The sizes that decide the order of a tensor's rows, which its shape does not show, and the table's names for them.
+# The sizes that determine the order of a tensor's rows, with their names in the table. The tensor's shape does not show
+# this order.
 _ORDER = {"num_attention_heads": "heads", "num_query_groups": "groups", "kv_channels": "head_dim"}
 
 
 def _check_config(trainer: Trainer, described: HfModel) -> None:
     """Checks that `hf_config` agrees with the live model.
 
-    A difference in the order of elements is an error. Other differences are only logged: the exported weights are
-    right, but transformers computes something else with them.
+    A difference that changes the order of rows is an error. Other differences are only logged, because the exported
+    weights are right even though transformers computes something else with them.
     """
     live = unwrap(trainer.chunks[0])
     for field, word in _ORDER.items():
@@ -94,7 +95,8 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
         latent = getattr(live.config, "multi_latent_attention", False)
         if not latent and word in described.sizes and found not in (None, described.sizes[word]):
             raise CheckpointMismatchError(
-                f"the model's {field} is {found}, hf_config of this {described.describe()} says {described.sizes[word]}"
+                f"the model's {field} is {found}, but {described.sizes[word]} according to hf_config, which describes "
+                f"{described.describe()}"
             )
     if not described.architecture.rules:
         return
@@ -110,12 +112,12 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
 
 
 def described_model(trainer: Trainer) -> HfModel:
-    """The model that `hf_config` describes. Raises UnsupportedError if there is no table for its architecture."""
+    """Returns the model that `hf_config` describes. Raises UnsupportedError if its architecture has no table."""
     return model_from_config(config_of(trainer.hf_config))
 
 
 def _as_value_model(model: HfModel) -> HfModel:
-    """The same model with a head of one value: frameworks pass the language model's config for a critic, too."""
+    """Returns the same model with a value head. Frameworks pass the language model's config even for a critic."""
     wanted = next((name for name in model.architecture.classes if name.endswith("ForTokenClassification")), None)
     if wanted is None:
         raise UnsupportedError(
@@ -136,39 +138,41 @@ def export_together(
     """Writes the checkpoint's own files on all ranks, and then the HuggingFace model from them.
 
     Args:
-        commits: this rank's agreement for rounds on the thread that ends a save.
-        trainer: the objects that are saved.
+        commits: this rank's agreement for rounds on the thread that finishes a save.
+        trainer: the objects to save.
         staging: the staging folder of the save.
         attempt: the id of the save.
-        write: writes this rank's files durably, and returns its report.
-        describe: on rank 0, builds the manifest of all files from the reports.
+        write: writes this rank's files durably, and returns this rank's report.
+        describe: builds, on rank 0, the manifest of all files from the ranks' reports.
 
     Returns:
-        This rank's files of the HuggingFace model.
+        The files of the HuggingFace model that this rank has written.
 
     Raises:
-        CheckpointError: on all ranks, if a rank could not write its own files; on this rank, if the model does not
-            agree with hf_config, or this rank's part cannot be written.
+        CheckpointError: on all ranks if some rank could not write the checkpoint's own files; only on this rank if the
+            model does not agree with hf_config, or if this rank's files of the HuggingFace model cannot be written.
     """
 
     def combine(records: Sequence[Record]) -> Record:
         manifest = describe(records)
-        # The model's own files are in the staging folder, even if save_contents does not have "model".
+        # The model's tensors are in the staging folder even if save_contents does not have "model".
         manifest = replace(manifest, contents=tuple({*manifest.contents, "model"}))
         write_file(staging / file_names.WRITTEN_FILE, [encode_manifest(manifest)])
         return {}
 
-    topic = f"writing what the HuggingFace model of {trainer.role} is made from"
+    topic = f"writing the files from which the HuggingFace model of {trainer.role} is made"
     decide(commits, topic, write, combine, CommitError, name=f"{attempt}-model")
     reader = NativeReader(LocalFolder(staging), read_manifest(staging, file_names.WRITTEN_FILE))
     return _export(trainer, reader, staging / file_names.HUGGINGFACE_DIR)
 
 
 def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Manifest:
-    """Completes the manifest with the files of the HuggingFace model, from the reports of all ranks. Rank 0 calls it.
+    """Adds the files of the HuggingFace model to the manifest, from the reports of all ranks. Only rank 0 calls it.
+
+    Deletes the files of the model's tensors if `save_contents` does not have "model".
 
     Raises:
-        CommitError: a file is missing, or has another size.
+        CommitError: a file is missing or has the wrong size.
     """
     manifest = read_manifest(staging, file_names.WRITTEN_FILE)
     (staging / file_names.WRITTEN_FILE).unlink()
@@ -185,7 +189,8 @@ def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Man
 def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[WrittenFile]:
     tensors = weights_of(reader)
     shapes = {name: info.shape for name, info in tensors.items()}
-    # The live shapes decide, because frameworks pass the language model's config for a critic, too.
+    # The saved shapes decide whether it is a value model, because frameworks pass the language model's config even for
+    # a critic.
     model = reconcile(
         described_model(trainer), shapes, is_value_model=MCORE_HEAD in shapes and shapes[MCORE_HEAD][0] == 1
     )
@@ -193,7 +198,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     useful = max(1, min(trainer.topology.world_size, nbytes // tuning.HF_LEAST_FILE_BYTES))
     plan = plan_export(model, tensors, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
-    # A training that has diverged gets its checkpoint nevertheless, so NaN is allowed.
+    # NaN is allowed, because a training that has diverged must still get its checkpoint.
     weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)
     index = write_index(plan, folder) if trainer.agreement.is_coordinator else None
     written = [replace(file, path=f"{folder.name}/{file.path}") for file in (*weights, *((index,) if index else ()))]
@@ -205,7 +210,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
 
 
 def _own_files(trainer: Trainer, count: int) -> list[int]:
-    """The files that this rank writes. If there are fewer files than ranks, ranks far apart write them."""
+    """Returns the numbers of the files that this rank writes. If there are few files, ranks far apart write them."""
     world, rank = trainer.topology.world_size, trainer.agreement.rank
     owners = [number * world // count if count < world else number % world for number in range(count)]
     return [number for number, owner in enumerate(owners) if owner == rank]

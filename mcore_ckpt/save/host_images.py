@@ -1,4 +1,4 @@
-"""Copies this rank's training state into images of its files in host memory, which saves reuse."""
+"""Copies this rank's training state into host images of its files. All saves use the same host memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from mcore_ckpt.save.device_copies import DeviceCopies
 
 @dataclass(frozen=True)
 class ReservedImages:
-    """Host memory of one save.
+    """Host memory that is reserved for one save.
 
     Attributes:
-        buffer: the memory, at whose beginning the first image is; None if no file has an image.
-        files: the numbers of the files that have an image, ascending. The others are written in place.
+        buffer: the memory. The first image is at its beginning. None if no file has an image.
+        files: the numbers of the files that have an image, ascending. The other files are written in place, from the
+            tensors themselves.
     """
 
     buffer: _native.HostBuffer | None
@@ -30,7 +31,7 @@ class HostImages:
     """Owns the host memory for images, and the copies from the GPU into it.
 
     Args:
-        limit: the most bytes of host memory; None for no limit.
+        limit: the largest number of bytes of host memory; None for no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -38,28 +39,29 @@ class HostImages:
         self._device: DeviceCopies | None = None
 
     def prepare(self, nbytes: int) -> None:
-        """Begins to fetch host memory of that size, beside the training. Raises nothing."""
+        """Starts to allocate `nbytes` bytes of host memory in the background. Raises nothing."""
         self._memory.prepare(nbytes)
 
     def reserve(self, files: Sequence[FilePlan]) -> _native.HostBuffer:
         """Reserves host memory for this rank's parts of the files, and returns it. Earlier images are lost.
 
-        Waits for memory that is still being prepared. A state on a GPU has to wait: copies from a GPU need pinned
-        memory, and memory is pinned as a whole.
+        Waits for memory that is still being prepared. A state on a GPU needs all of it, because copies from a GPU need
+        pinned memory, and the memory can be pinned only as a whole.
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
             MemoryError: the system does not have the memory.
-            RuntimeError: CUDA cannot pin it.
+            RuntimeError: CUDA cannot pin the memory.
         """
         self.wait()  # copies of a save that failed may still be writing into that memory
         return self._memory.take(arena_bytes(files))
 
     def reserve_ready(self, files: Sequence[FilePlan]) -> ReservedImages:
-        """Reserves host memory for the files of a state in CPU memory, without waiting long for it.
+        """Reserves host memory for the files of a state in CPU memory, without a long wait.
 
-        While the memory is still being prepared, only some files may have room. All have it if nearly all of the memory
-        is ready, because the rest is then there sooner than the files could be written.
+        While the memory is still being prepared, only the files that fit into the ready part get an image. But if
+        nearly all of the memory is ready, this waits for the missing part, which is faster than writing files in place.
+        Then all files get an image.
 
         Raises:
             UnsupportedError: the files need more bytes than the limit.
@@ -87,9 +89,9 @@ class HostImages:
             files: the files of this rank.
             tensors: the tensors of each file.
             buffer: the reserved memory.
-            lazy: None: when this returns, all tensors may change. Otherwise tensors on a GPU are still being copied,
-                and whatever changes them must call `hold` first. The tensors with these (file, tensor) numbers are
-                cloned on the GPU, so that they may change at once.
+            lazy: None: wait for all copies, so that all tensors may change when this returns. Otherwise: do not wait
+                for copies from a GPU. Code that changes a tensor on a GPU must then call `hold` first. The tensors with
+                the given (file, tensor) numbers are cloned on the GPU, so that they may change immediately.
         """
         if lazy is not None:
             tensors = _detached(tensors, lazy)
@@ -106,7 +108,7 @@ class HostImages:
             self._device.hold()
 
     def wait(self) -> None:
-        """Returns once nothing is being copied."""
+        """Waits until nothing is being copied."""
         if self._device is not None:
             self._device.wait()
 
@@ -119,7 +121,7 @@ class HostImages:
 
 
 def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]:
-    """The numbers of files whose images fit into `nbytes` bytes together; larger files come first."""
+    """Chooses files whose images fit together into `nbytes` bytes, large files first, and returns their numbers."""
     fitting: list[int] = []
     for number in sorted(range(len(files)), key=lambda number: -files[number].nbytes):
         size = page_ceil(files[number].nbytes)
@@ -130,7 +132,7 @@ def _largest_that_fit(files: Sequence[FilePlan], nbytes: int) -> tuple[int, ...]
 
 
 def _detached(tensors: Sequence[FileTensors], which: Sequence[tuple[int, int]]) -> list[FileTensors]:
-    """Replaces some tensors by clones on the GPU. They are made in stream order, so the host does not wait."""
+    """Replaces some tensors by clones on the GPU. The clones are made in stream order, so the host does not wait."""
     by_file = [list(members.tensors) for members in tensors]
     for file, number in which:
         if by_file[file][number].is_cuda:

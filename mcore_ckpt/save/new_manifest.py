@@ -1,4 +1,4 @@
-"""Builds the manifest of a save on rank 0, from the reports of all ranks, and writes the file that all ranks share."""
+"""Builds the manifest of a save on rank 0, from the reports of all ranks, and writes `common.pt`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def build_manifest(
     """Checks that all reported files are there, writes `common.pt`, and returns the manifest.
 
     Args:
-        trainer: the objects that are saved.
-        names: the tensor names that rank 0 knows; those in the reports are added.
+        trainer: the objects to save.
+        names: the tensor names that rank 0 knows. This function adds the names in the reports.
         staging: the staging folder of the save.
-        common: the state that all ranks share (`read_common`); the optimizers' steps are filled in.
-        step, roles, attempt: go into the manifest as they are.
+        common: the state that all ranks share (`read_common`). This function adds the optimizers' steps.
+        step, roles, attempt: values that the manifest contains unchanged.
         records: the report of each rank (`rank_reports.rank_report`), by rank.
 
     Raises:
-        CommitError: a file is missing or of another size, or the ranks' reports contradict each other.
+        CommitError: a file is missing or has the wrong size, or the ranks' reports contradict each other.
         OSError: `common.pt` cannot be written.
     """
     files = [(rank, _written(item)) for rank, record in enumerate(records) for item in record["files"]]
@@ -81,7 +81,10 @@ def build_manifest(
 
 
 def read_common(trainer: Trainer) -> dict[str, Any]:
-    """The optimizer and scheduler state that all ranks share, without the steps, which rank 0 may not know."""
+    """Returns the optimizer and scheduler state that all ranks share.
+
+    The optimizers' steps are not in it, because rank 0 may not know them.
+    """
     return {
         "optimizers": [
             {
@@ -101,12 +104,12 @@ def _written(item: Record) -> WrittenFile:
 
 
 def _common_step(part: int, by_rank: Sequence[float | int | None]) -> float | int | None:
-    """The step of one chained optimizer. A rank that owns no parameters does not know it."""
+    """Returns the step of one chained optimizer. A rank that owns none of its parameters has reported None."""
     known = {step for step in by_rank if step is not None}
     if len(known) > 1:
         first_ranks = {step: by_rank.index(step) for step in sorted(known)}
         raise CommitError(
-            f"optimizer {part} has done different numbers of steps on different ranks: {first_ranks} (step: first "
-            "rank): load a checkpoint on all ranks before training on"
+            f"optimizer {part} has done different numbers of steps on different ranks: {first_ranks} (number of steps: "
+            "first rank that has done so many): load a checkpoint on all ranks before training continues"
         )
     return known.pop() if known else None

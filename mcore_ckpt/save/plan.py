@@ -1,6 +1,6 @@
-"""Plans a save: which tensor goes where in which file.
+"""Plans a save: which tensor is written where in which file.
 
-A plan is made once, and used as long as the tensors are the same.
+A plan is reused as long as the tensors are the same.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
 _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
-# How many tensors are checked together. The first check brings them into the processor's cache for the others.
+# How many tensors `_KeptTensors.find` checks together. Its first check brings them into the processor's cache, so that
+# its other checks find them there.
 _AT_ONCE = 512
 
 
 @dataclass(frozen=True, eq=False)
 class _KeptTensors:
-    """Weak references to some of a file's tensors, and their shapes, dtypes and devices, in columns."""
+    """Weak references to some of a file's tensors, with parallel tuples of their shapes, dtypes and devices."""
 
     references: tuple[ReferenceType[torch.Tensor], ...]
     shapes: tuple[torch.Size, ...]
@@ -49,15 +50,19 @@ class _KeptTensors:
         return _KeptTensors(tuple(map(ref, tensors)), *kinds)
 
     def find(self, instead: Mapping[int, torch.Tensor | None]) -> FileTensors | None:
-        """The current tensors; None if one is gone or of another kind. `instead` overrides some by index."""
+        """Returns the tensors; None if one is gone or has another shape, dtype or device.
+
+        `instead` gives, by index, tensors to use in place of those that the references refer to.
+        """
         tensors = list(map(call, self.references))
         for number, tensor in instead.items():
             tensors[number] = tensor
         if any(map(is_, tensors, repeat(None))):
             return None
         found = cast("list[torch.Tensor]", tensors)
-        # A TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors. And keeping
-        # thousands of objects at a time would start a garbage collection that takes longer than all these checks.
+        # Without this, a TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors. The
+        # checks make no lists, because keeping thousands of new objects at a time would start a garbage collection,
+        # which takes longer than all these checks.
         with torch._C.DisableTorchFunction():
             is_alike = (
                 all(map(eq, map(_SHAPE, found), self.shapes))
@@ -88,7 +93,7 @@ class SavePlan:
 
 @dataclass(frozen=True, eq=False)
 class _PlanBetweenSaves:
-    """A plan between two saves. It keeps no tensor alive, so that a trainer may offload them."""
+    """A plan that is kept from save to save. It keeps no tensor alive, so that a trainer can offload its tensors."""
 
     live: LiveObjects
     files: tuple[FilePlan, ...]
@@ -108,7 +113,7 @@ class _PlanBetweenSaves:
         return _PlanBetweenSaves(live, plan.files, tensors, plan.buffers, plan.on_gpu, plan.on_host)
 
     def plan(self) -> SavePlan | None:
-        """The plan with the current tensors; None if it is no longer valid."""
+        """Returns the plan with the current tensors; None if the plan is no longer valid."""
         if not self.live.are_still_there():
             return None
         by_file = [self._find(file) for file in range(len(self.files))]
@@ -133,7 +138,7 @@ class _PlanBetweenSaves:
         )
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
-        """Reads the file's tensors anew that are copies of a live state, by index."""
+        """Makes anew those tensors of the file that have a `refresh`, and returns them by index."""
         found = {}
         for number in (number for where, number in self.buffers if where == file):
             refresh = self.files[file].request.tensors[number].refresh
@@ -143,17 +148,17 @@ class _PlanBetweenSaves:
 
 
 class SavePlanner:
-    """Makes plans, and keeps the last one as long as it is valid."""
+    """Makes plans, and reuses the last plan as long as it is valid."""
 
     def __init__(self) -> None:
         self._structures = StructureCache()
         self._last_plan: _PlanBetweenSaves | None = None
 
     def plan(self, trainer: Trainer) -> SavePlan:
-        """This rank's plan. Nothing is copied or communicated.
+        """Returns this rank's plan. Copies no tensor, and does not communicate.
 
         Raises:
-            UnsupportedError: something cannot be saved whole, or a tensor has no memory because it is offloaded.
+            UnsupportedError: something cannot be saved completely, or a tensor has no memory because it is offloaded.
         """
         plan = None if self._last_plan is None else self._last_plan.plan()
         if plan is None:
@@ -174,23 +179,25 @@ def _with_host_copies(plan: SavePlan, copies: HostCopies) -> SavePlan:
     return replace(plan, tensors=tensors, on_gpu=_on_gpu(tensors), on_host=True)
 
 
-# No system with 48-bit addresses puts tensors below this address. If all addresses are smaller, all tensors are
-# checked.
+# Where addresses have 48 bits, no tensor with memory is below this address. On other systems all tensors may be below
+# it, and then each of them is checked.
 _LEAST_ADDRESS = 1 << 44
 
 
 def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
-    """Raises UnsupportedError for an offloaded tensor.
+    """Raises UnsupportedError if a tensor is offloaded.
 
     megatron's `offload_to_cpu` (0.16.1) frees the storage of a tensor, so that the tensor's address is only its offset
-    in that storage. Tensors of buffers that have a host copy were replaced by it before.
+    in that storage. Tensors whose buffer has a host copy are not refused, because `_with_host_copies` has already
+    replaced them by a part of this copy.
     """
     if min(members.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
         return
     for write, tensor, address in zip(request.tensors, members.tensors, members.addresses, strict=True):
         if address < _LEAST_ADDRESS and tensor.numel() and not tensor.untyped_storage().nbytes():
             raise UnsupportedError(
-                f"tensor {write.key} has no memory: it is offloaded; bring model and optimizer back before save()"
+                f"tensor {write.key} has no memory because it is offloaded: bring model and optimizer back to the "
+                "device before save()"
             )
 
 
@@ -216,11 +223,11 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
 
 
 def _write_requests(trainer: Trainer) -> list[WriteRequest]:
-    """The files that this rank writes, or writes a part of."""
+    """Lists the files that this rank writes completely or in part."""
     contents = trainer.config.save_contents
     model = model_shards(trainer.chunks)
     requests: list[WriteRequest] = []
-    # The HuggingFace model is made from the same files.
+    # The HuggingFace model is made from the files of the model.
     if "model" in contents or "hf_model" in contents:
         skip_frozen = trainer.config.skip_frozen
         requests += _model_requests(trainer, [shard for shard in model if not (skip_frozen and shard.is_frozen)])
@@ -230,19 +237,19 @@ def _write_requests(trainer: Trainer) -> list[WriteRequest]:
 
 
 def estimated_bytes(trainer: Trainer) -> int:
-    """About how many bytes this rank's part of a checkpoint will have, before the optimizer's first step too.
+    """Estimates how many bytes this rank's part of a checkpoint will have.
 
-    Before that step the moments do not exist: each main parameter is counted with two moments of its own size, as Adam
-    has them.
+    Before the optimizer's first step there are no moments. Then the estimate adds to each main parameter two moments of
+    the same size, because Adam will have them.
 
     Raises:
-        UnsupportedError: something cannot be saved whole.
+        UnsupportedError: something cannot be saved completely.
     """
     total = sum(map(_estimated_request_bytes, _write_requests(trainer)))
     return total + total // _HEADERS_PART
 
 
-# Headers, padding and the index take less than this part of a file of large tensors.
+# In a file of large tensors, headers, padding and the index take less than 1 / _HEADERS_PART of the tensors' bytes.
 _HEADERS_PART = 100
 _MOMENTS = 2
 
@@ -285,7 +292,10 @@ def _model_requests(trainer: Trainer, model: Iterable[LocalShard]) -> Iterator[W
 
 
 def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest) -> Iterator[WriteRequest]:
-    """Assigns the writers of a file of replicated tensors: one rank, or all ranks with a part each."""
+    """Assigns the writers of a file of replicated tensors: all replicas (`ranks`) with a part each, or only the first.
+
+    Yields nothing on a rank that does not write.
+    """
     alike = not any(map(_may_differ, request.tensors))
     if trainer.config.shared_writes and alike:
         yield replace(request, writers=tuple(ranks))
@@ -294,9 +304,10 @@ def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest)
 
 
 def _may_differ(write: TensorWrite) -> bool:
-    """True if replicas may hold different values: buffers may differ, and opaque states may differ in length.
+    """Returns True if replicas may have different values. Buffers may differ, opaque tensors even in length.
 
-    The router's bias does not differ: megatron computes it from the token counts of all data-parallel ranks.
+    The router's bias is a buffer, but it does not differ, because megatron computes it from the token counts of all
+    data-parallel ranks.
     """
     return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(".expert_bias")
 
@@ -309,13 +320,13 @@ def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
 
 
 def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterator[WriteRequest]:
-    """This rank's own file; for a replicated optimizer also this rank's part of the first replica's file."""
+    """Yields the request for this rank's own file and, if the optimizer is replicated, for the first replica's file."""
     parts = optimizer_state.optimizer_parts(trainer.optimizer)
     by_part = optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
     states = list(zip(parts, by_part, strict=True))
     rank, dense = trainer.agreement.rank, trainer.replicas.dense
     own = _optimizer_request(trainer, trainer.coordinates.place, states, rank)
-    # Experts and dense tensors have different replicas, but share a file. So one rank writes such a file alone.
+    # If experts have replicas of their own, a file has tensors with different replicas, so only one rank writes it.
     replicated = not any(part.is_sharded for part in parts) and not trainer.topology.experts_apart
     if not replicated:
         yield own
@@ -332,7 +343,7 @@ def _optimizer_request(
     states: Iterable[tuple[optimizer_state.OptimizerPart, Sequence[ParameterState]]],
     writer: int,
 ) -> WriteRequest:
-    """The optimizer file of one place (pp, tp, cp, dp), with the tensors that rank `writer` writes."""
+    """Returns the optimizer file of one place (pp, tp, cp, dp), with the tensors that rank `writer` writes."""
     writes: list[TensorWrite] = []
     aliases: list[Alias] = []
     for part, members in states:

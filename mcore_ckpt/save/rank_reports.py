@@ -1,4 +1,4 @@
-"""The report of each rank to rank 0 when its bytes are on the disk."""
+"""Builds the report that each rank sends to rank 0 when the rank's files are on the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_ckpt.state.trainer import Trainer
 class TensorNames:
     """The names of the tensors in each rank's files, by digest. Each rank sends its names to rank 0 only once.
 
-    With thousands of ranks and thousands of tensors, the names would be nearly all of a commit's messages.
+    With thousands of ranks and tensors, the names would otherwise be nearly all of the bytes that a commit sends.
     """
 
     def __init__(self) -> None:
@@ -26,19 +26,19 @@ class TensorNames:
         self._order: tuple[frozenset[str], tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]] | None = None
 
     def to_send(self, plans: Iterable[FilePlan]) -> dict[str, list[str]]:
-        """The names that rank 0 has not received from this rank yet, by digest."""
+        """Returns, by digest, the names that rank 0 has not yet received from this rank."""
         return {plan.holds: list(plan.names) for plan in plans if plan.holds not in self._sent}
 
     def mark_sent(self, plans: Iterable[FilePlan]) -> None:
-        """Records that a save is committed, so rank 0 has received its names."""
+        """Records that rank 0 has received the names of these plans. Call it when their save is committed."""
         self._sent.update(plan.holds for plan in plans)
 
     def receive(self, names: Mapping[str, Sequence[str]]) -> None:
-        """Adds names that a rank has sent. Rank 0 calls it."""
+        """Adds names that a rank has sent. Only rank 0 calls it."""
         self._received.update({digest: tuple(members) for digest, members in names.items()})
 
     def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]]:
-        """All names in the manifest's order, and for each digest the runs of positions in them that it stands for.
+        """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
 
         Raises:
             CommitError: rank 0 has not received the names of a digest.
@@ -47,7 +47,7 @@ class TensorNames:
         if self._order is None or self._order[0] != wanted:
             if missing := wanted - self._received.keys():
                 raise CommitError(
-                    f"rank 0 was not told the names of the tensors of {len(missing)} files: make a new "
+                    f"rank 0 has not received the names of the tensors in {len(missing)} files: make a new "
                     "CheckpointManager on all ranks"
                 )
             names = sorted({name for digest in wanted for name in self._received[digest]}, key=natural_order)
@@ -64,14 +64,14 @@ def rank_report(
     names: Mapping[str, list[str]],
     steps: Sequence[float | int | None],
 ) -> Record:
-    """One rank's report, as JSON values.
+    """Returns one rank's report as JSON values.
 
     Args:
-        trainer: this rank's place and stages.
+        trainer: this rank's trainer, which has its coordinates and stages.
         written: the files that this rank has completed.
         plans: the files that this rank has written a part of.
         names: the tensor names that rank 0 does not know yet, by digest.
-        steps: the number of steps of each of the optimizer's parts; None if this rank does not know it.
+        steps: for each chained optimizer, the number of steps that it has done; None if this rank does not know it.
     """
     return {
         "files": [asdict(file) for file in written],

@@ -1,8 +1,8 @@
-"""One save, from the trainer's objects to a committed checkpoint.
+"""Runs one save, from the trainer's objects to a committed checkpoint.
 
-It is one walk down the floors, on two threads:
+It runs on three threads. Each line gives a thread, a method of `Save`, and the rooms that do the work:
 
-    trainer's thread   Save(...)   state: read the small values, plan which shard goes where in which file
+    trainer's thread   Save(...)   state: read the small values, plan which shard is written where in which file
                        begin       capture: copy the shards into images of the files in host memory
     save's thread      finish      formats: write the files; checkpoint: build the manifest; steps: commit
                        upload      steps: queue the copy to the remote store
@@ -64,13 +64,13 @@ class SaveContext:
 
     Attributes:
         trainer: the objects to save, and this rank's place.
-        commits: this rank's agreement for rounds on the thread that ends a save. A wait blocks its client, so the
-            trainer's own thread has another one (`trainer.agreement`).
-        host_images: host memory for the copies, and the copies from the GPU.
-        lock: the lock on the role; used on rank 0 alone.
-        uploads: the queue of uploads to the remote store; None without a store, and on other ranks than 0.
-        planner: keeps the plan from save to save.
-        names: which tensor names rank 0 knows already.
+        commits: this rank's agreement for rounds on the thread that finishes a save. The trainer's thread has an
+            agreement of its own (`trainer.agreement`), because a wait blocks the store client of its agreement.
+        host_images: the host memory for copies of the state, and the copies from the GPU to it.
+        lock: the lock on the role. Only rank 0 uses it.
+        uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
+        planner: makes the plan of each save.
+        names: the tensor names that rank 0 already knows.
     """
 
     trainer: Trainer
@@ -85,19 +85,19 @@ class SaveContext:
 class Save:
     """One save of this rank. Call `begin`, `finish`, `upload` and `after_commit`, in this order.
 
-    The constructor checks and plans: it meets whatever can fail on one rank alone, before the ranks meet.
+    The constructor checks and plans. What can fail on a single rank fails there, before the ranks' first round.
 
     Args:
         context: what the saves of the manager share.
         step: the step to save.
         extra_state: the trainer's own state, or None.
         roles: the roles that the step consists of.
-        called: when the trainer asked for the save (time.perf_counter()). It may have waited for an earlier save since.
+        called: when the trainer called `save` (time.perf_counter()). That call may have waited for an earlier save.
         policy: which steps stay after the commit; None if the checkpoint is not part of a step below the root.
 
     Raises:
-        UnsupportedError: something cannot be saved whole.
-        MemoryError: there is no memory for a copy of the state.
+        UnsupportedError: something cannot be saved completely.
+        MemoryError: there is not enough memory for a copy of the state.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Save:
         self._is_async = self._trainer.config.async_save
         self._has_images = self._is_async or self._plan.on_gpu
         self._images = self._reserve_images()
-        # Reading one step number per parameter takes a while. Without images the state stays as it is until the save
-        # ends, so the numbers are read while the disk is writing.
+        # Reading one step number per parameter takes a while. Without images the state does not change until the save
+        # ends, so the numbers can be read later, while the disk is writing.
         self._steps = _read_steps(self._trainer) if self._has_images else None
         self._attempt: Attempt | None = None
         self._capture: Capture | Exception | None = None
@@ -128,19 +128,19 @@ class Save:
         self._times: dict[str, float] = {}
 
     def begin(self, attempt: Attempt) -> None:
-        """Copies the state. When this returns, training may go on if the save is async.
+        """Copies the state. If the save is async, training may continue when this returns.
 
         Files that have no image, because host memory is still being prepared, are written to the disk before this
         returns.
 
-        Raises nothing: the other ranks are on their way to `finish`, which reports the failure to them.
+        Raises nothing, because the other ranks are on their way to `finish`. There this rank reports its failure.
         """
         self._attempt = attempt
         try:
             sync_parameters(self._trainer.chunks)
             if self._plan.on_host and torch.cuda.is_available():
-                # Offloading copies without waiting (verl 0.9.1, `offload_megatron_optimizer`; megatron's
-                # `offload_to_cpu`): a copy to the host memory that is read now may still be under way.
+                # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
+                # copies, so a copy to the host memory that is read now may still be under way.
                 torch.cuda.synchronize()
             self._times["planned"] = time.perf_counter()
             self._capture = self._captured()
@@ -157,10 +157,10 @@ class Save:
         """Writes this rank's files, and commits the checkpoint together with the other ranks.
 
         Args:
-            stall_s: how long the trainer was held up, in seconds; None: until this returns.
+            stall_s: how long the trainer was held up, in seconds. None: the trainer waits until this returns.
 
         Raises:
-            CheckpointError: on all ranks the same type; the previous checkpoint stays.
+            CheckpointError: the save failed. All ranks raise the same type, and the previous checkpoint stays.
         """
         attempt = self._opened_attempt
         written: list[WrittenFile] = []
@@ -192,29 +192,32 @@ class Save:
         finally:
             if self._writer is not None:
                 self._writer.close()
-            self._capture = None  # it refers to the host memory, which a larger buffer may replace now
+            self._capture = None  # it keeps the host memory alive, which a larger buffer may replace from now on
         self._context.names.mark_sent(self._plan.files)
-        # Files with an index are counted by this rank's part (`_nbytes`), because several ranks may share one.
+        # `_nbytes` is the size of this rank's parts of the files with an index, which several ranks may write together.
         report = self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
         self._old_steps = self._find_old_steps()
         return report
 
     def upload(self) -> UploadHandle | None:
-        """Queues the copy of the committed checkpoint to the remote store. None without a store, and beside rank 0."""
+        """Queues the upload of the committed checkpoint to the remote store.
+
+        Returns None without a store, on all ranks except rank 0, and if the checkpoint is not part of a step.
+        """
         uploads, policy = self._context.uploads, self._policy
         if uploads is None or policy is None:
             return None
         return uploads.committed(self.step, policy if self._trainer.config.prune_remote else None)
 
     def after_commit(self) -> None:
-        """Deletes old steps. It may take long, so all ranks know of the commit before it begins."""
+        """Deletes old steps. This may take long, so it begins only when all ranks know of the commit."""
         for status in self._old_steps:
             obstacle = delete_step(status)
             if obstacle is not None:
                 logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
 
     def progress(self) -> tuple[int, int]:
-        """The bytes of tensors that this rank has written, and the bytes that it has to write."""
+        """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
         return (0 if self._writer is None else self._writer.progress()), self._nbytes
 
     # -- capture --------------------------------------------------------------------------------------------
@@ -228,21 +231,21 @@ class Save:
         return images.reserve_ready(files)
 
     def _captured(self) -> Capture:
-        """Copies the tensors of files that have an image; the bytes of other files are read where they are."""
+        """Copies the tensors of files that have an image. Other files are written directly from their tensors."""
         plan, images = self._plan, set(self._images.files)
         in_place = _part_of(plan, [number for number in range(len(plan.files)) if number not in images])
         capture = capture_in_place(in_place.files, in_place.tensors)
-        # Only the capture refers to the buffer from now on: when it is dropped, a larger one may replace the buffer.
+        # Drop the reference in `_images`, so that a larger buffer can replace this one once the capture is dropped.
         buffer, self._images = self._images.buffer, replace(self._images, buffer=None)
         if buffer is None:
             return capture
         copied = _part_of(plan, self._images.files)
         copies = self._context.host_images.capture(copied.files, copied.tensors, buffer, self._lazy())
-        # The files in place come first: the trainer may be waiting for them.
+        # The files that are written in place come first, because the trainer may be waiting for them.
         return Capture((*capture.writes, *copies.writes), copies.seconds)
 
     def _lazy(self) -> Sequence[tuple[int, int]] | None:
-        """The argument `lazy` of `HostImages.capture`."""
+        """Returns the argument `lazy` of `HostImages.capture`."""
         if not self._plan.on_gpu:
             return None
         if not self._is_async:
@@ -265,7 +268,7 @@ class Save:
         if isinstance(self._capture, Exception):
             raise self._capture
         writer = self._writer or self._start_writing(staging)
-        # While the disk has the large files:
+        # Write the small files while the disk is writing the large ones.
         written = self._write_small(staging)
         if self._steps is None:
             self._steps = _read_steps(self._trainer)
@@ -310,14 +313,14 @@ class Save:
         return completed(self._trainer, self._opened_attempt.staging, records)
 
     def _keep_lock(self) -> None:
-        """Raises LockedError if another trainer has taken this one for dead. Then nothing may be put in its place."""
+        """Raises LockedError if another trainer has taken over the lock. Then this save must not be committed."""
         self._context.lock.take(patience_s=0)
 
     def _find_old_steps(self) -> list[StepStatus]:
-        """The steps to delete after this commit.
+        """Returns the steps to delete after this commit.
 
-        They are chosen now, and not when the deletion begins: later saves may be committed by then, and may follow
-        another policy.
+        They are chosen now and not when the deletion begins, because a later save with another policy may be committed
+        by then.
         """
         root, policy = self._trainer.root, self._policy
         if not self._trainer.agreement.is_coordinator or policy is None or policy.max_to_keep is None:
@@ -343,7 +346,10 @@ class Save:
         return self._attempt
 
     def _copy_seconds(self, last_arrived: float) -> float:
-        """The copy's duration; `last_arrived`: seconds from the start of writing until the writer had all bytes."""
+        """Returns how long the copy took.
+
+        `last_arrived` is the number of seconds from the start of writing until the writer had all bytes.
+        """
         assert isinstance(self._capture, Capture)
         if not self._has_images:
             return last_arrived
@@ -372,7 +378,7 @@ class Save:
 
 
 def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
-    """The plan of some of the files, by number."""
+    """Returns the part of a plan that is about the files with the given numbers."""
     return replace(
         plan, files=tuple(plan.files[number] for number in files), tensors=tuple(plan.tensors[n] for n in files)
     )
@@ -389,7 +395,10 @@ def _read_plain(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> Plai
 
 
 def _read_steps(trainer: Trainer) -> list[float | int | None]:
-    """The number of steps of each of the optimizer's parts. Raises UnsupportedError if its parameters differ."""
+    """Returns the number of steps of each chained optimizer.
+
+    Raises UnsupportedError if the parameters of one have done different numbers of steps.
+    """
     if "optimizer" not in trainer.config.save_contents:
         return []
     return [optimizer_state.read_step(part) for part in optimizer_state.optimizer_parts(trainer.optimizer)]
@@ -404,5 +413,8 @@ def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:
     newest = tracker.move_tracker(trainer.root, only)
     if newest is not None and newest > step:
         logger.warning(
-            "step %d is saved, but load() takes the newer step %d: delete that one to go on from here", step, newest
+            "step %d is saved, but load() will load the newer step %d: to continue from the saved step, delete the "
+            "newer one",
+            step,
+            newest,
         )

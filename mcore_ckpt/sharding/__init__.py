@@ -1,1 +1,1 @@
-"""Computes which part of which global tensor a local tensor is. Pure: no I/O, no torch, no megatron."""
+"""Computes which part of which global tensor a local tensor holds, without I/O, torch or megatron."""

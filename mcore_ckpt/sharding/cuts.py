@@ -1,6 +1,6 @@
-"""Tells from a tensor's name how tensor parallelism cuts it (megatron-core 0.16.1).
+"""Derives from a tensor's name how tensor parallelism cuts the tensor (megatron-core 0.16.1).
 
-Tools use it, which have no model to ask.
+Tools and readers use this module, because they have no live model that knows how its tensors are cut.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
 # Column-parallel linear layers have the axes {"weight": 0, "bias": 0} in their `sharded_state_dict`
-# (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear). Row-parallel layers have
-# {"weight": 1}: their bias is added after the sum, so each rank has all of it. Grouped experts append the expert's
-# number to "weight" and "bias" (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear).
+# (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParallelLinear). Row-parallel layers have the axes
+# {"weight": 1}. Their bias is added after the sum over the ranks, so each rank has the whole bias. Grouped experts
+# append the expert's number to "weight" and "bias" (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear).
 _COLUMN_LAYERS = (
     "linear_qkv",
     "linear_q",
@@ -30,18 +30,18 @@ _COLUMN_LAYERS = (
 )
 _COLUMN = re.compile(rf"(?:.*\.)?(?:{'|'.join(_COLUMN_LAYERS)})\.(?:weight|bias)\d*")
 _ROW = re.compile(r"(?:.*\.)?(?:linear_proj|linear_fc2)\.weight\d*")
-# DotProductAttention and TEDotProductAttention have one number per attention head.
+# DotProductAttention and TEDotProductAttention have one softmax offset per attention head.
 _PER_HEAD = re.compile(r"(?:.*\.)?core_attention\.softmax_offset")
-# GatedDeltaNet takes the place of attention; MambaMixer is a layer's `mixer`. Their sections have different lengths
-# (`_split_tensor_factory` of both). Only the model knows the lengths, or the pieces that were saved. Mamba's norm
-# (ExtendedRMSNorm) is cut because it covers the output of a rank's heads. GatedDeltaNet's norm covers one head, and is
-# not cut.
+# GatedDeltaNet is a layer's `self_attention`, and MambaMixer a layer's `mixer`. The sections of both have different
+# lengths (`_split_tensor_factory`), which are known only from the model or from the pieces that were saved. Mamba's
+# norm (ExtendedRMSNorm) is cut, because it covers the output of a rank's heads. GatedDeltaNet's norm is not cut,
+# because it covers one head.
 _MIXER = r"(?:.*\.)?(?:self_attention|mixer)\."
 _MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
 _MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")
 _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
-# The transformer-engine spec duplicates these layers of MLASelfAttention (`TELinear`), the local spec cuts them
-# (`ColumnParallelLinear`).
+# In MLASelfAttention, the transformer-engine spec duplicates these layers on all ranks (`TELinear`), but the local spec
+# cuts them (`ColumnParallelLinear`).
 _BY_SPEC = re.compile(r"(?:.*\.)?linear_(?:q|kv)_down_proj\.weight")
 
 _ONE = (1,)
@@ -53,20 +53,20 @@ class Cut:
 
     Attributes:
         axis: the axis that is cut. None if each rank has the whole tensor.
-        sections: the proportional lengths of the tensors that follow each other along the axis. Each of them is cut
-            by itself. Gate and up of a gated linear unit are `(1, 1)` (`apply_swiglu_sharded_factory`). The queries,
-            keys, values, ... of a GatedDeltaNet have different lengths (`_split_tensor_factory`). Sections are told
-            apart even where nothing is cut.
+        sections: the lengths of the sections along the axis, as proportions. Each section is cut separately. Gate and
+            up of a gated linear unit are `(1, 1)` (`apply_swiglu_sharded_factory`). The queries, keys, values, ... of a
+            GatedDeltaNet have different lengths (`_split_tensor_factory`). Each section is a piece of its own even if
+            nothing is cut.
     """
 
     axis: int | None
     sections: tuple[int, ...] = _ONE
 
     def region(self, shape: Shape, rank: int, size: int) -> Region:
-        """Returns the region that rank `rank` of `size` ranks has of a tensor of global `shape`.
+        """Returns the part of a tensor of global shape `shape` that rank `rank` of `size` ranks has.
 
         Raises:
-            ValueError: the axis, or a section of it, cannot be divided by `size`.
+            ValueError: the length of the axis, or of a section along it, cannot be divided by `size`.
         """
         axis, size, rank = (0, 1, 0) if self.axis is None else (self.axis, size, rank)
         if not shape or (size == 1 and len(self.sections) == 1):
@@ -96,9 +96,9 @@ def _at(shape: Shape, axis: int, value: int) -> Shape:
 
 
 def axes_of(name: str) -> tuple[int | None, ...]:
-    """Returns the axes along which tensor parallelism may cut a tensor, the likeliest first. None stands for "not cut".
+    """Returns the axes along which tensor parallelism can cut a tensor, the likeliest first. None means "not cut".
 
-    A tensor with an unknown name is not cut: every rank has it.
+    A tensor with an unknown name is assumed to be whole on every rank.
 
     Example:
         >>> axes_of("decoder.layers.0.mlp.experts.linear_fc2.weight3"), axes_of("decoder.final_layernorm.weight")
@@ -116,9 +116,9 @@ def axes_of(name: str) -> tuple[int | None, ...]:
 
 
 def has_sections(name: str) -> bool:
-    """Returns True if a tensor consists of sections whose lengths its name does not tell.
+    """Returns True if a tensor consists of sections of lengths that do not follow from its name.
 
-    Such a tensor must not be cut as one.
+    Each section of such a tensor must be cut separately.
     """
     return _MIXER_SECTIONS.fullmatch(name) is not None
 
@@ -127,14 +127,14 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
     """Finds the cut of a tensor from its name and from the regions that a checkpoint has.
 
     Args:
-        name: its global name.
-        seen: whole local regions by tensor-parallel rank, of all ranks or of some.
+        name: the tensor's global name.
+        seen: the regions of whole local tensors by tensor-parallel rank, for all ranks or for some of them.
         size: the tensor-parallel size of these regions.
-        replicated: the tensor is known to be uncut, whatever its name tells.
+        replicated: whether the tensor is known to be uncut. If so, its name is not used to find the axis.
 
     Raises:
-        ValueError: the regions contradict the name. Or the region is one piece, and only several pieces would show
-            where the sections of this tensor begin.
+        ValueError: the regions contradict the name, or the tensor has sections and the regions do not show where each
+            section begins.
     """
     first = next(iter(seen.values()))
     possible = (None,) if replicated else axes_of(name)
@@ -143,8 +143,8 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
         if all(_is_part(cut, region, rank, size) for rank, region in seen.items()):
             if len(cut.sections) == 1 and has_sections(name):
                 raise ValueError(
-                    f"it consists of several tensors, each cut by itself (a mixer's queries, keys, values, ...), but "
-                    f"{_describe(seen, size)}: the checkpoint does not tell where each begins. "
+                    f"it consists of sections that are cut separately (a mixer's queries, keys, values, ...), but "
+                    f"{_describe(seen, size)}: the checkpoint does not show where each begins. "
                     f"Keep the tensor-parallel size of {size}"
                 )
             return cut
@@ -153,7 +153,7 @@ def find_cut(name: str, seen: Mapping[int, Region], size: int, replicated: bool 
 
 
 def _sections(seen: Region, axis: int | None) -> tuple[int, ...]:
-    """Returns the proportional lengths of the sections, in lowest terms, from the pieces that one rank has."""
+    """Returns the lengths of the sections as proportions in lowest terms, from the pieces that one rank has."""
     if axis is None or axis >= len(seen.global_shape):
         return _ONE
     lengths = [piece.shape[axis] for piece in seen.pieces]

@@ -1,4 +1,4 @@
-"""Translates names of tensors between one pipeline chunk and the whole model: layer and expert numbers."""
+"""Translates the layer and expert numbers in names of tensors between one pipeline chunk and the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUPED = re.compile(r"(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 @dataclass(frozen=True)
 class LayerNumber:
-    """A layer of a chunk: `list_name.local` in the module is `list_name.number` in the model. Both count from 0."""
+    """A layer of a chunk: `list_name.local` in the module is `list_name.number` in the model. Both start at 0."""
 
     list_name: str
     local: int
@@ -32,7 +32,7 @@ class ExpertNumbers:
 
 @dataclass(frozen=True)
 class ChunkNames:
-    """All numbers to translate in the names of one (virtual) pipeline chunk."""
+    """The layer and expert numbers to translate in the names of one (virtual) pipeline chunk."""
 
     layers: tuple[LayerNumber, ...] = ()
     experts: tuple[ExpertNumbers, ...] = ()
@@ -50,7 +50,7 @@ class ChunkNames:
     def to_local(self, name: str) -> str:
         """Returns the name that a global tensor has in this chunk.
 
-        Raises KeyError if its layer or expert is not in this chunk.
+        Raises KeyError if the tensor's layer or expert is not in this chunk.
         """
         return self._renumber_expert(self._renumber_layer(name, self._to_local), -1)
 
@@ -103,12 +103,12 @@ def _shift_expert(rest: str, shift: int, count: int) -> str:
 def _shifted(number: int, shift: int, count: int, rest: str) -> int:
     local = number + min(shift, 0)
     if not 0 <= local < count:
-        raise KeyError(f"{rest}: expert {number} is not one of this rank's {count}")
+        raise KeyError(f"{rest}: expert {number} is not one of this rank's {count} experts")
     return number + shift
 
 
 def is_expert(name: str) -> bool:
-    """Returns True if a tensor belongs to routed experts, not to shared experts or the router."""
+    """Returns True if a tensor belongs to routed experts, and not to shared experts or to the router."""
     return ".experts." in name
 
 
@@ -116,9 +116,9 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?:local_experts\.(\d+)\..+|linear_fc[12]\
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """Returns the prefix of the experts and the number of the expert that a global tensor belongs to.
+    """Returns, for a global tensor of one expert, the prefix of the experts' names and the number of the expert.
 
-    Returns None if it does not belong to one expert.
+    Returns None for a tensor that does not belong to one expert.
 
     Example:
         >>> expert_of("decoder.layers.3.mlp.experts.linear_fc2.weight7")

@@ -1,6 +1,6 @@
 """Computes which rows of stored regions make up a wanted region.
 
-The regions are intersected in the global tensor. The result is a list of strided copies.
+The stored regions are intersected with the wanted region in the global tensor. The result is a list of strided copies.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mcore_ckpt.sharding.regions import Box, Region, Shape
 
 
 class Rows(NamedTuple):
-    """A strided copy of `rows` rows of `row` elements each, out of a stored region into the wanted one.
+    """A strided copy of `rows` rows of `row` elements each, from a stored region to the wanted region.
 
-    Row k begins at element `start + k * source_stride` of the stored region and goes to element
-    `destination + k * destination_stride` of the wanted one. The strides of a single row are 0.
+    Row k begins at element `start + k * source_stride` of the stored region, and is copied to element
+    `destination + k * destination_stride` of the wanted region. The strides of a single row are 0.
     """
 
     start: int
@@ -38,9 +38,9 @@ class Overlap:
     """The copies that make up a wanted region.
 
     Attributes:
-        rows: pairs of the number of a stored region and rows of it, by ascending destination.
-        missing: how many elements lie in the stored tensor, but in none of its regions.
-        outside: how many elements lie beyond the stored global shape.
+        rows: pairs (number of a stored region, rows of this region), sorted by destination.
+        missing: how many wanted elements lie within the stored global shape, but in no stored region.
+        outside: how many wanted elements lie beyond the stored global shape.
     """
 
     rows: tuple[tuple[int, Rows], ...]
@@ -52,7 +52,8 @@ class Overlap:
 class _Placed:
     """A box of the global tensor and its place in a flat range of a local tensor.
 
-    `position` is the place of its first element in the range, `strides` are those of the local tensor, in elements.
+    `position` is the place of the box's first element in the flat range. `strides` are the strides of the local tensor,
+    in elements.
     """
 
     box: Box
@@ -69,11 +70,11 @@ class _Placed:
 
 
 def overlap(wanted: Region, stored: Sequence[Region]) -> Overlap:
-    """Finds the rows of `stored` regions that make up `wanted`, a region of the same tensor.
+    """Finds the rows of the `stored` regions that make up `wanted`, a region of the same tensor.
 
-    Each element comes from the first stored region that has it. Global shapes may differ in length along an axis (a
-    padded vocabulary): elements beyond the stored tensor are left out. The time is proportional to the number of stored
-    regions, so pass only those that may hold wanted elements.
+    Each element is taken from the first stored region that has it. The global shapes can differ in length along an axis
+    (a padded vocabulary). Wanted elements beyond the stored tensor are left out. The time is proportional to the number
+    of stored regions, so pass only regions that can have wanted elements.
 
     Example:
         >>> overlap(Region.whole((2, 4)), [Region.whole((2, 4)).with_flat(0, 3), Region.whole((2, 4))]).rows
@@ -96,7 +97,7 @@ def overlap(wanted: Region, stored: Sequence[Region]) -> Overlap:
     return Overlap(tuple(_joined(found)), sum(want.box.numel for want in remaining), outside)
 
 
-# Cached, because a parameter, its moments and its main parameter have shards with the same region.
+# The result is cached, because the shards of a parameter, its moments and its main parameter have the same region.
 @lru_cache(maxsize=1 << 14)
 def _placed(region: Region) -> tuple[_Placed, ...]:
     strides = _strides(region.local_shape)
@@ -114,7 +115,7 @@ def _strides(shape: Shape) -> Shape:
 
 
 def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tuple[int, Rows]]) -> Iterator[_Placed]:
-    """Adds the rows that `have` supplies to `found`. Yields the boxes that are still wanted."""
+    """Appends the rows that `have` supplies to `found`. Yields the boxes that are still missing."""
     for want in remaining:
         common = want.box.intersect(have.box)
         if common is None:
@@ -125,7 +126,7 @@ def _take(have: _Placed, remaining: list[_Placed], number: int, found: list[tupl
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Yields the rest of a box around a hole, as at most two boxes per axis."""
+    """Yields what remains of a box around a hole, as at most two boxes per axis."""
     offset, shape = list(box.offset), list(box.shape)
     for axis in range(len(shape)):
         before = hole.offset[axis] - offset[axis]
@@ -139,7 +140,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
-    """Yields the copies of a box's elements, in as few and as long rows as the strides of both sides allow."""
+    """Yields the copies of a box's elements. The rows are as few and as long as the strides of both sides allow."""
     start, destination = have.position_of(common.offset), want.position_of(common.offset)
     axes = [axis for axis in zip(common.shape, have.strides, want.strides, strict=True) if axis[0] != 1]
     row = 1
@@ -164,7 +165,7 @@ def _rows(common: Box, have: _Placed, want: _Placed) -> Iterator[Rows]:
 
 
 def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
-    """Joins single rows that are contiguous on both sides, because one flat range may be cut into five boxes."""
+    """Joins single rows that are contiguous on both sides. Such rows exist because a flat range is cut into boxes."""
     last: tuple[int, Rows] | None = None
     for number, rows in sorted(found, key=lambda item: item[1].destination):
         if last is not None and last[0] == number and last[1].rows == rows.rows == 1:
@@ -182,10 +183,10 @@ def _joined(found: list[tuple[int, Rows]]) -> Iterator[tuple[int, Rows]]:
 def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
     """Yields the parts of rows that lie in elements `[first, last)` of the stored region.
 
-    Whole rows stay together. A row that is cut comes alone.
+    All rows that lie entirely in these elements are yielded together. Each row that is cut is yielded by itself.
     """
     stride = rows.source_stride or rows.row
-    # `low` and `high` limit the rows that lie in the elements as a whole.
+    # Rows `[low, high)` lie entirely in the elements.
     low = min(max(0, -(-(first - rows.start) // stride)), rows.rows)
     high = min(max(low, (last - rows.start - rows.row) // stride + 1), rows.rows)
     if high > low:
@@ -204,9 +205,9 @@ def rows_from(rows: Rows, first: int, last: int) -> Iterator[Rows]:
 
 
 def rows_into(rows: Rows, first: int, last: int) -> Iterator[Rows]:
-    """Yields the parts of rows that go to elements `[first, last)` of the wanted region.
+    """Yields the parts of rows that are copied to elements `[first, last)` of the wanted region.
 
-    Their destinations count from `first`.
+    The destinations of these parts are relative to `first`.
 
     Example:
         >>> list(rows_into(Rows(10, 0, 8), 2, 5))

@@ -1,7 +1,7 @@
-"""Computes from the config alone which layers a (virtual) pipeline stage holds.
+"""Computes, only from the config, which layers a (virtual) pipeline stage holds.
 
-A live module knows the numbers of its layers (`layer.layer_number`), and a save uses those. This module is for tools
-that plan another layout without a model, and for tests of the numbers.
+Tools use this module to plan another layout without a model, and tests compare its numbers with megatron's. A save does
+not need the module, because a live model knows the numbers of its layers (`layer.layer_number`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The global numbers, from 0, of the layers of one virtual stage."""
+    """The global numbers, counted from 0, of the layers of one virtual stage."""
 
     decoder: tuple[int, ...]
     mtp: tuple[int, ...]
@@ -26,7 +26,8 @@ class PipelineSplit:
     """The fields of megatron's TransformerConfig that decide which stage has which layers.
 
     `layout` is `pipeline_model_parallel_layout` as tuples of words (embedding, decoder, mtp, loss), one tuple per
-    virtual stage. Virtual stage 0 of all ranks comes first (`PipelineParallelLayerLayout`, megatron-core 0.16.1).
+    virtual stage. The tuples of virtual stage 0 of all ranks precede those of virtual stage 1, and so on
+    (`PipelineParallelLayerLayout`, megatron-core 0.16.1).
     """
 
     num_layers: int
@@ -90,10 +91,11 @@ class PipelineSplit:
 
 
 def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
-    """Parses a pipeline layout as megatron's command line takes it (`parse_str_to_list`, 0.16.1).
+    """Parses a pipeline layout in the syntax of megatron's command line (`parse_str_to_list`, 0.16.1).
 
     Raises:
-        ValueError: the text has an unknown letter, or does not have its one embedding first and its one loss last.
+        ValueError: the text has an unknown character, or it does not begin with its only embedding and end with its
+            only loss.
 
     Example:
         >>> parse_layout("Et|t*2|(t|)*1L")
@@ -104,7 +106,9 @@ def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
         written = pattern.sub(lambda match: match[1] * int(match[2]), written)
     unknown = sorted(set(written) - {*_WORDS, "|"})
     if unknown:
-        raise ValueError(f"pipeline layout {text!r} has {', '.join(map(repr, unknown))}: use E, t, m, L, |, *, ( and )")
+        raise ValueError(
+            f"pipeline layout {text!r} has {', '.join(map(repr, unknown))}: use only E, t, m, L, |, *, ( and )"
+        )
     if written[:1] != "E" or written[-1:] != "L" or written.count("E") != 1 or written.count("L") != 1:
         raise ValueError(
             f"pipeline layout {text!r} must begin with its one E (embedding) and end with its one L (loss)"

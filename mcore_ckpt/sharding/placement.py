@@ -1,6 +1,6 @@
-"""Places tensors on ranks: on pipeline ranks by name (megatron-core 0.16.1), and in equal shares by size.
+"""Places tensors on pipeline ranks by name (megatron-core 0.16.1), and divides tensors and work evenly by size.
 
-Tools use it, which have no model to ask.
+Tools use this module, because they have no live model that knows where its tensors are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LAST = ("output_layer.", "decoder.final_layernorm.", "decoder.final_norm.")
 
 
 class PipelinePlacement:
-    """Tells which pipeline rank has a tensor, from its global name.
+    """The placement of tensors on pipeline ranks, derived from their global names.
 
     Args:
-        stages: the layers of each (pipeline rank, virtual stage).
+        stages: the layers of each stage, by (pipeline rank, virtual stage).
     """
 
     def __init__(self, stages: Stages) -> None:
@@ -31,7 +31,7 @@ class PipelinePlacement:
         self._mtp = {layer: pp for (pp, _), held in stages.items() for layer in held.mtp}
 
     def rank_of(self, name: str) -> int | None:
-        """Returns the pipeline rank that has a tensor. Returns None if the name does not tell."""
+        """Returns the pipeline rank that has a tensor, or None if the rank does not follow from the name."""
         if self._last == 0:
             return 0
         if match := _LAYER.fullmatch(name):
@@ -39,16 +39,16 @@ class PipelinePlacement:
         if name.startswith(_FIRST):
             return 0
         if name.startswith("decoder.final_layernorm.") and self._mtp:
-            # With MTP the norm follows the last decoder layer (`has_final_layernorm_in_this_stage`). Without MTP it is
-            # on the stage with the loss.
+            # With MTP the norm is on the stage of the last decoder layer (`has_final_layernorm_in_this_stage`). Without
+            # MTP the norm is on the stage with the loss.
             return self._decoder[max(self._decoder)]
         return self._last if name.startswith(_LAST) else None
 
 
 def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, int]]]:
-    """Lays tensors end to end and cuts them into equal parts.
+    """Lays tensors end to end and cuts the whole into equal parts.
 
-    Returns for each part the triples (number of the tensor, start, stop), in elements.
+    Returns, for each part, triples (number of the tensor, start, stop). `start` and `stop` are in elements.
 
     Example:
         >>> even_ranges([3, 0, 5], 2)
@@ -71,10 +71,10 @@ def even_ranges(sizes: Sequence[int], parts: int) -> list[list[tuple[int, int, i
 
 
 def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Returns the numbers of the pieces of work that process `rank` does.
+    """Returns the numbers of the work items that process `rank` does. `sizes` are the sizes of all work items.
 
-    Gives the largest piece first, each to the process with the least work so far. All processes compute the same
-    shares.
+    The items are assigned from the largest to the smallest, each to the process with the least work so far. All
+    processes compute the same assignment.
     """
     loads = [0] * world_size
     mine = []

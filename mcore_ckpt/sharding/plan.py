@@ -1,7 +1,7 @@
 """Plans which parts of stored shards fill a wanted region, and defines shards and their keys.
 
-A wanted shard and stored shards belong together if their keys (name, kind) are equal. They are compared in the global
-tensor, so any layout can read what any other layout has saved.
+A wanted shard and a stored shard belong together if their keys (name, kind) are equal. Their regions are compared in
+the global tensor, so any layout can read what any other layout has saved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mcore_ckpt.sharding.overlap import Rows, overlap
 from mcore_ckpt.sharding.regions import Region
 
-# Kinds of shards. Any other kind is a part of the optimizer's state, under the optimizer's own name for it.
+# Kinds of shards. Any other kind is part of the optimizer's state, and has the name that the optimizer gives this part.
 MODEL = "model"
 PARAM = "param"
 OPAQUE = "opaque"
@@ -35,11 +35,11 @@ class StoredShard:
 
     Attributes:
         key: which tensor, and which part of the state.
-        region: the part of the global tensor that it holds.
+        region: the part of the global tensor that the shard holds.
         dtype: torch's name of the dtype, without "torch.".
         file: the path of the file.
-        offset, nbytes: where its bytes are in the file.
-        crc32: the CRC-32 of each block of its bytes. None if the file has no CRCs (safetensors).
+        offset, nbytes: the position of the shard's first byte in the file, and the number of its bytes.
+        crc32: the CRC-32 of each block of the shard's bytes. None if the file has no CRCs (safetensors).
     """
 
     key: ShardKey
@@ -64,9 +64,9 @@ class ReadPlan:
     """The reads that fill one wanted region.
 
     Attributes:
-        reads: the rows to read; each element is read once.
-        missing: how many elements lie in the stored tensor, but in none of the stored shards.
-        outside: how many elements lie beyond the stored tensor, because the wanted vocabulary has more padding.
+        reads: the rows to read. Each element is read once.
+        missing: how many wanted elements lie within the stored tensor, but in none of the stored shards.
+        outside: how many wanted elements lie beyond the stored tensor, because the wanted vocabulary has more padding.
     """
 
     reads: tuple[ReadRange, ...]
@@ -75,11 +75,11 @@ class ReadPlan:
 
 
 def plan_reads(wanted: Region, stored: Sequence[StoredShard]) -> ReadPlan:
-    """Plans the reads that fill one wanted region. Elements that several shards hold are read from the first of them.
+    """Plans the reads that fill one wanted region. An element that several shards hold is read from the first of them.
 
     Args:
         wanted: the region to fill.
-        stored: shards of the same tensor. Their global shapes may differ from the wanted one along an axis.
+        stored: shards of the same tensor. Their global shapes can differ from that of `wanted` in length along an axis.
     """
     found = overlap(wanted, [shard.region for shard in stored])
     reads = tuple(ReadRange(stored[number], rows) for number, rows in found.rows)

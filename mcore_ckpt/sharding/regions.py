@@ -1,4 +1,4 @@
-"""Describes which part of a global tensor a local tensor, or a flat range of it, holds."""
+"""Describes which part of a global tensor is held by a local tensor, or by a flat range of a local tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A box in a tensor: `offset` and `shape` are in elements per axis. A box without axes is one element."""
+    """A rectangular part of a tensor. `offset` and `shape` are in elements. A box without axes is one element."""
 
     offset: Shape
     shape: Shape
@@ -21,7 +21,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the common box, or None if there is none. Both boxes must have the same number of axes."""
+        """Returns the box where both boxes overlap, or None. Both boxes must have the same number of axes."""
         starts = tuple(map(max, self.offset, other.offset))
         stops = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -31,7 +31,7 @@ class Box:
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
     def within(self, shape: Shape) -> bool:
-        """Returns True if the box lies in a tensor of this shape."""
+        """Returns True if the box lies within a tensor of this shape."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offset, self.shape, shape, strict=True)
         )
@@ -40,17 +40,17 @@ class Box:
 def flat_to_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
     """Splits elements `[start, stop)` of a row-major tensor into at most `2·ndim − 1` boxes, in order.
 
-    Each box is contiguous in the tensor: along all axes but one, it has either one element or all.
+    Each box is contiguous in the tensor. Along every axis except one, a box has either one element or all elements.
 
     Raises:
-        ValueError: the range is not inside the tensor.
+        ValueError: the range is not within the tensor.
 
     Example:
         >>> [(b.offset, b.shape) for b in flat_to_boxes((3, 4), 2, 9)]
         [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"flat range [{start}, {stop}) leaves a tensor of shape {shape}")
+        raise ValueError(f"flat range [{start}, {stop}) is not within a tensor of shape {shape}")
     if start == stop:
         return []
     if not shape:
@@ -94,10 +94,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a global tensor: a flat range of a local tensor that is made of pieces.
+    """A part of a global tensor: a flat range of a local tensor, which consists of pieces of the global tensor.
 
-    Most local tensors are one piece. Fused gate/up weights under TP are two: `[gate_r; up_r]` of `[gate; up]`.
-    `flat` is the range `[start, stop)` in elements of the row-major local tensor.
+    Most local tensors consist of one piece. Fused gate/up weights under TP consist of two pieces: rank r holds
+    `[gate_r; up_r]` of `[gate; up]`. `flat` is the range `[start, stop)` in elements of the row-major local tensor.
     """
 
     global_shape: Shape
@@ -107,7 +107,7 @@ class Region:
 
     @staticmethod
     def whole(shape: Shape) -> Region:
-        """Returns the region of a whole tensor that is not cut."""
+        """Returns the region that covers a whole global tensor."""
         zero = (0,) * len(shape)
         return Region(shape, shape, (Piece(zero, shape, zero),), (0, prod(shape)))
 
@@ -121,11 +121,11 @@ class Region:
         return self.flat == (0, prod(self.local_shape))
 
     def with_flat(self, start: int, stop: int) -> Region:
-        """Returns another flat range of the same local tensor."""
+        """Returns the region for another flat range of the same local tensor."""
         return Region(self.global_shape, self.local_shape, self.pieces, (start, stop))
 
     def same_local(self, other: Region) -> bool:
-        """Returns True if both are ranges of the same local tensor. Flat positions then mean the same elements."""
+        """Returns True if both regions have the same local tensor, so that flat positions mean the same elements."""
         return (
             self.global_shape == other.global_shape
             and self.local_shape == other.local_shape
@@ -133,9 +133,9 @@ class Region:
         )
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yields the boxes that this region covers, each as a pair: in the local tensor and in the global tensor.
+        """Yields the boxes of this region as pairs: a box in the local tensor and its place in the global tensor.
 
-        They come in the order of the flat range. A box that several pieces share is cut at the pieces.
+        The pairs follow the order of the flat range. A box that covers several pieces is cut at their borders.
         """
         for cut in flat_to_boxes(self.local_shape, *self.flat):
             for piece in self.pieces:
@@ -148,14 +148,19 @@ class Region:
                     yield common, Box(tuple(moved), common.shape)
 
     def check(self) -> None:
-        """Raises ValueError unless the pieces tile the local tensor and lie in the global one, and the range fits."""
+        """Raises ValueError if the region is not consistent.
+
+        The pieces must tile the local tensor and lie within the global tensor. `flat` must lie within the local tensor.
+        """
         numel = prod(self.local_shape)
         if not 0 <= self.flat[0] <= self.flat[1] <= numel:
-            raise ValueError(f"flat range {self.flat} leaves a local tensor of shape {self.local_shape}")
+            raise ValueError(f"flat range {self.flat} is not within a local tensor of shape {self.local_shape}")
         local_boxes = [Box(p.local_offset, p.shape) for p in self.pieces]
         for box, piece in zip(local_boxes, self.pieces, strict=True):
             if not box.within(self.local_shape) or not Box(piece.global_offset, piece.shape).within(self.global_shape):
-                raise ValueError(f"piece {piece} leaves local shape {self.local_shape} or global {self.global_shape}")
+                raise ValueError(
+                    f"piece {piece} is not within local shape {self.local_shape} and global shape {self.global_shape}"
+                )
         overlap = any(
             a.intersect(b) for i, a in enumerate(local_boxes) for b in local_boxes[i + 1 :] if a.numel and b.numel
         )
@@ -163,7 +168,7 @@ class Region:
             raise ValueError(f"pieces {self.pieces} do not tile a local tensor of shape {self.local_shape}")
 
     def describe(self) -> str:
-        """Describes the region for an error message: the global shape and, if it is a part, which part."""
+        """Describes the region for error messages: the global shape and, if the region is only a part, which part."""
         text = f"global shape {list(self.global_shape)}"
         if self.local_shape != self.global_shape:
             text += f", local shape {list(self.local_shape)} at {[list(p.global_offset) for p in self.pieces]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 
-# The local spec has separate norms. The transformer-engine spec fuses each with the linear layer behind it
+# The local spec has separate norms. The transformer-engine spec fuses each norm with the linear layer that follows it
 # (`TELayerNormColumnParallelLinear`, gpt_layer_specs.py).
 _NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -17,7 +17,7 @@ _NORMS = (
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
     # The norm before linear attention (get_gated_delta_net_module_spec).
     ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
-    # In heterogeneous models, attention or an MLP may be one linear layer (heterogeneous_layer_specs.py).
+    # In heterogeneous models, one linear layer can replace attention or an MLP (heterogeneous_layer_specs.py).
     ("input_layernorm.", "self_attention.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.layer_norm_"),
 )
@@ -31,7 +31,7 @@ _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def synonyms(name: str) -> Iterator[str]:
-    """Yields the global name itself, then the names of the same tensor under other layer specs.
+    """Yields the global name itself, and then the names of the same tensor under other layer specs.
 
     Example:
         >>> list(synonyms("decoder.layers.3.mlp.linear_fc1.layer_norm_weight"))[1]
@@ -51,5 +51,5 @@ def synonyms(name: str) -> Iterator[str]:
 
 
 def found_as(name: str, names: Container[str]) -> str | None:
-    """Returns the name that a tensor has among `names`. Returns None if it is not there."""
+    """Returns `name` or the first of its synonyms that is in `names`. Returns None if none of them is."""
     return next((synonym for synonym in synonyms(name) if synonym in names), None)

@@ -1,10 +1,10 @@
-"""Computes the padding of vocabularies, and tells whether two lengths differ by padding alone."""
+"""Computes the padding of vocabularies, and decides whether two lengths differ only by padding."""
 
 from __future__ import annotations
 
 # Megatron pads to a multiple of make_vocab_size_divisible_by (128 by default) times the tensor-parallel size.
 _LARGEST_DIVISOR = 128
-# Tensor-parallel sizes that are plausible: up to 64, with no prime factors but 2, 3 and 5.
+# The plausible tensor-parallel sizes: up to 64, with no prime factors other than 2, 3 and 5.
 _SOME_TP = tuple(tp for tp in range(1, 65) if 30**6 % tp == 0)
 _TENSORS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
@@ -17,13 +17,13 @@ def has_vocabulary_rows(name: str) -> bool:
 def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size: int | None) -> bool:
     """Returns True if two numbers of rows can belong to one vocabulary with different padding.
 
-    If the vocabulary's size is known, both must be at least that size. If it is unknown, they must differ by less than
-    the largest padding that the larger one can have (see `may_be_padded`). Under equal tensor-parallel sizes the
-    padding is equal, so the rows must be equal, too.
+    If the vocabulary's size is known, both numbers must be at least that size. If the size is unknown, the numbers must
+    differ by less than the largest padding that the larger number can include (see `may_be_padded`). If the size is
+    unknown and the tensor-parallel sizes are equal, the numbers must be equal, because the padding is equal.
 
     Args:
-        rows: the rows of the saved and of the wanted tensor.
-        tp: the tensor-parallel sizes, in the same order.
+        rows: the number of rows of the saved tensor, and that of the wanted tensor.
+        tp: the tensor-parallel size of the saved tensor, and that of the wanted tensor.
         vocab_size: the number of tokens without padding. None if it is unknown.
 
     Example:
@@ -41,10 +41,10 @@ def only_padding_differs(rows: tuple[int, int], tp: tuple[int, int], vocab_size:
 
 
 def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
-    """Returns True if a vocabulary of `tokens` tokens may have `rows` rows under the tensor-parallel size `tp`.
+    """Returns True if a vocabulary of `tokens` tokens can have `rows` rows under the tensor-parallel size `tp`.
 
-    Megatron pads to a multiple of a divisor times `tp`. The divisor is unknown here: the largest power of two, at most
-    128, whose product with `tp` divides `rows`, is assumed.
+    Megatron pads to a multiple of `divisor * tp`. The divisor is unknown here. It is assumed to be the largest power of
+    two, up to 128, for which `rows` is a multiple of `divisor * tp`.
 
     Example:
         >>> may_be_padded(131, 136, 2), may_be_padded(131, 264, 2), may_be_padded(131, 131, 1)
@@ -59,7 +59,7 @@ def may_be_padded(tokens: int, rows: int, tp: int) -> bool:
 
 
 def may_be_padding(tokens: int, rows: int) -> bool:
-    """Returns True if `rows` may be a padding of `tokens` under any plausible tensor-parallel size.
+    """Returns True if a vocabulary of `tokens` tokens can have `rows` rows under any plausible tensor-parallel size.
 
     Example:
         >>> may_be_padding(131, 136), may_be_padding(131, 384), may_be_padding(100, 136)
@@ -71,17 +71,17 @@ def may_be_padding(tokens: int, rows: int) -> bool:
 def padded_rows(saved: int, tp: int, vocab_size: int | None, divisor: int | None) -> int:
     """Returns how many rows a vocabulary has under the tensor-parallel size `tp`.
 
-    Without `vocab_size` and `divisor`, the saved rows stay if `tp` divides them.
+    Without `vocab_size` and `divisor`, the number of rows stays the same if it is a multiple of `tp`.
 
     Args:
         saved: the number of rows in the checkpoint.
-        tp: the tensor-parallel size to cut them for.
+        tp: the tensor-parallel size for which the rows are cut.
         vocab_size: the number of tokens without padding. None if it is unknown.
-        divisor: megatron's make_vocab_size_divisible_by. None stands for 128, megatron's default, if the vocabulary's
-            size is known, and for 1 otherwise.
+        divisor: megatron's make_vocab_size_divisible_by. None means 128 (megatron's default) if `vocab_size` is known,
+            and 1 otherwise.
 
     Raises:
-        ValueError: there are fewer rows than the vocabulary has tokens.
+        ValueError: the checkpoint has fewer rows than the vocabulary has tokens.
 
     Example:
         >>> padded_rows(131, 1, None, None), padded_rows(131, 2, None, None), padded_rows(131, 2, 131, 4)

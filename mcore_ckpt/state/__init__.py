@@ -1,7 +1,7 @@
 """Turns a trainer's objects (model, optimizer, random state, scheduler) into named shards, and back.
 
-Public names, for integrations: `to_plain` copies a small state into values that open under `weights_only`; `read_rng`
-and `write_rng` read and set this rank's random number generators.
+Integrations use the public names: `to_plain` copies small state into plain values, and `read_rng` and `write_rng` read
+and set this rank's random number generators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the state that all ranks share back into optimizer and scheduler."""
+"""Restores the state of optimizer and scheduler that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
 def write_common(
     optimizer: Any, lr_scheduler: Any, saved: Sequence[SavedPart], schedule: dict[str, Any] | None
 ) -> None:
-    """Sets the schedule, param groups, steps and gradient scalers.
+    """Restores the LR scheduler, and the param groups, steps and gradient scalers of the optimizer.
 
-    The moments must exist already, because each parameter that has state gets the step.
+    The moments must exist already, because the step is set for each parameter that has state.
 
     Args:
         optimizer, lr_scheduler: the trainer's objects.
         saved: the saved state of each chained optimizer.
-        schedule: the scheduler's state, or None.
+        schedule: the saved state of the LR scheduler, or None.
     """
-    # Load the scheduler first: it sets the groups' rates from fields that it has not all read by then.
+    # The scheduler is loaded first, because it sets the rates of the groups before it has read all its fields.
     write_scheduler(lr_scheduler, schedule)
     keep_rates = keeps_own_rates(lr_scheduler)
     for part, state in zip(optimizer_state.optimizer_parts(optimizer), saved, strict=True):

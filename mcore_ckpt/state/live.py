@@ -1,4 +1,7 @@
-"""Detects whether the tensors to save are still the same ones. Every save asks, so it must cost next to nothing."""
+"""Detects whether the tensors to save are still the same objects.
+
+Every save runs this check, so it must cost next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from mcore_ckpt.state.optimizer import STEP, OptimizerPart, optimizer_parts
 
 
 class LiveObjects:
-    """Remembers which tensor stood where in a model and an optimizer, to detect later changes.
+    """A record of which tensor was at which place in a model and an optimizer. It detects later changes.
 
-    It keeps no tensor alive: a trainer that offloads by replacing tensors gets its memory back.
+    The record keeps no tensor alive, so a trainer that offloads by replacing tensors gets the memory back.
 
     Example:
         >>> before = LiveObjects(chunks, optimizer)  # doctest: +SKIP
@@ -25,14 +28,14 @@ class LiveObjects:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        # Columns are compared in C and without touching a tensor. Walking over modules and parameters again takes
-        # several times as long.
+        # The parallel lists below are compared by `map` in C, without touching a tensor. Walking over modules and
+        # parameters again would take several times as long.
         self._empty: list[dict[str, Any]] = []
         self._submodules: list[dict[str, Any]] = []
         self._submodules_before: list[dict[str, Any]] = []
         self._with_tensors: list[dict[str, Any]] = []
         self._sizes: list[int] = []
-        # id(dicts[i][keys[i]]) == values[i]
+        # As long as nothing has changed, id(_dicts[i][_keys[i]]) == _values[i].
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._values: list[int] = []
@@ -47,7 +50,7 @@ class LiveObjects:
         self._optimizers = [_LiveOptimizer(part) for part in _parts(optimizer) if part.inner is not None]
 
     def are_still_there(self) -> bool:
-        """True if each tensor is at its old address and there is no new one."""
+        """Returns True if each place still holds the same tensor object, and no tensor is new."""
         parts = [part.megatron for part in _parts(self._optimizer)]
         return (
             all(unwrap(chunk) is module() for chunk, module in self._chunks)
@@ -71,7 +74,7 @@ class LiveObjects:
                 self._add(tensors, [name for name in tensors if name not in module._non_persistent_buffers_set])
         self._empty += [members for members in (module._modules, module._parameters, module._buffers) if not members]
         get = type(module).get_extra_state
-        # megatron's own layers have the method because transformer-engine asks for it; theirs always returns None.
+        # megatron's own layers have this method because transformer-engine requires it. Theirs always returns None.
         if not get.__module__.startswith(("torch.", "megatron.core.")) and module.get_extra_state() is None:
             self._without_extra_state.append(module)
 
@@ -88,10 +91,10 @@ def _parts(optimizer: Any) -> list[OptimizerPart]:
 
 
 class _LiveOptimizer:
-    """Remembers the parameters of one optimizer, and the kinds and tensors of their state.
+    """A record of the parameters of one optimizer, and of the kinds and tensors of their state.
 
-    It reads `state` and `param_groups` from the optimizer each time: `load_state_dict` puts new ones there, and the old
-    ones would live on unchanged.
+    Each check reads `state` and `param_groups` from the optimizer, because `load_state_dict` replaces both. The
+    replaced objects, if we had kept them, would always look unchanged.
     """
 
     def __init__(self, part: OptimizerPart) -> None:
@@ -102,7 +105,7 @@ class _LiveOptimizer:
         self._parameters = [self._watch.add(parameter) for parameter in self._now()]
         states = [self._inner.state.get(parameter) for parameter in self._now()]
         self._kinds = [None if state is None else len(state) for state in states]
-        # The step is left out: some optimizers replace it at every step.
+        # STEP is left out, because some optimizers replace its tensor at every step.
         found = [
             (at, kind, value)
             for at, state in enumerate(states)
@@ -114,7 +117,7 @@ class _LiveOptimizer:
         self._values = [self._watch.add(value) for _, _, value in found]
 
     def _now(self) -> list[Any]:
-        # `state` is no substitute: it may hold entries of parameters that are no longer in any group.
+        # The keys of `state` are no substitute, because they can include parameters that are no longer in any group.
         return [parameter for group in self._part.param_groups for parameter in group["params"]]
 
     def is_still_there(self) -> bool:
@@ -133,14 +136,14 @@ class _LiveOptimizer:
 
 
 class _Watch:
-    """Watches objects, so that their ids stay valid: as long as no tensor has died, no other can have its id."""
+    """Tells whether remembered ids are still valid. An id can be reused only after its tensor has been freed."""
 
     def __init__(self) -> None:
         self.has_died = False
         self._held: list[object] = []
 
     def add(self, value: object) -> int:
-        # References to tensors are weak: a trainer that replaces a tensor gets its memory back.
+        # References to tensors are weak, so that a trainer that replaces a tensor gets the memory back.
         self._held.append(ref(value, self._note_death) if isinstance(value, torch.Tensor) else value)
         return id(value)
 

@@ -1,6 +1,6 @@
 """Turns model chunks into named shards.
 
-Regions come from megatron's own `sharded_state_dict`, names from the modules.
+The regions come from megatron's own `sharded_state_dict`, and the names from the modules.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class ChunkLayers:
-    """The global numbers, from 0, of the layers that one virtual chunk holds."""
+    """The global numbers, counted from 0, of the layers that one chunk holds."""
 
     decoder: tuple[int, ...]
     mtp: tuple[int, ...]
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module."""
+    """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
 
 
 def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
-    """A model or a list of virtual chunks, as a tuple. Raises InvalidTypeError for anything else."""
+    """Returns a model, or a list of chunks, as a tuple of chunks. Raises InvalidTypeError for anything else."""
     chunks = tuple(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else (model,)
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module) or not hasattr(unwrap(chunk), "sharded_state_dict"):
             raise InvalidTypeError(
-                f"model has a {type(chunk).__name__}: hand over a megatron-core model or a list of its virtual chunks"
+                f"model is or contains a {type(chunk).__name__}: pass a megatron-core model or a list of its chunks"
             )
     if not chunks:
         raise InvalidTypeError("model is an empty list")
@@ -51,14 +51,15 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
 def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Completes parameters that are only partly up to date.
 
-    With `overlap_param_gather`, `optimizer.step()` updates a rank's own shard of each bucket, and the forward hooks
-    after it bring the rest (DistributedDataParallel, 0.16.1). Collective over data parallelism.
+    With `overlap_param_gather`, `optimizer.step()` updates only a rank's own shard of each bucket. Hooks of the next
+    forward pass gather the other shards (DistributedDataParallel, 0.16.1). This function gathers them immediately, and
+    all data-parallel ranks must call it together.
     """
     gather_parameters([c for c in chunks if getattr(getattr(c, "ddp_config", None), "overlap_param_gather", False)])
 
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Brings every rank the shards of its parameters that other ranks own. Collective over data parallelism."""
+    """Gathers the shards of a rank's parameters that other ranks own. All data-parallel ranks must call it together."""
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
         if config is not None and config.use_distributed_optimizer:
@@ -66,9 +67,9 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
-    """True if parameters and gradients share memory. The next backward pass then overwrites the parameters.
+    """Returns True if parameters and gradients share memory, so that the next backward pass overwrites parameters.
 
-    DistributedDataParallel (0.16.1) shares it with `reuse_grad_buf_for_mxfp8_param_ag`.
+    In DistributedDataParallel (0.16.1) they share memory if `reuse_grad_buf_for_mxfp8_param_ag` is set.
     """
     for chunk in chunks:
         for buffer in ddp_buffers(chunk):
@@ -78,12 +79,12 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def ddp_buffers(chunk: Any) -> list[Any]:
-    """The buffers in which DistributedDataParallel keeps the parameters that train."""
+    """Returns the buffers in which DistributedDataParallel keeps the trainable parameters."""
     return [*_listed(chunk, "buffers"), *_listed(chunk, "expert_parallel_buffers")]
 
 
 def _listed(chunk: Any, name: str) -> list[Any]:
-    # Every torch module has a method `buffers`. DistributedDataParallel replaces it with its list of buffers.
+    # Every torch module has a method `buffers`. In DistributedDataParallel, a list of buffers replaces this method.
     found = getattr(chunk, name, ())
     return [] if callable(found) else list(found)
 
@@ -93,7 +94,7 @@ def _start(tensor: torch.Tensor) -> int:
 
 
 def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
-    """Reads which layers a chunk, bare or wrapped, holds."""
+    """Reads which layers a chunk holds. The chunk can be bare or wrapped."""
     numbers = chunk_names(unwrap(chunk)).layers
     decoder, mtp = (
         tuple(sorted(layer.number for layer in numbers if layer.list_name == name))
@@ -103,10 +104,10 @@ def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
 
 
 def chunk_names(module: torch.nn.Module) -> ChunkNames:
-    """Reads from the modules of an unwrapped chunk how its names become global.
+    """Reads, from the modules of an unwrapped chunk, the numbers that make the names of its tensors global.
 
-    `layer_number` (from 1, over the whole model) is right however megatron splits layers. The position in the
-    ModuleList counts from 0 in each chunk.
+    `layer_number` starts at 1 and counts over the whole model, however megatron splits the layers. The position in the
+    ModuleList starts at 0 in each chunk.
     """
     layers, experts = [], []
     for path, child in module.named_modules():
@@ -121,18 +122,19 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 
 
 def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
-    """All parameters, persistent buffers and `_extra_state`s of this rank, as live tensors.
+    """Returns all parameters, persistent buffers and `_extra_state`s of this rank as live tensors.
 
     Nothing is copied or communicated.
 
     Raises:
-        UnsupportedError: megatron does not say where in the global tensor a tensor belongs.
+        UnsupportedError: megatron does not provide the place of a tensor in its global tensor, two chunks have the same
+            tensor, or an `_extra_state` is not a uint8 tensor.
     """
     shards: list[LocalShard] = []
     seen: dict[ShardKey, str] = {}
     for number, chunk in enumerate(chunks):
         for shard in _read_chunk(unwrap(chunk)):
-            # A tied copy of the same tensor in another chunk of this rank is loaded too, but not stored.
+            # If another chunk of this rank has a tied copy of a tensor, the copy is loaded, but not stored.
             if shard.key in seen and not shard.replica:
                 raise UnsupportedError(f"tensor {shard.key} is in chunk {seen[shard.key]} and again in chunk {number}")
             seen.setdefault(shard.key, str(number))
@@ -155,7 +157,7 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 
 
 def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
-    """The layer inside an `AdapterWrapper` (Megatron-Bridge), which has the wrapper's name in `state_dict`."""
+    """Returns the layer inside an `AdapterWrapper` (Megatron-Bridge). `state_dict` has it under the wrapper's name."""
     while type(owner).get_extra_state is torch.nn.Module.get_extra_state and hasattr(owner, "to_wrap"):
         owner = owner.to_wrap  # type: ignore[assignment]
     return owner
@@ -163,13 +165,13 @@ def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
 
 def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     try:
-        # Without it TransformerBlock.sharded_state_dict (0.16.1) hides the layer number in an axis.
+        # Without this metadata, TransformerBlock.sharded_state_dict (0.16.1) turns the layer number into an axis.
         return module.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # type: ignore[operator]
     except AssertionError as error:
-        # Known: tied embeddings with MTP on a pipeline stage that is not the first (0.16.1).
+        # A known cause is tied embeddings with MTP on a pipeline stage that is not the first (0.16.1).
         raise UnsupportedError(
-            f"megatron's own sharded_state_dict of this {type(module).__name__} fails, so where its tensors belong is "
-            f"unknown: {str(error)[:300]}{_hint()}"
+            f"megatron's own sharded_state_dict of this {type(module).__name__} fails, so the places of its tensors "
+            f"are unknown: {str(error)[:300]}{_hint()}"
         ) from error
 
 
@@ -180,7 +182,7 @@ def _hint() -> str:
         return ""
     return (
         ". megatron's parallel_state is not initialized: call torch.distributed.init_process_group(...) and "
-        "parallel_state.initialize_model_parallel(...) first, in a single process, too"
+        "parallel_state.initialize_model_parallel(...) first, even in a single process"
     )
 
 
@@ -214,7 +216,7 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
         )
     replica_id = sharded.replica_id
     replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
-    # The copy that a later pipeline stage keeps has the name of the original, which is its sharded key.
+    # A copy on a later pipeline stage gets the name of the original, which is the key of its sharded tensor.
     key = ShardKey(sharded.key if replica else name, MODEL)
     is_buffer = not isinstance(tensor, torch.nn.Parameter)
     return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica, is_buffer)
@@ -231,10 +233,10 @@ def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
 
 
 def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
-    """Finds where a ShardedTensorFactory puts the parts of a tensor, by giving it tensors of positions.
+    """Finds where a ShardedTensorFactory places the parts of a tensor, by applying the factory to tensors of positions.
 
-    There is one tensor of positions per axis, expanded from a vector, so that a weight of any size costs nothing. Parts
-    that have keys of their own (Mamba's in_proj) are placed one after the other along the axis that they are cut on.
+    There is one tensor of positions per axis. It is expanded from a vector, so it needs little memory even for a large
+    weight. Parts that have keys of their own (Mamba's in_proj) are placed one after the other along the first axis.
     """
     parts_by_axis = [
         _flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None))

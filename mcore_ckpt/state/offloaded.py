@@ -14,25 +14,26 @@ from mcore_ckpt.state.model import ddp_buffers
 
 @dataclass(frozen=True, eq=False)
 class HostCopy:
-    """A copy `data` of a buffer's elements, which begin at element `start` of the freed storage."""
+    """A host copy of a buffer. `data` begins with the copy of element `start` of the freed storage."""
 
     data: torch.Tensor
     start: int
 
 
 HostCopies = Mapping[int, HostCopy]
-"""Host copies by the identity of the freed storage."""
+"""The host copies, by the identity of the freed storage."""
 
 
 def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
-    """The host copies of the buffers of DistributedDataParallel that have no memory now.
+    """Returns the host copies of those buffers of DistributedDataParallel that have no memory now.
 
-    verl (0.9.1, `offload_megatron_model_to_cpu`) keeps them as `param_data.cpu_data`, megatron's own `offload_to_cpu`
-    (0.16.1) as `param_data_cpu`. Both keep them after the parameters are back, when the copies are outdated.
+    verl (0.9.1, `offload_megatron_model_to_cpu`) keeps a copy as `param_data.cpu_data`, and megatron's own
+    `offload_to_cpu` (0.16.1) as `param_data_cpu`. Both keep the copy even after the parameters are back on the GPU. By
+    then the copy is outdated, so this function ignores the copies of buffers that have memory.
 
     Raises:
-        UnsupportedError: the model has `overlap_param_gather`. The shards of other ranks may have been missing when the
-            parameters were copied, and cannot be gathered now.
+        UnsupportedError: the model has `overlap_param_gather`. Shards of other ranks were possibly not gathered when
+            the parameters were copied, and they cannot be gathered now.
     """
     copies = {}
     for chunk in chunks:
@@ -43,18 +44,18 @@ def host_copies(chunks: Iterable[torch.nn.Module]) -> HostCopies:
             copy = getattr(data, "cpu_data", None)
             copy = getattr(buffer, "param_data_cpu", None) if copy is None else copy
             if copy is None:
-                continue  # the planner names the tensor if it is to be saved
+                continue  # the planner refuses the tensor if it is to be saved
             if chunk.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
                 raise UnsupportedError(
-                    "the model's parameters are offloaded, and it has overlap_param_gather: those of other ranks may "
-                    "be old; bring the model back before save()"
+                    "the model's parameters are offloaded, and the model has overlap_param_gather: the shards of other "
+                    "ranks are possibly outdated; bring the model back to the GPU before save()"
                 )
             copies[_storage(data)] = HostCopy(copy.view(-1), data.storage_offset())
     return copies
 
 
 def in_host_memory(tensors: Iterable[torch.Tensor], copies: HostCopies) -> list[torch.Tensor]:
-    """The tensors, where each one without memory is replaced by its part of the host copy."""
+    """Returns the tensors. Each tensor without memory is replaced by its part of the host copy."""
     found = ((tensor, copies.get(_storage(tensor))) for tensor in tensors)
     return [tensor if copy is None else _part(tensor, copy) for tensor, copy in found]
 

@@ -1,6 +1,7 @@
 """Turns optimizers into named shards, and writes saved state back.
 
-The names and regions are the model's. The optimizer adds which flat range of each parameter this rank owns.
+Names and regions come from the model. The optimizer adds the flat range of each parameter that this rank owns. A new
+class of optimizer is refused until `state/unsupported.py` admits it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 
 STEP = "step"
-# Fields that keep their present values if megatron's scheduler is set to override the saved ones.
+# The fields of a param group that keep their present values if megatron's scheduler is set to override the saved ones.
 _RATES = ("lr", "max_lr", "min_lr", "weight_decay")
 
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """One of the chained optimizers: megatron's object and the torch-like one inside (None if it has no parameters)."""
+    """A chained optimizer: megatron's object, and the torch-like optimizer in it (None if it has no parameters)."""
 
     megatron: Any
     inner: Any
@@ -33,28 +34,33 @@ class OptimizerPart:
 
     @property
     def is_sharded(self) -> bool:
-        """DistributedOptimizer: each data-parallel rank owns a range of its own; the others are replicated."""
+        """True for a DistributedOptimizer. Its state is divided among data-parallel ranks, and not replicated."""
         return hasattr(self.megatron, "gbuf_ranges")
 
     @property
     def steps_in_groups(self) -> bool:
-        """True if param groups count the steps (transformer-engine's FusedAdam), not parameters (torch's Adam)."""
+        """True if the step is in the param groups (transformer-engine's FusedAdam), not in `state` (torch's Adam)."""
         return any(cls.__name__ == "FusedAdam" for cls in type(self.inner).__mro__)
 
 
 def optimizer_parts(optimizer: Any) -> list[OptimizerPart]:
-    """The parts in megatron's order: dense, then expert parameters."""
+    """Returns the chained optimizers in megatron's order: dense parameters first, then experts."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [OptimizerPart(part, getattr(part, "optimizer", None)) for part in chained]
 
 
 def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: bool) -> list[list[ParameterState]]:
-    """This rank's parameter states as live tensors, one list per part, without copy or communication.
+    """Returns this rank's parameter states as live tensors, one list per chained optimizer.
+
+    Nothing is copied or communicated.
 
     Args:
         optimizer: megatron's optimizer.
         model: the model's shards, for names and regions.
-        first_instance: whether this rank belongs to distributed-optimizer instance 0, the one that writes.
+        first_instance: whether this rank belongs to distributed-optimizer instance 0, the instance that writes.
+
+    Raises:
+        UnsupportedError: the optimizer has a parameter that is not in the model, or state that cannot be saved.
     """
     by_parameter = {id(shard.tensor): shard for shard in model}
     result = []
@@ -74,9 +80,9 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
 def main_params(part: OptimizerPart) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], bool]]:
     """Yields (model parameter, main parameter, flat range, whether main is a view of the model's memory).
 
-    It reads the groups that pair the two. `_get_main_param_and_optimizer_states` (0.16.1) finds the main parameter by
-    its position in buffer order, while the groups list fp32 parameters first. It confuses them if one group has
-    parameters of two dtypes.
+    The function reads the groups in which megatron pairs model parameters with main parameters. Megatron's own
+    `_get_main_param_and_optimizer_states` (0.16.1) finds a main parameter by its position in buffer order, although the
+    groups list fp32 parameters first. If a group has parameters of two dtypes, that method mixes up main parameters.
     """
     owner = part.megatron
     if part.inner is None:
@@ -145,10 +151,10 @@ def _describe(value: Any) -> str:
 
 
 def read_step(part: OptimizerPart) -> float | int | None:
-    """The number of steps that this part has done on this rank; None if nothing on this rank has stepped.
+    """Returns the number of steps that this part has done on this rank, or None if it has done none here.
 
     Raises:
-        UnsupportedError: parameters have done different numbers of steps, which one number could not restore.
+        UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore.
     """
     if part.inner is None:
         return None
@@ -164,18 +170,21 @@ def read_step(part: OptimizerPart) -> float | int | None:
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:
-    # A TorchFunctionMode, such as a profiler, would be called for each of thousands of tensors.
+    # Otherwise a TorchFunctionMode, such as that of a profiler, would be called for each of thousands of tensors.
     with torch._C.DisableTorchFunction():
         tensors = [step for step in steps if isinstance(step, torch.Tensor)]
         numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
         on_device = [step for step in tensors if not step.is_cpu]
         numbers.update(map(torch.Tensor.item, (step for step in tensors if step.is_cpu)))
-        # One transfer for all: each transfer waits for the device.
+        # All these steps are transferred together, because each transfer waits for the device.
         return numbers.union(torch.stack(on_device).tolist() if on_device else ())
 
 
 def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
-    """The fields of all groups as plain values, without the parameters and the step. Raises UnsupportedError."""
+    """Returns the fields of all groups, except parameters and step, as plain values.
+
+    Raises UnsupportedError if a field has no plain value.
+    """
     return [
         {
             key: to_plain(value, f"param_groups[{i}][{key!r}]")
@@ -187,13 +196,13 @@ def read_param_groups(part: OptimizerPart) -> list[dict[str, Any]]:
 
 
 def read_grad_scaler(part: OptimizerPart) -> dict[str, Any] | None:
-    """The gradient scaler's state as plain values; None without a scaler."""
+    """Returns the gradient scaler's state as plain values, or None if there is no gradient scaler."""
     scaler = getattr(part.megatron, "grad_scaler", None)
     return None if scaler is None else to_plain(scaler.state_dict(), "grad_scaler")
 
 
 def kind_of(part: OptimizerPart) -> str:
-    """The kind of state that the optimizer keeps. Adam's variants keep the same."""
+    """Returns the kind of state that the optimizer keeps. All variants of Adam keep the same kind."""
     name = type(part.inner).__name__
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
 
@@ -207,8 +216,9 @@ class SavedPart:
     """The saved state of one chained optimizer without its tensors.
 
     Attributes:
-        param_groups: in the order of this optimizer's own groups (`match_groups`); None: they stay as they are.
-        step: the number of steps; None if it is unknown.
+        param_groups: the saved param groups, in the order of the live optimizer's groups (see `match_groups`). None if
+            the live groups stay as they are.
+        step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
     """
 
@@ -220,11 +230,11 @@ class SavedPart:
 def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]]) -> tuple[SavedPart, ...]:
     """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
-    With expert parallelism experts have an optimizer of their own. Without it they are in the groups of the dense
-    optimizer (`_get_param_groups`, 0.16.1).
+    With expert parallelism, experts have an optimizer of their own. Without expert parallelism, they are in the groups
+    of the dense optimizer (`_get_param_groups`, 0.16.1).
 
     Raises:
-        CheckpointMismatchError: a part has no saved counterpart, or several that differ.
+        CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
     """
     for part in parts:
         _check_kind(part, saved)
@@ -234,7 +244,7 @@ def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any
 
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
-    """True if both have experts, or both have other parameters."""
+    """Returns True if both have the same kinds of groups (experts, other parameters), or if `part` has no groups."""
     here, there = (
         {_identity(group)["is_expert_parallel"] for group in groups}
         for groups in (part.param_groups, saved["param_groups"])
@@ -263,21 +273,22 @@ def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Save
     steps = {state["step"] for state in saved if state["step"] is not None}
     if len(steps) > 1:
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, and share one "
-            "optimizer here: load it with expert parallelism, as it was saved"
+            f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, but share one "
+            "optimizer here: load the checkpoint with expert parallelism, as it was saved"
         )
     return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"])
 
 
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Finds the saved group of each group of `part`.
+    """Finds the saved counterpart of each group of `part`.
 
-    Groups are matched by position if the identities agree, as in `_filter_and_reorder_param_groups` (0.16.1). Otherwise
-    they are matched by multipliers alone, because the layout decides which groups hold experts. If several saved groups
-    with different settings remain, the user's overrides decide, and last whether the group holds experts.
+    If the identities of all groups agree in order, groups are matched by position, in the same way as in
+    `_filter_and_reorder_param_groups` (0.16.1). Otherwise groups are matched only by multipliers, because the layout
+    decides which groups hold experts. If several saved groups with different settings remain, the user's overrides are
+    compared, and finally whether the group holds experts.
 
     Raises:
-        CheckpointMismatchError: a group has no saved counterpart, or several that differ.
+        CheckpointMismatchError: a group has no saved counterpart, or several different counterparts.
     """
     groups = part.param_groups
     if len(groups) == len(saved) and all(_identity(a) == _identity(b) for a, b in zip(groups, saved, strict=True)):
@@ -303,7 +314,7 @@ def _counterpart(part: OptimizerPart, number: int, saved: Sequence[Mapping[str, 
 
 
 _EXPERTS = ("is_expert_parallel", "pre_is_expert_parallel")
-# The fields that megatron's ParamGroupOverride (0.16.1) may set for some parameters, beside the multipliers.
+# The fields that megatron's ParamGroupOverride (0.16.1) can set for some parameters, in addition to the multipliers.
 _OVERRIDES = ("max_lr", "min_lr", "start_wd", "end_wd", "default_config")
 
 
@@ -321,23 +332,26 @@ def _overrides(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of megatron's `param_group_identifier_keys`. NeMo prefixes some of them with `pre_`."""
+    """Returns the fields of megatron's `param_group_identifier_keys`. NeMo prefixes some of them with `pre_`."""
     keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
     return {key: group.get(key, group.get(f"pre_{key}")) for key in keys}
 
 
 def write_param_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], keep_rates: bool) -> None:
-    """Sets the fields of each group from the saved group at the same position (see `match_groups`)."""
+    """Sets the fields of each group from the saved group at the same position (see `match_groups`).
+
+    If `keep_rates` is True, learning rates and weight decay stay as they are.
+    """
     left = (*_EXPERTS, *(_RATES if keep_rates else ()))
     for group, values in zip(part.param_groups, saved, strict=True):
         group.update({key: value for key, value in values.items() if key not in left})
 
 
 def write_step(part: OptimizerPart, step: float | int | None) -> None:
-    """Sets the step of every parameter or group on this rank that has state.
+    """Sets the step of every param group, or of every parameter that has state, on this rank.
 
     Each parameter gets a tensor of its own. `DistributedOptimizer.load_state_dict` (0.16.1) shares one tensor among all
-    parameters, and Adam then counts it once per parameter.
+    parameters, so that Adam increments the shared step once per parameter.
     """
     if part.inner is None:
         return
@@ -356,14 +370,14 @@ def write_step(part: OptimizerPart, step: float | int | None) -> None:
 
 
 def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> None:
-    """Sets the gradient scaler to a saved state; does nothing without either of them."""
+    """Sets the gradient scaler to a saved state. Does nothing if there is no scaler or no saved state."""
     scaler = getattr(part.megatron, "grad_scaler", None)
     if scaler is not None and saved is not None:
         scaler.load_state_dict(dict(saved))
 
 
 def moment_tensor(part: OptimizerPart, state: ParameterState, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor to load a moment into: the present one, or a new one of the main parameter's shape."""
+    """Returns the tensor to load a moment into: the present moment, or a new tensor of the main parameter's shape."""
     there = part.inner.state[state.main].get(kind)
     if there is None:
         there = torch.empty_like(state.main, dtype=dtype, requires_grad=False)
@@ -372,12 +386,12 @@ def moment_tensor(part: OptimizerPart, state: ParameterState, kind: str, dtype: 
 
 
 def forget_state(part: OptimizerPart, state: ParameterState) -> None:
-    """Drops a parameter's state, because the parameter had done no step when it was saved."""
+    """Removes the state of a parameter that had done no step when it was saved."""
     part.inner.state.pop(state.main, None)
 
 
 def copy_main_to_model(optimizer: Any) -> None:
-    """Casts this rank's ranges of the main parameters into the model's, as `step()` does after the update."""
+    """Casts this rank's ranges of the main parameters into the model, in the same way as `step()` after the update."""
     for part in optimizer_parts(optimizer):
         if part.inner is not None and hasattr(part.megatron, "_copy_main_params_to_model_params"):
             part.megatron._copy_main_params_to_model_params()

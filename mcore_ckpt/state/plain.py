@@ -1,4 +1,4 @@
-"""Converts small state to values that `torch.load(weights_only=True)` opens, without pickled classes."""
+"""Converts small state to plain values, which `torch.load(weights_only=True)` opens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
 def to_plain(value: Any, field: str) -> Any:
-    """A copy of `value` made of dicts, lists, tuples, numbers, strings, bytes and CPU tensors.
+    """Returns a copy of `value` that consists of dicts, lists, tuples, sets, numbers, strings, bytes and CPU tensors.
 
-    Tensors are cloned, so later changes do not reach the copy. NumPy scalars become Python's, NumPy arrays become
-    tensors (torch has no safe pickle for them), generators become their state, subclasses of dict become plain dicts.
+    Tensors are cloned, so later changes do not affect the copy. NumPy scalars become Python scalars. NumPy arrays
+    become tensors, because torch has no safe pickle for arrays. Generators are replaced by their state, mappings by
+    dicts, and torch.Size and slices by tuples.
 
     Args:
         value: the value to copy.
-        field: its name, for messages.
+        field: the name of the value, for error messages.
 
     Raises:
-        UnsupportedError: the value holds an object of another kind; the message names the field.
+        UnsupportedError: the value contains an object of another kind. The message names the field.
 
     Example:
         >>> to_plain({"betas": (0.9, 0.95)}, "param_groups")
         {'betas': (0.9, 0.95)}
     """
-    if type(value) in _ATOMS and value != b"":  # torch's safe unpickler cannot make empty bytes
+    if type(value) in _ATOMS and value != b"":  # torch's safe unpickler cannot create empty bytes
         return value
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return value.detach().to("cpu", copy=True).contiguous()
@@ -60,12 +61,12 @@ def _from_numpy(value: Any, field: str) -> Any:
         if type(item) in _ATOMS:
             return to_plain(item, field)
     if numpy is not None and isinstance(value, numpy.ndarray):
-        # torch has no dtype for numbers of the other byte order, nor for long doubles ("g", "G").
+        # torch has no dtypes for the other byte order, and none for long doubles ("g", "G").
         native = value.dtype.newbyteorder("=")
         if native.kind in "biufc" and native.char not in "gG":
             return torch.from_numpy(value.astype(native))
     cls = type(value)
     raise UnsupportedError(
         f"{field} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without pickling a class: "
-        "hand over numbers, strings, bytes, tensors, and dicts, lists or tuples of them"
+        "use numbers, strings, bytes, tensors, and dicts, lists or tuples of them"
     )

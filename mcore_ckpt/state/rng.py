@@ -13,7 +13,7 @@ from mcore_ckpt.state.plain import to_plain
 
 
 def read_rng() -> dict[str, Any]:
-    """The state of all generators of this process, as plain values and uint8 tensors."""
+    """Returns the state of all generators of this process, as plain values."""
     return {
         "python": random.getstate(),
         "numpy": _read_numpy(),
@@ -24,10 +24,10 @@ def read_rng() -> dict[str, Any]:
 
 
 def seed_of(state: dict[str, Any]) -> int:
-    """The seed that the generators of a saved state were started with.
+    """Returns the seed with which the generators of a saved state were started.
 
-    The state of torch's CPU generator begins with it (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes,
-    little-endian). A state that was made for another layout holds only the seed.
+    The state of torch's CPU generator begins with the seed (`CPUGeneratorImplStateLegacy`, torch 2.13: 8 bytes,
+    little-endian). A state that was resharded for another layout contains only the seed.
     """
     if "seed" in state:
         return int(state["seed"])
@@ -35,15 +35,16 @@ def seed_of(state: dict[str, Any]) -> int:
 
 
 def write_seed(seed: int, step: int, pp: int) -> None:
-    """Seeds all generators anew, as megatron's trainer does (`_set_random_seed`).
+    """Seeds all generators anew, in the same way as megatron's trainer (`_set_random_seed`).
 
-    Seeds differ by pipeline stage; those of megatron's tracker also by tensor- and expert-parallel rank. The step makes
-    the numbers differ from those at the beginning of the training.
+    The seeds differ between pipeline stages. The seeds of megatron's tracker also differ between tensor- and
+    expert-parallel ranks. All seeds depend on the step, so that the random numbers differ from those at the beginning
+    of the training.
 
     Args:
         seed: the seed of the training.
-        step: the step that training goes on from.
-        pp: this rank's pipeline stage.
+        step: the step from which training continues.
+        pp: this rank's pipeline rank.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -65,7 +66,7 @@ def write_seed(seed: int, step: int, pp: int) -> None:
 
 
 def write_rng(state: dict[str, Any]) -> None:
-    """Sets all generators to a saved state. A generator that the state does not have stays as it is."""
+    """Sets all generators to a saved state. A generator that is not in the saved state stays as it is."""
     python = state["python"]
     random.setstate((python[0], tuple(python[1]), python[2]))
     if state["numpy"] is not None:
@@ -81,7 +82,7 @@ def _read_numpy() -> dict[str, Any] | None:
     if numpy is None:
         return None
     name, keys, position, has_gauss, cached = numpy.random.get_state()
-    # torch has few operators on uint32. The values fit into int64.
+    # The words are stored as int64, because torch has few operators for uint32.
     words = torch.from_numpy(keys.astype("int64"))
     return {
         "name": name,
@@ -112,8 +113,8 @@ def _write_tracker(states: dict[str, torch.Tensor]) -> None:
     for name, state in states.items():
         generator = current.get(name)
         if isinstance(generator, torch.Generator):
-            # CUDA graphs keep references to the generator objects of a graph-safe tracker. Replacing the objects would
-            # detach the graphs.
+            # CUDA graphs keep references to the generator objects of a graph-safe tracker. If these objects were
+            # replaced, the graphs would continue to use the old ones.
             generator.set_state(state)
             restored[name] = generator
         else:

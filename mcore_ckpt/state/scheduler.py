@@ -14,23 +14,26 @@ logger = logging.getLogger(__name__)
 
 
 def read_scheduler(scheduler: Any) -> dict[str, Any] | None:
-    """The scheduler's state as plain values; None without a scheduler. Raises UnsupportedError."""
+    """Returns the scheduler's state as plain values, or None if there is no scheduler.
+
+    Raises UnsupportedError if a field of the state has no plain value.
+    """
     return None if scheduler is None else to_plain(scheduler.state_dict(), "lr_scheduler.state_dict()")
 
 
 def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
-    """Raises CheckpointMismatchError if `write_scheduler` would fail, before anything changes."""
+    """Raises CheckpointMismatchError if a saved state does not fit the scheduler. Changes nothing."""
     if scheduler is not None and state is None:
         raise CheckpointMismatchError(
-            "wanted the state of an LR scheduler, found none in the checkpoint: make the manager "
-            "without lr_scheduler, or load a checkpoint that has it"
+            "wanted the state of an LR scheduler, found none in the checkpoint: create the manager "
+            "without lr_scheduler, or load a checkpoint that has this state"
         )
     if scheduler is None and state is not None:
-        logger.warning("the checkpoint has the state of an LR scheduler, but there is none here to load it into")
+        logger.warning("the checkpoint has the state of an LR scheduler, but the manager has no lr_scheduler for it")
     if scheduler is None or state is None or not _is_megatrons(scheduler):
         return
-    # OptimizerParamScheduler.load_state_dict (0.16.1) checks each field just before it assigns it. A copy takes the
-    # first try, so that a failure changes nothing.
+    # OptimizerParamScheduler.load_state_dict (0.16.1) checks each field just before it assigns the field. The state is
+    # therefore loaded into a copy first, so that a failure changes nothing.
     trial = copy.copy(scheduler)
     trial.optimizer = SimpleNamespace(param_groups=[])
     try:
@@ -43,7 +46,7 @@ def check_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
 
 
 def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
-    """Sets the scheduler to a saved state; does nothing without either of them."""
+    """Sets the scheduler to a saved state. Does nothing if there is no scheduler or no saved state."""
     if scheduler is None or state is None:
         return
     if _is_megatrons(scheduler):
@@ -53,7 +56,7 @@ def write_scheduler(scheduler: Any, state: dict[str, Any] | None) -> None:
 
 
 def keeps_own_rates(scheduler: Any) -> bool:
-    """True if megatron's scheduler is set to ignore the saved learning rates and weight decay."""
+    """Returns True if megatron's scheduler is set to ignore the saved learning rates and weight decay."""
     return bool(getattr(scheduler, "override_opt_param_scheduler", False))
 
 

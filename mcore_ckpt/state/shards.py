@@ -1,4 +1,4 @@
-"""The data that travels from the training state to the files and back."""
+"""The data classes that describe the tensors of the training state for saving and loading."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ class LocalShard:
     """A tensor of this rank's training state, and its region of a global tensor.
 
     Attributes:
-        key: global name and kind.
-        region: its place in the global tensor; `tensor` holds exactly the region's elements.
-        tensor: the live tensor, on any device; for a parameter, the parameter itself.
-        expert: whether it belongs to routed experts, which are replicated over other ranks than dense tensors.
+        key: the global name and the kind of the shard.
+        region: the part of the global tensor that `tensor` holds.
+        tensor: the live tensor, on any device. For a parameter, it is the parameter itself.
+        expert: whether the tensor belongs to routed experts, which are replicated over other ranks than dense tensors.
         replica: whether another pipeline stage holds the same global tensor (tied embeddings) and writes it.
-        is_buffer: whether it is neither parameter nor optimizer state. It may change at any point of a training step.
-        refresh: reads the tensor anew, if `tensor` is only a copy (`_extra_state`). The function returns None if the
-            state no longer exists.
-        restore: sets the loaded value, if copying into `tensor` has no effect (`_extra_state`).
+        is_buffer: whether the tensor is neither a parameter nor optimizer state. Such a tensor can change at any point
+            of a training step.
+        refresh: for an `_extra_state`, of which `tensor` is only a copy: the function that reads the state again. It
+            returns None if the state no longer exists.
+        restore: for an `_extra_state`, on which copying into `tensor` has no effect: the function that sets the loaded
+            state.
     """
 
     key: ShardKey
@@ -44,15 +46,15 @@ class LocalShard:
 
 @dataclass(frozen=True, eq=False)
 class ParameterState:
-    """One parameter's part of the optimizer on this rank.
+    """The optimizer's state of one parameter on this rank.
 
     Attributes:
         name: the parameter's global name.
-        region: the range this rank owns.
-        main: the main parameter, which the optimizer steps.
+        region: the part of the global parameter that this rank owns.
+        main: the main parameter, which the optimizer updates.
         is_model_view: whether `main` shares the memory of the model parameter (fp32 training).
         expert, replica: as in LocalShard.
-        moments: tensors of the optimizer's state by kind (`exp_avg`, ...); empty before the first step.
+        moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
     """
 
     name: str

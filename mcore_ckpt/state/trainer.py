@@ -16,22 +16,23 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """Everything that saving and loading share, fixed for the life of a CheckpointManager.
+    """Everything that saving and loading share, fixed for the lifetime of a CheckpointManager.
 
     Attributes:
         root: the folder of all steps.
         role: the name of this trainer's folder in each step.
         chunks: the virtual chunks of the model, bare or wrapped in DistributedDataParallel.
-        optimizer, lr_scheduler: megatron's, or None.
-        hf_config, processing_class: transformers' config and tokenizer or processor, or None.
+        optimizer, lr_scheduler: megatron's objects. Each is None if the trainer has none.
+        hf_config, processing_class: transformers' config, and its tokenizer or processor. Each is None if not given.
         config: the user's choices.
-        coordinates: this rank's place in the parallel layout; `topology` has the sizes of the layout.
-        replicas: the world ranks that hold the same tensors as this one.
+        coordinates: this rank's place in the parallel layout.
+        topology: the sizes of the parallel layout.
+        replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
         num_layers: how many decoder layers the whole model has.
-        vocab_size: how many tokens the vocabulary has without padding; None if it is unknown.
-        agreement: this rank's agreement for rounds on the trainer's own thread.
+        vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
+        agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
 
     root: Path

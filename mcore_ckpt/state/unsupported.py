@@ -1,4 +1,4 @@
-"""Refuses models and optimizers that could only be half-saved, by name, before anything is written or changed."""
+"""Refuses, by name, models and optimizers that can only be saved in part, before anything is written or changed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FP8_PARAMETERS = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVF
 
 
 def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises UnsupportedError if a chunk, bare or wrapped, holds something that could only be half-saved."""
+    """Raises UnsupportedError if a chunk, bare or wrapped, contains something that can only be saved in part."""
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
             raise UnsupportedError(f"not supported: {_MODULES['MegatronFSDP']}")
         for path, module in chunk.named_modules():
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
         for name, parameter in chunk.named_parameters():
-            # TE's quantized tensors are subclasses of Tensor, and a Parameter made from one keeps the class.
+            # TE's quantized tensors are subclasses of Tensor, and a Parameter made from such a tensor keeps its class.
             kinds = {cls.__name__ for tensor in (parameter, parameter.data) for cls in type(tensor).__mro__}
             if kinds & set(_FP8_PARAMETERS):
                 raise UnsupportedError(
@@ -52,8 +52,8 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
     """Raises UnsupportedError for experts with EP = 1 and ETP ≠ TP, and for packed tensors of several experts.
 
     megatron-core 0.16.1 marks experts as expert-parallel only if EP > 1 (`ColumnParallelLinear.__init__`). With EP = 1
-    and ETP ≠ TP their gradients are not reduced over the tensor-parallel ranks that replicate them. The replicas drift
-    apart, and one file for all of them would not restore what was trained.
+    and ETP ≠ TP, the gradients of experts are not reduced over the tensor-parallel ranks that replicate the experts.
+    The replicas drift apart, so a file of one replica could not restore the other replicas.
     """
     if topology.ep == 1 and topology.etp != topology.tp and any(shard.expert for shard in model):
         raise UnsupportedError(
@@ -63,13 +63,13 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
     for shard in model if topology.ep > 1 else ():
         if shard.expert and shard.key.kind == MODEL and expert_of(shard.key.name) is None:
             raise UnsupportedError(
-                f"tensor {shard.key} is not one expert's: with expert parallelism it differs between ranks that give "
-                "it the same name; keep adapters out of grouped experts, or use EP = 1"
+                f"tensor {shard.key} does not belong to one expert: with expert parallelism, each rank has a different "
+                "tensor under this name; keep adapters out of grouped experts, or use EP = 1"
             )
 
 
 def refuse_unsupported_optimizer(optimizer: Any) -> None:
-    """Raises UnsupportedError unless the whole state of every part of the optimizer is known."""
+    """Raises UnsupportedError unless this package can save the whole state of every part of the optimizer."""
     _refuse(type(optimizer), _OPTIMIZERS, "optimizer")
     for part in _parts(optimizer):
         _refuse_part(part)
@@ -94,7 +94,7 @@ def _refuse_part(part: Any) -> None:
     if getattr(part.config, "use_precision_aware_optimizer", False):
         raise UnsupportedError(
             "optimizer is not supported: use_precision_aware_optimizer keeps main parameters, or scales of its "
-            "moments, inside FusedAdam; turn it off"
+            "moments, inside FusedAdam; turn this option off"
         )
 
 

@@ -7,7 +7,8 @@ Public names, for integrations and commands:
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
   `roles_begun`;
-- one trainer at a time for a role: `TrainerLock`; steps that are read are not deleted: `reading`;
+- locks: `TrainerLock` lets only one trainer at a time save a role, and `reading` prevents the deletion of steps while
+  they are read;
 - what crashed processes left: `remove_leftovers`, `remove_leftovers_beside`.
 """
 

@@ -1,7 +1,7 @@
-"""Turns a staging folder into a committed checkpoint: a checkpoint is either entirely there or not there.
+"""Turns a staging folder into a committed checkpoint, so that no reader ever sees a part of a checkpoint.
 
-The order of calls is `open_staging`, then the ranks write, then `check_files`, `write_manifest` and `publish` on
-rank 0. `discard` ends a save that failed. See transaction.py for the agreement of the ranks.
+Rank 0 calls `open_staging`; then the ranks write; then rank 0 calls `check_files`, `write_manifest` and `publish`.
+`discard` removes the files of a failed save. See transaction.py for how the ranks agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 # renameat2(2), linux/fs.h
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Another role may remove the empty step folder between making it and making the staging folder in it.
+# How many times `open_staging` tries to make the step's folder and then the staging folder in it. In between, another
+# role can remove the step's folder, which is still empty.
 _TRIES = 100
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -51,14 +52,14 @@ def open_staging(role_dir: Path, attempt: str) -> Path:
             return staging
         except FileNotFoundError:
             # Another role has just removed the step's folder, which was empty or too old. Some file systems (/proc)
-            # answer so for any folder and for ever, hence the limit.
+            # raise this error at every try, hence the limit.
             if not tries_left:
                 raise
     raise AssertionError("unreachable: the last try returns or raises")
 
 
 def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None:
-    """Checks that this rank sees every file that the ranks wrote, with the size they wrote. Raises CommitError."""
+    """Checks that this rank sees every file that the ranks wrote, in its full size. Raises CommitError."""
     for rank, file in files:
         path = staging / file.path
         try:
@@ -76,12 +77,14 @@ def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None
 
 
 def check_structures(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Checks that ranks that wrote parts of one file planned the same tensors for it.
+    """Checks that all ranks that wrote parts of the same file planned the same tensors for it.
 
-    A file's owner collects only the parts it expects, so a rank that planned another file would be left out unnoticed.
+    A file's owner collects only the parts that it expects, so it would not notice a rank that has planned different
+    tensors.
 
     Args:
-        by_rank: for each rank, the digest of the structure that it planned (FilePlan.structure) of each file, by path.
+        by_rank: one mapping for each rank. Its keys are the paths of the files that the rank wrote parts of, its values
+            the digests of the structures that the rank planned for these files (`FilePlan.structure`).
 
     Raises:
         CommitError: two ranks planned different tensors for one file.
@@ -92,8 +95,8 @@ def check_structures(by_rank: Sequence[Mapping[str, str]]) -> None:
             other, wanted = first.setdefault(path, (rank, structure))
             if structure != wanted:
                 raise CommitError(
-                    f"{path}: rank {other} and rank {rank} both write to it, and have other tensors in it, though they "
-                    "should be replicas: use shared_writes=False"
+                    f"{path}: ranks {other} and {rank} both write to this file, but have planned different tensors for "
+                    "it, although they should be replicas: use shared_writes=False"
                 )
 
 
@@ -101,8 +104,8 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
     """Makes the names of all files durable, then writes the manifest.
 
     Raises:
-        CommitError: the manifest could not be read again. Without this check the save would count as done, in the
-            place of an older checkpoint that was intact.
+        CommitError: the manifest could not be read back. Without this check, a checkpoint that cannot be loaded could
+            replace an older one that is intact.
         OSError: the manifest cannot be written.
     """
     try:
@@ -111,7 +114,7 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
             raise FieldError(f"it has {len(data)} bytes, more than {limits.MANIFEST_BYTES}")
         decode_manifest(data)
     except ValueError as error:
-        raise CommitError(f"{staging}: not committed, since its manifest could not be read again: {error}") from None
+        raise CommitError(f"{staging}: not committed, because its manifest could not be read back: {error}") from None
     for folder, _, _ in os.walk(staging):
         sync_dir(Path(folder))
     write_file(staging / file_names.MANIFEST_FILE, [data])
@@ -119,10 +122,10 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
 
 
 def publish(staging: Path, role_dir: Path, attempt: str) -> None:
-    """Renames a staging folder that has its manifest to the role's folder: the commit.
+    """Commits a staging folder that has its manifest, by renaming it to the role's folder.
 
-    A checkpoint that is there already stays intact until the new one is in its place. Files that other programs put
-    there move to the new one (foreign_files.py).
+    If the role's folder already holds a checkpoint, that one stays intact until the new one is in place. Files that
+    other programs put into the role's folder are kept (foreign_files.py).
 
     Raises OSError: the new checkpoint is not in place, and the old one is untouched.
     """
@@ -130,27 +133,28 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
     if not _rename_new(staging, role_dir):
         if not role_dir.is_symlink():
             link_foreign_files(role_dir, staging)
-            # The old checkpoint is about to go. If this process dies, the next one must know whose work that was.
+            # The old checkpoint is about to be moved aside. If this process dies then, the next one must know which
+            # process moved it.
             with suppress(OSError):
                 write_owner(role_dir)
         if not _exchange(staging, role_dir):
             _rename_in_turn(staging, role_dir, replaced)
-    # The checkpoint is in place: later failures are logged and do not fail the save.
+    # The checkpoint is in place, so later failures are only logged and do not fail the save.
     try:
         sync_dir(role_dir)
         sync_dir(role_dir.parent)
-        # Not earlier: until the rename, a starting process must be able to see whether this one is alive.
+        # The owner file had to stay until the rename, because it shows other processes whether this one is alive.
         (role_dir / file_names.OWNER_FILE).unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s is in place, but a power loss might undo that: %s", role_dir, error)
-    with suppress(PermissionError):  # the root belongs to somebody else, who has to make it durable
+    with suppress(PermissionError):  # the root belongs to another user, and this process may not open it
         sync_dir(role_dir.parent.parent)
     for old in (staging, replaced):
         remove_replaced(old, role_dir)
 
 
 def _rename_new(staging: Path, role_dir: Path) -> bool:
-    """Renames the staging folder if the role's folder does not exist. False if it does."""
+    """Renames the staging folder to the role's folder. Returns False if the role's folder exists already."""
     if role_dir.exists():
         return False
     try:
@@ -164,7 +168,7 @@ def _rename_new(staging: Path, role_dir: Path) -> bool:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two folders in one step. False where the file system or the C library cannot do that."""
+    """Swaps two folders in one system call. Returns False if the file system or the C library cannot do that."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -177,7 +181,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _rename_in_turn(staging: Path, role_dir: Path, replaced: Path) -> None:
-    # Between these two renames only `restore_replaced` finds the old checkpoint.
+    # If this process dies between these two renames, a later process puts the old checkpoint back (`restore_replaced`).
     os.rename(role_dir, replaced)
     try:
         os.rename(staging, role_dir)
@@ -187,7 +191,10 @@ def _rename_in_turn(staging: Path, role_dir: Path, replaced: Path) -> None:
 
 
 def restore_replaced(replaced: Path, role_dir: Path) -> bool:
-    """Renames a checkpoint back that was moved aside for one that never came. False if it is no longer needed."""
+    """Puts back a checkpoint that was moved aside, if the new one was never committed.
+
+    Returns False if the old checkpoint is no longer needed, or if `replaced` is not a checkpoint.
+    """
     if (role_dir / file_names.MANIFEST_FILE).exists() or not (replaced / file_names.MANIFEST_FILE).exists():
         return False
     if role_dir.exists():
@@ -195,9 +202,9 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
         move_foreign_entries(role_dir, replaced)
         remove_if_empty(role_dir)
     if role_dir.exists():
-        logger.warning("%s cannot be put back: there is something else in %s: move one of them", replaced, role_dir)
+        logger.warning("%s cannot be put back, because %s holds other files: move one of them", replaced, role_dir)
         return True
-    logger.warning("putting %s back: the save that was to replace it did not finish", role_dir)
+    logger.warning("putting %s back, because the save that should have replaced it did not finish", role_dir)
     os.rename(replaced, role_dir)
     (role_dir / file_names.OWNER_FILE).unlink(missing_ok=True)
     sync_dir(role_dir.parent)
@@ -205,8 +212,8 @@ def restore_replaced(replaced: Path, role_dir: Path) -> bool:
 
 
 def remove_replaced(old: Path, role_dir: Path) -> None:
-    """Removes a checkpoint that was replaced, after its foreign files were moved. It stays if one cannot be moved."""
-    # Behind a link lies a folder that is not ours to tidy.
+    """Removes a replaced checkpoint after moving its foreign files. Keeps the checkpoint if one cannot be moved."""
+    # If `old` is a link, only the link is removed, because the folder that it leads to may belong to somebody else.
     if old.is_symlink() or (old.exists() and move_foreign_entries(old, role_dir)):
         remove_folder(old)
 
@@ -218,7 +225,7 @@ def discard(staging: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder and its contents as far as possible; of a link, only the link. Raises nothing."""
+    """Removes a folder and its contents as far as possible. Of a link, it removes only the link. Raises nothing."""
     if folder.is_symlink():
         with suppress(OSError):
             folder.unlink()

@@ -1,4 +1,4 @@
-"""Keeps the files that other programs put into a role's folder, while a new checkpoint replaces the old one there.
+"""Keeps the files that other programs put into a role's folder when a new checkpoint replaces the old one there.
 
 An example is verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`): it writes its data position into the
 step's folder while a save to that folder is still under way.
@@ -19,14 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 def link_foreign_files(old: Path, new: Path) -> None:
-    """Links the foreign files of `old` into `new`, so that they are never missing, not even after a crash."""
+    """Makes hard links in `new` to the foreign files of `old`, so that none is missing, not even after a crash."""
     for entry in _foreign_entries(old):
-        with suppress(OSError):  # `move_foreign_entries` moves folders, and files where links are not possible
+        with suppress(OSError):  # `move_foreign_entries` moves what cannot be linked, such as a folder
             os.link(entry, new / entry.name, follow_symlinks=False)
 
 
 def move_foreign_entries(old: Path, new: Path) -> bool:
-    """Moves what `link_foreign_files` could not link, and what came since. False if something has to stay in `old`."""
+    """Moves the foreign files and folders of `old` that `new` lacks or has in an older version.
+
+    These are the ones that `link_foreign_files` could not link, and those that were written since. Returns False if
+    something has to stay in `old`.
+    """
     for entry in _foreign_entries(old):
         target = new / entry.name
         try:
@@ -35,7 +39,7 @@ def move_foreign_entries(old: Path, new: Path) -> bool:
             elif _is_newer(entry, target):
                 os.replace(entry, target)
         except OSError as error:
-            logger.warning("%s could not be moved to %s, where it belongs, and stays: %s", entry, new, error)
+            logger.warning("%s belongs in %s, but could not be moved there, and stays: %s", entry, new, error)
             return False
     return True
 
@@ -45,7 +49,7 @@ def _foreign_entries(role_dir: Path) -> list[Path]:
 
 
 def _is_newer(entry: Path, target: Path) -> bool:
-    """True if another program replaced its file after the link to it was made."""
+    """True if another program has replaced the file `entry` since the link `target` to it was made."""
     moved, there = entry.lstat(), target.lstat()
     both_files = stat.S_ISREG(moved.st_mode) and stat.S_ISREG(there.st_mode)
     return both_files and moved.st_ino != there.st_ino and moved.st_mtime_ns > there.st_mtime_ns

@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def remove_leftovers(root: Path, role: str, alone: bool) -> None:
-    """Removes what crashed processes left of one role, and restores its checkpoints that a crash left moved aside.
+    """Removes the leftovers of one role, and restores the role's checkpoints that a crashed process had moved aside.
 
     Args:
         root: the folder of the steps.
-        role: only leftovers of this role go, because other roles may be saving.
+        role: the role. Leftovers of other roles stay, because those roles may be saving.
         alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown
             or on another host are leftovers, too.
     """
@@ -32,34 +32,34 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
         ):
             entry.unlink(missing_ok=True)
-    # The names of folders beside a step do not say which role they belong to. Those of unknown owners belong to this
-    # role if there is no other trainer.
+    # The name of a work folder beside a step does not contain its role. If the owner of the folder cannot be checked,
+    # the folder belongs to this role only if no trainer of another role holds a lock.
     only = alone and not any(file_names.is_trainer_file_of_another(entry.name, role) for entry in root.iterdir())
     for name in {work.role for entry, work in work_folders(root) if entry.parent == root}:
         _remove_in(root, name, only)
     for step_path in own_steps(root):
         try:
             _remove_in(step_path, role, alone)
-        except PermissionError as error:  # the step belongs to somebody else
+        except PermissionError as error:  # the step belongs to another user
             logger.warning("%s stays as it is: %s", step_path, error)
 
 
 def remove_leftovers_beside(folder: Path) -> None:
-    """Removes what crashed processes left beside one folder that is committed like a role's folder."""
+    """Removes the leftovers beside one folder that is committed like a role's folder."""
     if folder.parent.is_dir():
         _remove_in(folder.parent, folder.name, alone=False)
 
 
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
-    """Returns what dead processes left below a folder of steps, of one role or of all.
+    """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
-    Leaves out whatever may belong to a living process, on this host or another, and every checkpoint that the next
-    start restores.
+    It leaves out what may belong to a living process, on this host or another, and each checkpoint that was moved aside
+    and that the next start of a trainer restores.
     """
     found = [entry for entry in entries(root) if file_names.is_deleted_dir(entry.name)]
     found = [entry for entry in found if is_deleted_for_good(entry, alone=False)]
     for entry, work in work_folders(root):
-        beside_step = entry.parent == root  # then its name does not say its role
+        beside_step = entry.parent == root  # then its name does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):
             continue
         if work.purpose == "staging" or os.path.exists(entry.parent / work.role / file_names.MANIFEST_FILE):
@@ -68,7 +68,8 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
 
 
 def _remove_in(step_path: Path, role: str, alone: bool) -> None:
-    # Retention writes an owner file into the step before it deletes it, and may have died then.
+    # Retention writes an owner file into a step before it deletes the step, and its process may have died in between.
+    # A save does the same to a role's folder before it replaces the folder.
     for folder in (step_path, step_path / role):
         if (folder / file_names.OWNER_FILE).exists() and is_leftover(folder, alone):
             (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
@@ -81,7 +82,7 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
         if work.purpose == "replaced" and restore_replaced(entry, step_path / role):
             continue
         if is_leftover(entry, alone):
-            logger.warning("removing %s: what a save that did not finish has left", entry)
+            logger.warning("removing %s, a leftover of a save that did not finish", entry)
             if (entry / file_names.MANIFEST_FILE).exists() and (step_path / role).exists():
                 remove_replaced(entry, step_path / role)
             else:

@@ -1,6 +1,6 @@
-"""Lists the steps on disk and tells which of them are complete.
+"""Lists the steps on disk and finds out which of them are complete.
 
-The manifests decide which steps are complete. The tracker is only a hint.
+Only the manifests decide whether a step is complete. The tracker is not read here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, C
 
 logger = logging.getLogger(__name__)
 
-# A folder that belongs to somebody else, or a link that leads nowhere, stays unreadable. Other errors may pass.
+# A folder that cannot be read because of one of these errors stays unreadable. Examples are a folder of another user
+# and a link to a folder that does not exist. Other errors may be temporary.
 _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -31,10 +32,10 @@ class StepStatus:
         step: the step's number.
         path: the step's folder.
         committed: the roles that are committed.
-        declared: the roles that the committed ones say the step consists of.
-        problems: what is wrong with the other roles' manifests.
-        pinned: retention leaves the step alone.
-        flat: the role whose folder is the step's own folder, if there is one.
+        declared: the roles that the step consists of, according to the manifests in it.
+        problems: why roles with a manifest are not committed, or why the folder cannot be read.
+        pinned: true if retention must keep the step.
+        flat: the role whose folder is the step's own folder; None if there is none.
     """
 
     step: int
@@ -51,12 +52,12 @@ class StepStatus:
 
     @property
     def is_complete(self) -> bool:
-        """True if all roles that the step consists of are committed: the step counts."""
+        """True if all roles that the step consists of are committed."""
         return bool(self.committed) and self.declared <= self.committed
 
     @property
     def reason(self) -> str:
-        """Why the step does not count."""
+        """Why the step is not complete."""
         if self.problems:
             return "; ".join(self.problems)
         missing = ", ".join(sorted(self.declared - self.committed))
@@ -68,9 +69,9 @@ class StepStatus:
 def list_steps(root: Path) -> list[StepStatus]:
     """Returns all steps below a root, the oldest first.
 
-    If a step is there under two names (`global_step_5`, `global_steps_5`), the complete one is returned.
+    If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned.
 
-    Raises OSError: the root, or a step in it, cannot be read now, but perhaps later.
+    Raises OSError: the root cannot be read, or a step cannot be read because of an error that may be temporary.
 
     Example:
         >>> [status.step for status in list_steps(Path("checkpoints")) if status.is_complete]
@@ -84,12 +85,12 @@ def list_steps(root: Path) -> list[StepStatus]:
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
-    """Returns the steps that are complete, the oldest first. Raises OSError, as `list_steps`."""
+    """Returns the steps that are complete, the oldest first. Raises OSError like `list_steps`."""
     return [status for status in list_steps(root) if status.is_complete]
 
 
 def step_status(path: Path) -> StepStatus:
-    """Returns the state of one step folder, whose name must be that of a step. Raises OSError, as `list_steps`."""
+    """Returns the state of one step folder. Its name must be that of a step. Raises OSError like `list_steps`."""
     step = file_names.parse_step(path.name)
     assert step is not None, f"{path} is not named after a step"
     try:
@@ -110,7 +111,10 @@ def step_status(path: Path) -> StepStatus:
 
 
 class _RoleFolder(NamedTuple):
-    """What the manifest in a folder says: the folder's role, all roles of the step, and why the role does not count."""
+    """What the manifest in a folder shows: the folder's role, all roles of the step, and why the role is not committed.
+
+    The problem is None if the role is committed.
+    """
 
     role: str | None
     declared: frozenset[str]
@@ -139,7 +143,7 @@ def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
 
 
 def holds_something(status: StepStatus) -> bool:
-    """True if a step folder holds more than leftovers of an unfinished save and single files of other programs."""
+    """True if a step folder holds anything besides leftovers of unfinished saves and loose files of other programs."""
     return bool(status.problems) or any(
         not entry.name.startswith(".") and (file_names.is_own(entry.name) or not entry.is_file())
         for entry in _entries(status.path)
@@ -147,9 +151,10 @@ def holds_something(status: StepStatus) -> bool:
 
 
 def _why_unreadable(path: Path, error: OSError) -> str:
-    """Returns the problem of a step that stays unreadable, so that the other steps can be used without it.
+    """Describes the error if the folder stays unreadable, so that the other steps can be used without it.
 
-    Raises an error that may pass, because resuming from an older step for its sake would lose training.
+    Raises the error if it may be temporary. If it were ignored, the trainer could resume from an older step and lose
+    training.
     """
     if error.errno not in _STAYS_UNREADABLE:
         raise error
@@ -174,13 +179,19 @@ def _entries(path: Path) -> list[Path]:
 
 @lru_cache(maxsize=4096)
 def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...]]:
-    """Returns step, role and roles of a manifest. Cached by the file's identity: a large run's takes long to parse."""
+    """Returns step, role and roles of a manifest.
+
+    The result is cached by the file's identity, because the manifest of a large run takes long to parse.
+    """
     manifest = read_manifest(role_dir)
     return manifest.step, manifest.role, manifest.roles
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
-    """Raises CommitError if a step is there under another name. With two, `load` could not know which one is meant."""
+    """Raises CommitError if a step already has a folder with another name.
+
+    If it had two folders, `load` could not know which one is meant.
+    """
     for path in file_names.step_dirs(root).get(step, []):
         if path.name not in (role_dir.name, role_dir.parent.name) and step_status(path).committed:
             raise CommitError(

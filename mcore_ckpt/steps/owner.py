@@ -1,4 +1,4 @@
-"""Records which process a folder on disk belongs to, so that others can tell whether that process is alive."""
+"""Records which process a folder on disk belongs to, so that other processes can see whether that one is alive."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from mcore_ckpt.io.files import inside, read_small, write_file
 
 @dataclass(frozen=True)
 class Owner:
-    """A process.
+    """The process that a folder or a lock file belongs to.
 
     Attributes:
-        host: the host's name, its boot id and the pid namespace. Containers may share a name and count pids apart.
+        host: the host's name, its boot id and the pid namespace. The name is not enough, because two containers can
+            have the same one and still number their processes separately.
         pid: the process id in that namespace.
-        start: when the process started, in clock ticks since boot. Pids are used again.
+        start: when the process started, in clock ticks since boot. A later process can get the same pid.
     """
 
     host: str
@@ -32,17 +33,17 @@ class Owner:
 
     @staticmethod
     def this_process() -> Owner:
-        """Returns the process that calls."""
+        """Returns the calling process."""
         return Owner(_this_host(), os.getpid(), _start_of(os.getpid()) or 0)
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Owner:
-        """Returns the owner of which `asdict` returned this record. Raises FieldError."""
+        """Returns the owner that `asdict` has turned into this record. Raises FieldError."""
         return Owner(fields.get_name(record, "host"), fields.get_int(record, "pid"), fields.get_int(record, "start"))
 
     @property
     def is_on_this_host(self) -> bool:
-        """True if this process can see whether the owner is alive."""
+        """True if the owner is on this host and in this pid namespace, so that this process can see if it is alive."""
         return self.host == _this_host()
 
     @property
@@ -61,23 +62,25 @@ def _this_host() -> str:
 
 def _start_of(pid: int) -> int | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # Linux may cut a name within a letter
+        # Linux shortens the name of the command, and may do so within a UTF-8 character.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # proc(5): field 3 is the state, field 22 starttime. Field 2, the command in parentheses, may hold spaces and
-    # parentheses. A zombie is dead, but stays in /proc where nobody waits for orphans, as in many containers.
+    # proc(5): field 3 is the state, and field 22 is starttime. Field 2, the command in parentheses, can itself contain
+    # spaces and parentheses. A zombie (Z) is dead, but stays in /proc until a process waits for it. In many containers
+    # none waits for orphans.
     fields_from_3 = stat.rpartition(")")[2].split()
     return None if fields_from_3[0] in "ZX" else int(fields_from_3[19])
 
 
 def write_owner(folder: Path) -> None:
-    """Records that this process works in a folder, and forgets any earlier owner. Raises OSError."""
+    """Records this process as the owner of a folder, in place of any earlier owner. Raises OSError."""
     (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
     write_file(folder / file_names.OWNER_FILE, [fields.encode(asdict(Owner.this_process()))])
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Returns the owner of a folder; None if it has no owner file, or a damaged one."""
+    """Returns the owner of a folder; None if the folder has no owner file or a damaged one."""
     try:
         record = fields.decode(read_small(inside(folder, file_names.OWNER_FILE), limits.SMALL_BYTES))
         return Owner.of(record)

@@ -11,7 +11,7 @@ from mcore_ckpt.steps.listing import StepStatus, list_steps
 
 
 def pin(root: str | Path, step: int) -> None:
-    """Keeps a step until `unpin`, whatever `max_to_keep` says. Any process may call it, more than once.
+    """Keeps a step until `unpin` is called, whatever `max_to_keep` is. Any process may call it, even repeatedly.
 
     Args:
         root: the folder of the steps.
@@ -35,11 +35,11 @@ def pin(root: str | Path, step: int) -> None:
 
 
 def unpin(root: str | Path, step: int) -> None:
-    """Takes a pin back: from now on the preservation policy decides whether the step stays.
+    """Removes a pin. From then on, the preservation policy decides whether the step stays.
 
     Args:
         root: the folder of the steps.
-        step: the step's number. A step that is not pinned stays as it is.
+        step: the step's number. If the step is not pinned, nothing changes.
 
     Raises:
         CheckpointNotFoundError: there is no such step.

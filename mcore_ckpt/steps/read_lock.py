@@ -1,10 +1,11 @@
-"""Keeps steps that are being read from being deleted, with advisory locks on their manifests.
+"""Prevents the deletion of steps while they are read, with advisory locks on their manifests.
 
-Readers share the lock. Retention needs it alone, and skips the step if it cannot have it; nobody waits. The lock is
-`flock` on the manifest, because NFS passes locks on files over the network, but none on folders.
+Readers share the lock. Retention needs the lock exclusively, and skips a step if it cannot get the lock. Nobody waits.
+The lock is a `flock` on the manifest, because NFS passes locks on files over the network, but not locks on folders.
 
-On a file system without locks both go on. A reader may then find a file missing or stale, which is an error. It never
-gets wrong bytes: each block is checked, and a step is renamed as a whole before its first file is deleted.
+On a file system without locks, readers and retention work without locking. A reader may then find a file missing or
+stale, and raises an error. A reader never returns wrong bytes, because it checks each block and because retention
+renames a step as a whole before it deletes the first file.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mcore_ckpt.io.files import inside, open_regular
 
 @contextmanager
 def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
-    """Keeps retention of every process from deleting these roles meanwhile, if the file system has locks.
+    """Prevents the deletion of these roles by any process during the `with` block, if the file system has locks.
 
-    A role that cannot be opened is skipped: reading it will raise the error.
+    A role whose manifest cannot be opened is skipped, because reading the role will raise the error.
 
     Example:
         >>> with reading([Path("checkpoints/global_steps_5/actor")]):
@@ -35,9 +36,9 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
             try:
                 descriptor = open_regular(inside(role_dir, file_names.MANIFEST_FILE))
             except (OSError, CheckpointCorruptError):
-                continue  # reading the role will raise the error
+                continue
             stack.callback(os.close, descriptor)
-            # Closing is not enough: a child that was forked meanwhile (a data loader) has the descriptor, too.
+            # Closing is not enough, because a child that was forked meanwhile (a data loader) has the descriptor, too.
             stack.callback(_unlock, descriptor)
             _lock(descriptor, fcntl.LOCK_SH)
         yield
@@ -45,12 +46,12 @@ def reading(role_dirs: Iterable[Path]) -> Iterator[None]:
 
 @contextmanager
 def unread(role_dirs: Iterable[Path]) -> Iterator[bool]:
-    """Yields True if no lock says that somebody reads these roles, and keeps new readers out meanwhile.
+    """Tries to lock these roles exclusively during the `with` block. Yields False if a reader holds one of the locks.
 
     Raises:
         FileNotFoundError: a role is gone.
         OSError: a manifest cannot be opened.
-        CheckpointCorruptError: a manifest is a link out of its folder.
+        CheckpointCorruptError: a manifest is a link that leads out of its folder.
     """
     with ExitStack() as stack:
         alone = True
@@ -70,7 +71,10 @@ def _open_for_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Locks a file without waiting. False if another process holds the lock; True if the file system has no locks."""
+    """Locks a file without waiting. Returns False if another process holds the lock.
+
+    If the file system has no locks, it returns True.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

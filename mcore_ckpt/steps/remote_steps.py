@@ -1,6 +1,6 @@
 """Lists the steps in a remote store, and reads its tracker.
 
-Each attempt of a save is uploaded into a folder of its own, its manifest last; nothing is written there again. See
+Each attempt is uploaded into its own folder, the manifest last. Nothing is written to that folder afterwards. See
 docs/format.md.
 """
 
@@ -18,7 +18,7 @@ from mcore_ckpt.io.threads import for_each
 
 @dataclass(frozen=True)
 class RemoteRole:
-    """The newest attempt of a role at a step whose upload is complete.
+    """The newest completely uploaded attempt of a role at a step.
 
     Attributes:
         attempt: its id.
@@ -40,7 +40,7 @@ class RemoteStep:
         found: the newest complete attempt of each role.
         others: the other attempts of each role: replaced ones, and those without a manifest.
         problems: what is wrong with manifests that cannot be used.
-        pinned: the step was pinned where it was committed, so it stays in the store, too.
+        pinned: true if the step is pinned in the store, so that retention keeps it there.
     """
 
     step: int
@@ -51,29 +51,29 @@ class RemoteStep:
 
     @property
     def committed(self) -> frozenset[str]:
-        """The roles of which an attempt is complete in the store."""
+        """The roles that have a completely uploaded attempt."""
         return frozenset(self.found)
 
     @property
     def declared(self) -> frozenset[str]:
-        """The roles that the step consists of, as the uploaded manifests say."""
+        """The roles that the step consists of, according to the uploaded manifests."""
         return frozenset(role for found in self.found.values() for role in found.roles)
 
     @property
     def is_complete(self) -> bool:
-        """True if all roles that the step consists of are in the store: the step counts."""
+        """True if all roles that the step consists of are in the store."""
         return bool(self.found) and self.declared <= self.committed
 
     @property
     def reason(self) -> str:
-        """Why the step does not count."""
+        """Why the step is not complete."""
         missing = ", ".join(sorted(self.declared - self.committed))
         text = f"not uploaded by {missing}" if missing else "no manifest in it"
         return "; ".join(self.problems) or f"{file_names.step_name(self.step)}: {text}"
 
 
 class RemoteSteps:
-    """Lists the steps below a folder of a remote store. Any thread may call it."""
+    """The steps below a folder of a remote store. Its methods may be called on any thread."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -91,7 +91,7 @@ class RemoteSteps:
         return sorted(found, key=lambda step: step.step)
 
     def step(self, step: int) -> RemoteStep:
-        """Returns one step; an empty one if the store does not have it. Raises RemoteError."""
+        """Returns one step; a step without roles if the store does not have it. Raises RemoteError."""
         found: dict[str, RemoteRole] = {}
         others: dict[str, tuple[str, ...]] = {}
         problems: list[str] = []
@@ -120,7 +120,8 @@ class RemoteSteps:
             if (manifest.step, manifest.role, manifest.attempt) != (step, role, attempt):
                 problems.append(f"{self.store.url_of(key)}: its manifest is of {manifest.role} at step {manifest.step}")
                 return None
-            # An attempt never changes once it has a manifest, and a large run's manifest takes long to read.
+            # The result can be cached, because an attempt never changes once it has a manifest. The manifest of a large
+            # run takes long to read.
             self._manifests[key] = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created)
         return self._manifests[key]
 

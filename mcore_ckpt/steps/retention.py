@@ -1,8 +1,10 @@
-"""Decides which steps stay (the preservation policy) and deletes the others without taking anything that is in use.
+"""Decides which steps stay (the preservation policy) and deletes the other steps, except those that are in use.
 
-`judge` decides, from step statuses alone. The statuses are read from disk each time, so it does not matter who
-deletes: a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` beside it. To add a rule, add a field to
-`PreservationPolicy` and a reason to `_why_it_stays`.
+`judge` decides, and needs only the statuses of the steps. They are read from disk each time, so any process can delete:
+a trainer after its commit, a restarted trainer, or `mcore-ckpt prune` while a trainer runs.
+
+To add a rule, add a field to `PreservationPolicy` and a reason to `_why_it_stays`. Then add the field to `config.py`,
+`manager._policy` and `cli/prune.py`, so that users can set it.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreservationPolicy:
-    """Which steps stay, besides pinned ones.
+    """The rules that decide which steps stay. Pinned steps stay in any case.
 
     Attributes:
         max_to_keep: how many of the newest complete steps of each role stay; None keeps all steps.
-        keep_every: steps whose number is a multiple of this stay, too, 0 included.
+        keep_every: complete steps whose number is a multiple of this stay, too, including step 0; None for no rule.
 
     Example:
         >>> PreservationPolicy(max_to_keep=2, keep_every=1000)
@@ -77,7 +79,7 @@ class RetentionDecision(Generic[Step]):
 
 
 def too_old(statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None) -> list[Step]:
-    """Returns the steps that may be deleted. The arguments are those of `judge`."""
+    """Returns the steps that may be deleted. It has the arguments of `judge`."""
     return [decision.status for decision in judge(statuses, policy, committed) if not decision.stays]
 
 
@@ -86,8 +88,8 @@ def judge(
 ) -> list[RetentionDecision[Step]]:
     """Decides for each step whether it stays.
 
-    A step that is not understood stays: a folder without a manifest of this package, or with one that is damaged, of a
-    newer format, or copied from another step.
+    A step that is not understood stays. That is a folder without a manifest of this package, or with a manifest that is
+    damaged, has a newer format, or was copied from another step.
 
     Args:
         statuses: all steps of a root, ordered by step.
@@ -108,12 +110,17 @@ def judge(
         elif status.is_complete:
             decisions.append(RetentionDecision(status, False, f"not among the newest {policy.max_to_keep} of any role"))
         else:
-            decisions.append(RetentionDecision(status, False, f"older than all that are needed, and {status.reason}"))
+            decisions.append(
+                RetentionDecision(status, False, f"older than all needed steps, and not complete: {status.reason}")
+            )
     return decisions
 
 
 def _newest(statuses: Sequence[Judged], count: int | None) -> dict[int, list[str]]:
-    """Returns the `count` newest complete steps of each role, as step -> roles. Roles may save at different steps."""
+    """Returns the `count` newest complete steps of each role, or all if it is None, as a mapping from step to roles.
+
+    Roles can save at different steps.
+    """
     of_role: dict[str, list[int]] = defaultdict(list)
     for status in statuses:
         for role in status.committed if status.is_complete else ():
@@ -136,7 +143,7 @@ def _why_it_stays(
         return "pinned"
     if not status.is_complete:
         if status.problems or not status.committed:
-            return f"not understood, so not ours to delete: {status.reason}"
+            return f"not understood, so it is not deleted: {status.reason}"
         if policy.max_to_keep is None or status.step >= oldest_needed:
             return f"may still become complete: {status.reason}"
         return None  # no trainer can resume from it
@@ -152,7 +159,7 @@ def _why_it_stays(
 def delete_old_steps(root: Path, policy: PreservationPolicy, committed: int | None = None) -> list[int]:
     """Deletes the steps that the policy does not keep, and returns their numbers.
 
-    A step that cannot be deleted now is left for the next call. The arguments are those of `judge`.
+    A step that cannot be deleted now is left for the next call. `policy` and `committed` are those of `judge`.
 
     Raises OSError: the steps cannot be listed.
     """
@@ -167,9 +174,10 @@ def delete_old_steps(root: Path, policy: PreservationPolicy, committed: int | No
 
 
 def delete_step(status: StepStatus) -> str | None:
-    """Deletes one step unless it is in use. Returns the reason why it stays, or None if it is gone. Raises nothing.
+    """Deletes one step unless it is in use. Returns the reason why it stays, or None if it is gone.
 
-    One step that cannot be deleted must not stop the deletion of others, or the disk would fill up.
+    Raises nothing, because a step that cannot be deleted must not prevent the deletion of the others: the disk would
+    fill up.
     """
     try:
         with unread(map(status.role_dir, sorted(status.committed))) as alone:
@@ -185,7 +193,7 @@ def delete_step(status: StepStatus) -> str | None:
     except CheckpointCorruptError as error:
         return str(error)
     except OSError as error:
-        logger.warning("%s is too old, but stays: it cannot be deleted: %s", status.path, error)
+        logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
     shutil.rmtree(hidden, ignore_errors=True)
     if os.path.lexists(hidden):
@@ -194,7 +202,7 @@ def delete_step(status: StepStatus) -> str | None:
 
 
 def discard_step(step_path: Path) -> None:
-    """Deletes a step's folder whatever is in it. No other process may be using it. Raises OSError.
+    """Deletes a step's folder, whatever is in it. No other process may be using the folder. Raises OSError.
 
     The folder is renamed first, so that a half-deleted step never looks like a step.
     """
@@ -205,10 +213,10 @@ def discard_step(step_path: Path) -> None:
 
 
 def _hide_unless_changed(status: StepStatus, hidden: Path) -> str | None:
-    """Renames a step out of sight. If something has come into it since it was listed, renames it back and says what."""
-    # A half-deleted step must not look like a step. The owner file tells other processes that the step may come back,
-    # until the second look below.
-    with suppress(OSError):  # a full disk is the best reason to delete, and must not prevent it
+    """Renames a step to a hidden name. If `obstacle_to` then finds an obstacle, renames it back and returns that."""
+    # A half-deleted step must not look like a step. Until the second check below, the owner file shows other processes
+    # that this process may still rename the step back.
+    with suppress(OSError):  # a full disk is the best reason to delete, and must not prevent the deletion
         write_owner(status.path)
     try:
         os.rename(status.path, hidden)
@@ -218,31 +226,31 @@ def _hide_unless_changed(status: StepStatus, hidden: Path) -> str | None:
     try:
         obstacle = obstacle_to(status, hidden)
     except OSError as error:
-        obstacle = f"it cannot be looked at: {error}"
+        obstacle = f"it cannot be checked: {error}"
     if obstacle is not None:
         (hidden / file_names.OWNER_FILE).unlink(missing_ok=True)
         os.rename(hidden, status.path)
-    with suppress(OSError):  # the renames are done, durable or not
+    with suppress(OSError):  # the renames are done, even if they cannot be made durable
         sync_dir(status.path.parent)
     return obstacle
 
 
 def obstacle_to(status: StepStatus, path: Path) -> str | None:
-    """Returns what prevents the deletion of a step: a change since it was listed, or work that is under way in it.
+    """Returns what prevents the deletion of a step, such as a pin, a change or a save; None if nothing does.
 
     Args:
         status: the step as it was listed.
-        path: where the step is now.
+        path: the folder where the step is now.
 
     Raises OSError: the step is gone, or its files cannot be deleted.
     """
     if path.is_symlink():
-        return "it is a link, and what it names may be somebody else's"
+        return "it is a link, and its target may belong to somebody else"
     if (path / file_names.PINNED_FILE).exists():
         return "it was pinned"
     for folder in (path, *map(path.joinpath, sorted(status.committed))):
         if _is_protected(folder):
-            raise PermissionError(errno.EACCES, "may not be changed: it is somebody else's, or protected", str(folder))
+            raise PermissionError(errno.EACCES, "may not be changed: it is another user's, or protected", str(folder))
     if is_in_use(path, status.path):
         return "a save is under way in it"
     flat = {status.flat or path.name} if (path / file_names.MANIFEST_FILE).exists() else set()
@@ -252,8 +260,12 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 
 
 def _is_protected(folder: Path) -> bool:
-    """True if the files in the folder could not be removed. Renamed all the same, they would be lost but take space."""
-    # The system call filter of an old container makes every `access` fail. Then only removing shows what is possible.
+    """True if the files in the folder cannot be removed.
+
+    If the folder were renamed nevertheless, the files would be lost and still take space.
+    """
+    # The system call filter of an old container makes every `access` call fail, even this one. Then only an attempt to
+    # remove the files shows whether they can be removed.
     is_seen = folder.is_dir() and os.access(folder, os.F_OK, effective_ids=True)
     return is_seen and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 

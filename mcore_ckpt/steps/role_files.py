@@ -1,7 +1,7 @@
-"""Commits and reads a role that consists of plain files: a trainer's counters or data position beside the weights.
+"""Commits and reads a role that consists of plain files, such as a trainer's counters or data position.
 
-Such a role has a manifest like every other role, but no tensors. The step counts when all its roles are committed, so
-weights and data position of different steps are never paired.
+Such a role has a manifest like every other role, but no tensors. A step is complete once all its roles are committed,
+so a trainer never pairs the weights of one step with the data position of another.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class RoleWriter:
     Attributes:
         rank: this rank.
         world_size: how many ranks write.
+        files: the files written so far.
     """
 
     def __init__(self, folder: Path, kind: str, agreement: Agreement) -> None:
@@ -44,7 +45,7 @@ class RoleWriter:
         self.files: list[WrittenFile] = []
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes one file. `path` is relative to the role's folder and names a file of this rank. Raises OSError."""
+        """Writes one file. `path` is relative to the role's folder, and no other rank may write it. Raises OSError."""
         make_folders(self._folder, path)
         write_file(self._folder / path, [data])
         self.files.append(WrittenFile(path, self._kind, len(data), crc32(data)))
@@ -53,7 +54,7 @@ class RoleWriter:
         """Writes plain values and tensors as a `.pt` file, which `torch.load(weights_only=True)` opens.
 
         Raises:
-            ValueError: `values` holds something else, or is too large for a small file.
+            ValueError: `values` holds something other than plain values, or is too large for a small file.
             OSError: the file cannot be written.
         """
         self.files.append(write_plain(self._folder, path, self._kind, pickle_plain(values)))
@@ -89,16 +90,16 @@ class RoleReader:
 
         Args:
             path: relative to the role's folder.
-            most: a larger file is refused (bytes).
+            most: the largest accepted size in bytes.
 
         Raises CheckpointCorruptError: the file is missing, too large, or damaged.
         """
         return read_checked(self.role_dir, self._record(path), most)
 
     def read_values(self, path: str) -> dict[str, Any]:
-        """Returns what `RoleWriter.write_values` wrote. Runs nothing that the file may hold.
+        """Returns the values that `RoleWriter.write_values` wrote. Never executes code from the file.
 
-        Raises CheckpointCorruptError: the file is missing, damaged, or holds more than plain values.
+        Raises CheckpointCorruptError: the file is missing, damaged, or holds something other than plain values.
         """
         return read_plain(self.role_dir, self._record(path))
 
@@ -119,22 +120,23 @@ def commit_role(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Commits a role that consists of plain files. Every rank calls it; all files are there afterwards, or none.
+    """Commits a role that consists of plain files. Every rank must call it. Either all files are committed or none.
 
     Args:
-        agreement: this rank's membership (`ranks.rendezvous`, or `ranks.single_process_agreement`).
+        agreement: connects this rank with the other ranks that write the role. `ranks.rendezvous` or
+            `ranks.single_process_agreement` makes it.
         role_dir: the role's folder in the step's folder. It must lie on a file system that all ranks share.
         step: the step's number.
-        roles: the roles that the step consists of; this role may be left out. The step counts when all of them are
-            committed. A function is called on rank 0 after all ranks have written.
+        roles: the roles that the step consists of, with or without this one. The step is complete once all of them are
+            committed. If `roles` is a function, it is called on rank 0 after all ranks have written.
         write: writes this rank's files. If it raises on one rank, all ranks raise.
-        kind: what the manifest calls these files.
+        kind: the kind of these files in the manifest.
         before: runs on rank 0 before anything is written.
         after: runs on rank 0 once the role is in place. It must not raise.
 
     Raises:
-        CheckpointError: the same type on all ranks; an OSError becomes a CommitError. A role that was there before
-            stays as it was.
+        CheckpointError: the role was not committed. All ranks raise the same type; an OSError becomes a CommitError. An
+            earlier checkpoint of the role stays as it was.
 
     Example:
         >>> def write(files):
@@ -161,7 +163,7 @@ def commit_role(
 
 
 def uncommit_role(role_dir: Path) -> None:
-    """Takes a role's commit back: deletes its manifest, so that its step no longer counts. Other files stay.
+    """Undoes a role's commit: deletes its manifest, so that its step is no longer complete. Its other files stay.
 
     Does nothing if the role is not committed. Raises OSError.
     """
@@ -171,7 +173,7 @@ def uncommit_role(role_dir: Path) -> None:
 
 
 def roles_begun(step_path: Path) -> frozenset[str]:
-    """Returns the roles that are committed to a step or have a staging folder in it. Raises OSError."""
+    """Returns the roles of a step that are committed or have a staging folder. Raises OSError."""
     folders = [file_names.parse_work_dir(entry.name) for entry in step_path.iterdir()]
     staged = {folder.role for folder in folders if folder is not None and folder.purpose == "staging"}
     return step_status(step_path).committed | staged

@@ -15,7 +15,7 @@ from mcore_ckpt.steps.listing import StepStatus, complete_steps
 
 logger = logging.getLogger(__name__)
 
-# How often `update_tracker` looks whether another role, which committed at the same moment, has moved the tracker.
+# How many times `update_tracker` checks whether another role, committing at the same moment, has moved the tracker.
 _TRACKER_LOOKS = 16
 
 
@@ -39,13 +39,13 @@ def remove_tracker(root: Path) -> None:
 
 
 def update_tracker(root: Path, only: int | None = None) -> int | None:
-    """Makes the tracker name the newest complete step, and returns that step.
+    """Makes the tracker name the newest complete step, and returns that step; None if no step is complete.
 
     Args:
         root: the folder of the steps.
-        only: the tracker may name this step and no other; if this step is not complete, the tracker stays as it is. A
-            trainer that names its folders itself resumes from the tracker. If it went back to an older step, the
-            tracker must not name a newer step of the run that it left.
+        only: make the tracker name this step instead, and leave the tracker as it is if this step is not complete. A
+            trainer that names its folders itself needs this, because it resumes from the tracker. After such a trainer
+            has gone back to an older step, the tracker must not name a newer step of the abandoned run.
 
     Raises OSError.
     """
@@ -59,13 +59,16 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
         if read_tracker(root) == wanted or wanted not in complete:
             break
         write_tracker(root, wanted)
-        # Look again: between the look and the write another role may have completed a newer step and moved the tracker
-        # there, and this write has moved it back.
+        # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then
+        # this write has moved the tracker back.
     return newest
 
 
 def move_tracker(root: Path, only: int | None = None) -> int | None:
-    """Does what `update_tracker` does, but logs an OSError: the checkpoint is committed, so the save has not failed."""
+    """Does the same as `update_tracker`, but only logs an OSError.
+
+    The checkpoint is committed, so the save has not failed.
+    """
     try:
         return update_tracker(root, only)
     except OSError as error:
@@ -87,7 +90,7 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
         logger.warning("%s does not name a step; loading the newest complete one, %d", path, newest)
     elif tracked in [status.step for status in complete]:
         logger.warning(
-            "%s names step %d, but the newest complete step is %d: loading that. Use load(step=%d) for the other",
+            "%s names step %d, but the newest complete step is %d: loading the newest. Use load(step=%d) for the other",
             path,
             tracked,
             newest,
@@ -95,7 +98,7 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
         )
     else:
         logger.warning(
-            "%s names step %d, where there is nothing complete to load; loading the newest complete step, %d",
+            "%s names step %d, which is not complete; loading the newest complete step, %d",
             path,
             tracked,
             newest,
@@ -103,13 +106,16 @@ def warn_if_tracker_differs(root: Path, complete: Sequence[StepStatus]) -> None:
 
 
 def tracker_problems(root: Path) -> list[str]:
-    """Returns why programs that follow the tracker would not load what `load` loads; nothing if they would."""
+    """Returns the reasons why programs that follow the tracker would not load the step that `load` loads.
+
+    The list is empty if they would load that step.
+    """
     path, complete = root / file_names.TRACKER_FILE, complete_steps(root)
     if not complete and not path.exists():
         return []
     tracked = read_tracker(root)
     if tracked is None:
-        return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes it anew"]
+        return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes a new one"]
     if not complete or tracked != complete[-1].step:
         newest = f"the newest complete step is {complete[-1].step}" if complete else "no step is complete"
         return [f"{path}: names step {tracked}, but {newest}"]

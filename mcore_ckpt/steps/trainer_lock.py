@@ -1,9 +1,9 @@
-"""Lets only one trainer at a time save a role below a root. Two would delete each other's saves and checkpoints.
+"""Lets only one trainer at a time save a role below a root. Two trainers would delete each other's checkpoints.
 
-The lock is a file that names the process that saves (rank 0). That process touches the file every now and then.
-Another trainer takes the lock over if the process is known to be dead or the file has not been touched for a while. No
-two clocks are compared: what counts is whether the file changes while the other trainer watches it, by that trainer's
-own monotonic clock.
+The lock is a file that names the process that saves (rank 0). That process touches the file at regular intervals.
+Another trainer takes the lock over if it knows that the process is dead, or if it has watched the file for
+TRAINER_LEASE_S seconds and the file has not changed. The other trainer measures this time with its own monotonic clock,
+so the clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from mcore_ckpt.steps.owner import Owner
 
 logger = logging.getLogger(__name__)
 
-# How often a trainer that waits for another's sign of life looks at the lock file (seconds).
+# The seconds between two looks of a trainer at the lock file, while it waits for the holder's sign of life.
 _LOOK_S = 0.5
 
-# How often a trainer touches its lock file, and how long another one watches an untouched file before it takes the lock
-# over (seconds). The two are far apart because a thread may be held up and network file systems cache a file's times.
+# The seconds after which a trainer touches its lock file again, and the seconds for which another trainer watches an
+# untouched file before it takes the lock over. The two are far apart because the thread that touches the file can be
+# delayed, and because network file systems cache a file's times.
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 
@@ -45,7 +46,7 @@ class _Claim:
 
     @property
     def owner(self) -> Owner | None:
-        """The process that holds the lock; None if a crash or a full disk left half a file."""
+        """The process that holds the lock; None if the file is incomplete after a crash or because a disk was full."""
         try:
             return Owner.of(fields.decode(self.content))
         except fields.FieldError:
@@ -53,9 +54,10 @@ class _Claim:
 
 
 class TrainerLock:
-    """One user's share in this process's lock on a role. Only rank 0 has one.
+    """The lock of one manager on a role. Only rank 0 has one.
 
-    All managers of one role in one process are the same trainer and share the lock.
+    All managers of one role in one process belong to the same trainer, so their locks use the same lock file and never
+    exclude each other.
 
     Args:
         root: the folder of the steps.
@@ -67,7 +69,7 @@ class TrainerLock:
     """
 
     def __init__(self, root: Path, role: str) -> None:
-        # Managers may spell one folder differently; the lock must be the same file.
+        # Two managers may spell the path of one folder differently, but they must use the same lock file.
         self._path = file_names.trainer_file(root.resolve(), role)
         self._role = role
         self._hold: _Hold | None = None
@@ -75,21 +77,21 @@ class TrainerLock:
         self._seen_at = 0.0
 
     def look(self) -> None:
-        """Begins to watch the lock's holder, so that `take` has to wait less.
+        """Begins to watch the holder of the lock, so that `take` waits less.
 
-        Raises nothing: a trainer that only loads may lack the permission to read the lock.
+        Raises nothing, because a trainer that only loads may lack the permission to read the lock file.
         """
         with contextlib.suppress(OSError):
             self._notice(_read(self._path))
 
     def take(self, patience_s: float) -> None:
-        """Takes the lock. Returns at once if this process holds it already.
+        """Takes the lock. Returns immediately if this process holds it already.
 
         Args:
-            patience_s: how long to wait at most for a sign of life of a holder on another host, in seconds.
+            patience_s: the longest wait for a sign of life from a holder on another host, in seconds.
 
         Raises:
-            LockedError: another trainer holds the lock, or may hold it.
+            LockedError: another trainer holds the lock, or may still hold it.
             OSError: the lock file cannot be written.
         """
         with _mutex:
@@ -104,7 +106,7 @@ class TrainerLock:
                 hold.users += 1
 
     def release(self) -> None:
-        """Gives up this share. The last release in this process removes the lock file. Raises nothing."""
+        """Gives the lock up. The last manager of this process that does so removes the lock file. Raises nothing."""
         with _mutex:
             hold, self._hold = self._hold, None
             if hold is None:
@@ -132,8 +134,8 @@ class TrainerLock:
             if self._is_dead(claim):
                 if _read(self._path) == claim:
                     logger.info("%s: taking the place of %s", self._path, claim.owner or "nobody")
-                    # The file is never absent in between. If two trainers do this at once, the later one keeps the
-                    # lock, and the other one notices that before it commits.
+                    # Replacing the file leaves no moment without a lock file. If two trainers do this at the same time,
+                    # the later one keeps the lock, and the earlier one notices its loss before it commits.
                     replace_file(self._path, content)
                     return _Hold(self._path, content)
                 continue
@@ -154,7 +156,8 @@ class TrainerLock:
     def _is_dead(self, claim: _Claim) -> bool:
         owner = claim.owner
         if owner is not None and owner.is_on_this_host:
-            # A file of this process that holds no lock was left behind without `release`.
+            # `_acquire` runs only if this process does not hold the lock. If the file names this process nevertheless,
+            # the file was left behind without `release`.
             return not owner.is_alive_here or owner == Owner.this_process()
         return self._silence_s >= TRAINER_LEASE_S
 
@@ -169,12 +172,12 @@ class TrainerLock:
         )
         if self._is_alive(claim):
             return f"{self._path}: {claim.owner} saves {self._role} here, and is alive. {advice}"
-        holder = claim.owner or "a process that is not named (the file is damaged)"
+        holder = claim.owner or "an unknown process (the file is damaged)"
         left = max(0.0, TRAINER_LEASE_S - self._silence_s)
         return (
-            f"{self._path}: {holder} saves {self._role} here; it was last seen alive {self._silence_s:.0f} s ago or "
-            f"less. {advice}. If it is surely dead, delete the file, or save again in {left:.0f} s: without a sign of "
-            "life until then it is taken over"
+            f"{self._path}: {holder} saves {self._role} here, and was last seen alive at most {self._silence_s:.0f} s "
+            f"ago. {advice}. If that process is surely dead, delete the file, or save again in {left:.0f} s: without a "
+            "sign of life until then, the lock is taken over"
         )
 
 
@@ -211,7 +214,9 @@ class _Hold:
                 fails = False
             except OSError as error:
                 if not fails:
-                    logger.warning("%s: a trainer elsewhere may take this one for dead: %s", self._path, error)
+                    logger.warning(
+                        "%s could not be touched, so another trainer may consider this one dead: %s", self._path, error
+                    )
                 fails = True
 
 
@@ -222,21 +227,22 @@ os.register_at_fork(after_in_child=_holds.clear)
 
 
 def _read(path: Path, content: bytes | None = None) -> _Claim | None:
-    """Returns the state of the lock file; None if it is missing or has other content than `content`. Raises OSError."""
+    """Returns the state of the lock file; None if it is missing or its content is not `content`. Raises OSError."""
     try:
-        # Not `stat` by name: an NFS client asks the server for fresh times only when a file is opened.
+        # Open the file, because an NFS client asks the server for fresh times only then, and not for `stat` by name.
         descriptor = open_regular(path)
     except FileNotFoundError:
         return None
     try:
-        # A lock file is short. The first bytes of a longer, damaged one are enough to tell that it is damaged.
+        # A lock file is short. If it is longer, it is damaged, and its first bytes are enough to notice that.
         claim = _Claim(os.pread(descriptor, limits.SMALL_BYTES, 0), os.fstat(descriptor).st_mtime_ns)
     finally:
         os.close(descriptor)
     return claim if content is None or claim.content == content else None
 
 
-# Runs after the exit handler of save/background.py, which ends saves: that one is imported, so registered, later.
+# Runs after the exit handler of save/background.py, which finishes saves. Exit handlers run in reverse order of their
+# registration, and that module is imported after this one.
 @atexit.register
 def _release_all() -> None:
     for hold in _holds.values():

@@ -1,7 +1,7 @@
-"""Leads all ranks through one save: to a committed checkpoint, or to the same error on every rank.
+"""Leads all ranks through one save, which ends with a committed checkpoint or with the same error on every rank.
 
-A save has two rounds. `open_together` runs on the trainer's thread and makes the staging folder once all ranks are
-there. `commit_together` runs on any thread; it lets each rank write and commits when all have written.
+A save has two rounds. `open_together` runs on the trainer's thread and makes the staging folder once all ranks have
+called it. `commit_together` runs on any thread. It lets each rank write, and commits once all ranks have written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Attempt:
     Attributes:
         number: its id (`commit.new_attempt`).
         staging: the folder that ranks write into.
-        role_dir: the folder that the checkpoint gets.
+        role_dir: the role's folder, where the checkpoint is after the commit.
     """
 
     number: str
@@ -41,19 +41,20 @@ def open_together(
     failure: Record | None = None,
     prepare: Callable[[], object] = lambda: None,
 ) -> Attempt:
-    """Waits for all ranks, then makes the staging folder on rank 0. Every rank calls it.
+    """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
 
     Args:
-        agreement: this rank's membership, for the trainer's thread.
+        agreement: connects this rank with the other ranks that save, on the trainer's thread.
         topic: what is being saved, for messages.
-        role_dir: the folder that the checkpoint gets. A checkpoint there stays intact until the commit.
+        role_dir: the role's folder. If it already holds a checkpoint, that one stays intact until the commit.
         busy: true if an earlier save is still under way on this rank.
-        failure: the error of this rank's earlier save that the trainer does not know yet (errors.to_record).
+        failure: the error of an earlier save on this rank that the trainer does not know yet, as `errors.to_record`
+            returns it; None if there is none.
         prepare: runs on rank 0 before the folder is made.
 
     Raises:
-        BusyError: a rank is busy.
-        EarlierSaveError: an earlier save failed on some rank; raised on all ranks.
+        BusyError: an earlier save is still under way on some rank.
+        EarlierSaveError: an earlier save failed on some rank. All ranks raise it.
         CheckpointError: a rank is missing, or the folder cannot be made.
     """
     number = commit.new_attempt()
@@ -74,7 +75,7 @@ def open_together(
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError)
     except Exception:
-        # Another rank may have given up after rank 0 made the folder.
+        # If this is rank 0, it may have made the folder before the round failed.
         commit.discard(file_names.staging_dir(role_dir, number))
         raise
     raise_failure(outcome)
@@ -118,21 +119,21 @@ def commit_together(
     describe: Callable[[Sequence[Record]], Manifest],
     after: Callable[[], object],
 ) -> None:
-    """Lets every rank write its files, then commits them on rank 0. Every rank calls it.
+    """Lets every rank write its files, then commits them on rank 0. Every rank must call it.
 
     Args:
-        agreement: this rank's membership, for the thread that calls.
+        agreement: connects this rank with the other ranks that save, on the calling thread.
         topic: what is being saved, for messages.
         attempt: what `open_together` returned.
-        write: writes this rank's files below the staging folder, durably, and returns a record for rank 0. It calls
-            `check_seen` first if the ranks may have different disks, so that rank 0 hears of that in this round.
-        describe: runs on rank 0; returns the manifest, from the records of all ranks.
-        after: runs on rank 0 once the checkpoint is in place, before the other ranks go on. It must not raise: the
-            checkpoint is committed even if, for instance, the tracker cannot be moved.
+        write: writes this rank's files below the staging folder, durably, and returns a record for rank 0. If the ranks
+            might have different disks, it must call `check_seen` first, so that the error makes this round fail.
+        describe: runs on rank 0 and makes the manifest from the records of all ranks.
+        after: runs on rank 0 once the checkpoint is in place, before the other ranks continue. It must not raise,
+            because the checkpoint is committed even if, for instance, the tracker cannot be moved.
 
     Raises:
-        CheckpointError: the same type on all ranks, CommitError unless a rank raised another one. There is no new
-            checkpoint, and the previous one is untouched.
+        CheckpointError: the save failed. All ranks raise the same type: CommitError, or the CheckpointError that a rank
+            raised. There is no new checkpoint, and the previous one is untouched.
     """
 
     def combine(records: Sequence[Record]) -> Record:
@@ -144,11 +145,12 @@ def commit_together(
         after()
 
     try:
-        # The round has a name, so that it is not counted: a rank that gave up alone in `open_together` misses this
-        # round and would count one less than the others from then on.
+        # The ranks match their rounds by counting them, except for rounds with a name. This round needs a name, because
+        # a rank that failed in `open_together` while the others did not misses this round and would count one less.
         decide(agreement, topic, lambda: write(attempt.staging), combine, CommitError, act, name=attempt.number)
     except Exception:
-        # Rank 0 may have died, or this rank given up, after the rename but before its announcement: the disk decides.
+        # Rank 0 may have renamed the folder and then died, or announced the rename too late for this rank. So look at
+        # the disk to see whether the checkpoint is committed.
         if not _is_committed(attempt):
             if agreement.is_coordinator:
                 commit.discard(attempt.staging)

@@ -1,6 +1,7 @@
 """Uploads one committed checkpoint to a remote store: its files first, its manifest last.
 
-Each file is compared with the manifest while it is sent, and with the store's checksum after it has arrived.
+While a file is sent, its CRC is compared with the manifest. After the file has arrived, the checksum of the sent bytes
+is compared with the store's.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 logger = logging.getLogger(__name__)
 
 # The ETag of an S3 object: the MD5 of its bytes, or, if it was sent in parts, the MD5 of the parts' MD5s and their
-# number. The ETag of an encrypted object is something else, so a difference proves nothing.
+# number. The ETag of an encrypted object is something else, so a different ETag proves nothing.
 _ETAG = re.compile(r'"?([0-9a-f]{32}(?:-[0-9]+)?)"?')
 
 
 class Upload:
-    """The upload of one role at one step. A second call of `run` does not send again what has arrived.
+    """The upload of one role's checkpoint at one step. A second call of `run` sends only files that have not arrived.
 
     Args:
         store: the store to upload to.
         role_dir: the role's folder, which must not be deleted meanwhile.
-        stop: set it to end the upload soon.
+        stop: an event; once it is set, the upload soon ends with an error.
 
     Attributes:
         manifest: the role's manifest.
@@ -62,7 +63,7 @@ class Upload:
         self._arrived: set[str] = set()
 
     def run(self) -> None:
-        """Uploads the checkpoint. Returns when all of it is in the store.
+        """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
         Raises:
             RemoteError: the store failed after all retries, or `stop` was set.
@@ -88,8 +89,8 @@ class Upload:
                 stream.write(part)
             if sent.crc32 != record.crc32:
                 raise CheckpointCorruptError(
-                    f"{self._role_dir / record.path}: has another CRC than the manifest says: damaged; the step is not "
-                    "uploaded"
+                    f"{self._role_dir / record.path}: is damaged, because it has another CRC than the manifest gives; "
+                    "the step is not uploaded"
                 )
         self._check_arrived(key, record, sent)
 
@@ -99,13 +100,15 @@ class Upload:
             start = 0
             while start < record.size:
                 if self._stop.is_set():
-                    raise RemoteError(f"{self._store.url_of(self.key)}: stopped")
+                    raise RemoteError(f"{self._store.url_of(self.key)}: the upload was stopped")
                 part = buffer[: min(part_bytes, record.size - start)]
                 filled = 0
                 while filled < len(part):
                     count = os.preadv(descriptor, [part[filled:]], start + filled)
                     if not count:
-                        raise CheckpointCorruptError(f"{self._role_dir / record.path}: was cut while it was uploaded")
+                        raise CheckpointCorruptError(
+                            f"{self._role_dir / record.path}: became shorter while it was uploaded"
+                        )
                     filled += count
                 # These bytes are not read again. The page cache should keep what training reads.
                 drop_from_cache(descriptor, start, filled)
@@ -115,35 +118,42 @@ class Upload:
     def _check_arrived(self, key: str, record: FileRecord, sent: SentBytes) -> None:
         info = self._store.info(key)
         if info["size"] != record.size:
-            raise OSError(f"{self._store.url_of(key)}: has {info['size']} bytes there, {record.size} were sent")
+            raise OSError(
+                f"{self._store.url_of(key)}: has {info['size']} bytes in the store, but {record.size} were sent"
+            )
         if not sent.is_what_came(info) and self._crc_there(key, record.size) != record.crc32:
-            raise OSError(f"{self._store.url_of(key)}: has another CRC there than the bytes that were sent")
+            raise OSError(f"{self._store.url_of(key)}: has another CRC in the store than the bytes that were sent")
 
     def _crc_there(self, key: str, size: int) -> int:
-        """Returns the CRC of a file that is read back once, from a store that reports no checksum."""
+        """Reads a file back from the store once and returns its CRC. Needed if no checksum of the store matches."""
         crc = 0
         for start in range(0, size, tuning.UPLOAD_PART_BYTES):
             if self._stop.is_set():
-                raise RemoteError(f"{self._store.url_of(key)}: stopped")
+                raise RemoteError(f"{self._store.url_of(key)}: the upload was stopped")
             crc = crc32(self._store.read_once(key, start, min(start + tuning.UPLOAD_PART_BYTES, size)), crc)
         return crc
 
     def _check_all_there(self) -> None:
-        """Checks that no file was deleted while this process was stopped: a manifest must not list a missing file."""
+        """Checks that all files are still in the store, because a manifest must not list a missing file.
+
+        Another process may have deleted some of them, for instance while this process was suspended.
+        """
         there = self._store.sizes(self.key)
         lost = [file.path for file in self.manifest.files if there.get(file.path) != file.size]
         if lost:
             self._arrived -= set(lost)
-            raise RemoteError(f"{self._store.url_of(self.key)}: {len(lost)} files are gone again: {lost[0]}, ...")
+            raise RemoteError(
+                f"{self._store.url_of(self.key)}: {len(lost)} uploaded files are no longer there: {lost[0]}, ..."
+            )
 
     def _finish(self) -> None:
         key = f"{self.key}/{file_names.MANIFEST_FILE}"
         self._store.replace(key, self._manifest_bytes)
         if self._store.read_all(key, limits.MANIFEST_BYTES) != self._manifest_bytes:
-            raise OSError(f"{self._store.url_of(key)}: is not what was sent")
+            raise OSError(f"{self._store.url_of(key)}: differs in the store from what was sent")
 
     def _persist(self, what: str, work: Callable[[], None]) -> None:
-        # No answer of the store is final: if a file that was just written is missing, that is a failure to retry, too.
+        # Retry after every error of the store, even after FileNotFoundError, because the file was just written.
         self._store.persist(what, work, self._stop, answers=())
 
 
@@ -153,10 +163,10 @@ def key_of(manifest: Manifest) -> str:
 
 
 def part_size(size: int) -> int:
-    """Returns how many bytes each part of a file has when it is sent; the last part may be shorter.
+    """Returns the size of the parts in which a file is sent, in bytes. The last part may be shorter.
 
     Args:
-        size: the bytes of the file.
+        size: the size of the file in bytes.
 
     Example:
         >>> part_size(1000) == tuning.UPLOAD_PART_BYTES
@@ -170,7 +180,7 @@ class SentBytes:
     """Computes the checksums of a file that is sent in parts, and compares them with the store's.
 
     Args:
-        with_md5: the store reports the MD5 of the whole file. Computing that costs as much time as sending.
+        with_md5: true if the store reports the MD5 of the whole file. Computing it takes as much time as sending.
     """
 
     def __init__(self, with_md5: bool) -> None:
@@ -179,14 +189,14 @@ class SentBytes:
         self.crc32 = 0
 
     def add(self, part: memoryview | bytes) -> None:
-        """Takes the next part in."""
+        """Adds the next part of the file."""
         self.crc32 = crc32(part, self.crc32)
         self._parts.append(hashlib.md5(part, usedforsecurity=False).digest())
         if self._whole is not None:
             self._whole.update(part)
 
     def is_what_came(self, info: Mapping[str, Any]) -> bool:
-        """True if the store's checksum of a file (an ETag or an MD5) is that of these bytes. False if it has none."""
+        """True if the store's checksum (an ETag or an MD5) equals that of the sent bytes. False if there is none."""
         if self._whole is not None:
             return info.get("md5Hash") == base64.b64encode(self._whole.digest()).decode()
         match = _ETAG.fullmatch(str(info.get("ETag")))
@@ -207,13 +217,13 @@ def tidy_up(
     pinned: Mapping[int, bool],
     latest: int,
 ) -> None:
-    """Moves the remote tracker after an upload, copies pins, and deletes what no longer counts.
+    """Moves the remote tracker after an upload, copies pins, and deletes what is no longer needed.
 
     Args:
-        remote: the store.
-        uploaded: the manifest of the upload. Other attempts of its role are deleted: no other process may be uploading
-            them.
-        pending: folders of attempts that this process will continue to upload.
+        remote: the steps in the store.
+        uploaded: the manifest that was uploaded. Other attempts of its role are deleted (see `superseded`), so no other
+            process may be uploading them.
+        pending: folders of attempts that this process will continue to upload. They stay.
         policy: which steps stay.
         pinned: for each local step, whether it is pinned. Remote steps that are not local keep their pins.
         latest: the step that was saved last. It stays even if it is not the newest, as after a rollback.
@@ -238,19 +248,23 @@ def tidy_up(
 
 
 def _pin(remote: RemoteSteps, step: int, stays: bool) -> None:
-    """Copies a pin to the store, or removes it there: the local step may be lost together with its disk."""
+    """Adds a pin to a step in the store, or removes it.
+
+    The store needs its own pins, because the local ones can be lost together with the disk.
+    """
     key = f"{file_names.step_name(step)}/{file_names.PINNED_FILE}"
     if stays:
-        # Not empty: some stores and their tools take an empty object for a folder.
+        # The object is not empty, because some stores and their tools mistake an empty object for a folder.
         remote.store.persist("pinning", lambda: remote.store.replace(key, b"pinned\n"))
     else:
         remote.delete(key)
 
 
 def superseded(step: RemoteStep, uploaded: Manifest) -> list[str]:
-    """Returns the folders of the role's attempts that `load` no longer uses, in one step."""
+    """Returns the folders of the attempts in one step that `load` no longer uses, for the role that was uploaded."""
     role = uploaded.role
     attempts = {*step.others.get(role, ()), *([step.found[role].attempt] if role in step.found else [])}
-    # In its own step the attempt just uploaded counts, even if a clock that was set back dates it before another one.
+    # In its own step, the attempt that was just uploaded stays. Its time may be earlier than that of another attempt if
+    # a clock was set back.
     stays = uploaded.attempt if step.step == uploaded.step else step.found[role].attempt if role in step.found else None
     return [file_names.remote_dir(step.step, role, attempt) for attempt in sorted(attempts - {stays})]

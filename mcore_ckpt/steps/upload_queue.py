@@ -1,4 +1,4 @@
-"""Uploads committed checkpoints beside the training, one after the other, on a thread of its own."""
+"""Uploads committed checkpoints in the background, one after the other, on a separate thread."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class UploadHandle:
 
     Attributes:
         step: the step.
-        exception: why the last try failed, or why there will be no try; None if nothing failed. After a failure of the
-            store the upload is tried again after the next commit.
-        nbytes: the bytes of the checkpoint's files; 0 until they are in the store.
-        seconds: from the first byte to the last; 0 until then.
+        exception: the error of the last try, or the reason why there will be no try; None if nothing failed. If the
+            store failed, the upload is tried again after the next commit.
+        nbytes: the size of the checkpoint's files in bytes; 0 until they are in the store.
+        seconds: how long the successful try took; 0 until the files are in the store.
     """
 
     def __init__(self, step: int) -> None:
@@ -43,11 +43,11 @@ class UploadHandle:
 
     @property
     def done(self) -> bool:
-        """True if all of the checkpoint is in the store."""
+        """True if the whole checkpoint is in the store."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds, or without limit. True if the upload is done."""
+        """Waits until the upload is done, at most `timeout` seconds if given. Returns True if it is done."""
         return self._done.wait(timeout)
 
     def finish(self, nbytes: int, seconds: float) -> None:
@@ -57,7 +57,7 @@ class UploadHandle:
 
 
 class UploadQueue:
-    """Uploads one role's checkpoints to a remote store, on a thread that lives while there is work.
+    """Uploads one role's checkpoints to a remote store, on a thread that runs only while there is work.
 
     Args:
         remote: the store.
@@ -73,7 +73,7 @@ class UploadQueue:
         self._policy = policy
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
-        self._begun: dict[str, Upload] = {}  # by folder, so that a failed upload continues where it was
+        self._begun: dict[str, Upload] = {}  # by folder in the store, so that a failed upload continues where it was
         self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
         self._latest = -1
         self._asked = False
@@ -81,11 +81,11 @@ class UploadQueue:
         self._stop = threading.Event()
 
     def committed(self, step: int, policy: PreservationPolicy | None = None) -> UploadHandle:
-        """Queues a checkpoint that was just committed. Returns at once and raises nothing.
+        """Queues a checkpoint that was just committed. Returns immediately and raises nothing.
 
         Args:
             step: the step.
-            policy: which steps stay in the store from now on; None for the same as before.
+            policy: which steps stay in the store from now on; None keeps the previous policy.
         """
         upload = UploadHandle(step)
         self._look_at_pins()
@@ -99,30 +99,34 @@ class UploadQueue:
         return upload
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` until the queue is idle. True if it is. Does not wait for uploads that failed."""
+        """Waits until the queue is idle, at most `seconds`. Returns True if it is idle.
+
+        The queue is idle even if a failed upload will be tried again after the next commit.
+        """
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
 
     def close(self, seconds: float) -> None:
-        """Waits as `wait` does, then ends the upload that is under way. The next run continues it."""
+        """Waits like `wait`, then stops an upload that is still under way. The next run repeats that upload."""
         if not self.wait(seconds):
             logger.warning(
-                "%s: an upload is still under way after %g s: it ends unfinished", self._remote.store.url, seconds
+                "%s: an upload is still under way after %g s, and ends unfinished", self._remote.store.url, seconds
             )
         self._stop.set()
         _open.discard(self)
 
     def _start(self) -> None:
-        # A daemon thread, because the interpreter would wait for others without limit. _finish_all waits with one.
+        # At exit, the interpreter waits without limit for every thread that is not a daemon. `_finish_all` waits for
+        # this one with a limit.
         self._thread = threading.Thread(target=self._run, name="mcore_ckpt upload", daemon=True)
         _open.add(self)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system grants no more threads
+        except RuntimeError as error:  # the system allows no more threads
             self._thread = None
-            logger.warning("%s: no upload behind this commit: %s", self._remote.store.url, error)
+            logger.warning("%s: no upload after this commit: %s", self._remote.store.url, error)
 
     def _run(self) -> None:
         while True:
@@ -136,18 +140,18 @@ class UploadQueue:
                 self._upload_missing()
             except Exception as error:
                 reason = str(error) if isinstance(error, CheckpointError) else self._remote.store.redacted(error)
-                logger.warning("the remote copy is behind, and is tried again behind the next commit: %s", reason)
+                logger.warning("the remote copy is out of date, and is tried again after the next commit: %s", reason)
 
     def _upload_missing(self) -> None:
         there = {step.step: step for step in self._remote.steps()}
         todo = self._todo(list(there.values()))
         for step, handle in list(self._waiting.items()):
             if step not in todo:
-                self._give_up(step, handle, CheckpointError("older than those that are kept"))
+                self._give_up(step, handle, CheckpointError("it is older than the steps that are kept"))
         self._begun = {key: upload for key, upload in self._begun.items() if upload.manifest.step in todo}
         for step in todo:
             if self._asked or self._stop.is_set():
-                return  # a newer step was committed and goes first; `_run` comes back for this one
+                return  # a newer step was committed and is uploaded first; then `_run` returns to this one
             uploaded = self._upload(step, there.get(step, RemoteStep(step)))
             if uploaded is not None:
                 seen, pins = self._look_at_pins(), dict(self._pins)
@@ -155,7 +159,10 @@ class UploadQueue:
                 self._pins = seen
 
     def _look_at_pins(self) -> dict[int, bool]:
-        """Returns the pins of the local steps. Runs at each commit, after which an unpinned step may be deleted."""
+        """Returns which local steps are pinned, and updates `_pins`.
+
+        It runs at each commit, because retention can delete an unpinned step after the commit.
+        """
         seen: dict[int, bool] = {}
         with suppress(OSError):
             seen = {status.step: status.pinned for status in steps.list_steps(self._root) if status.committed}
@@ -163,18 +170,25 @@ class UploadQueue:
         return seen
 
     def _todo(self, there: list[RemoteStep]) -> list[int]:
-        """Returns the steps to upload, the newest first: those committed here, and those that earlier runs left."""
+        """Returns the steps to upload, the newest first.
+
+        They are the steps that this run has committed, and those that earlier runs have not uploaded: the complete
+        local steps that are newer than every step of this role in the store.
+        """
         newest = max((step.step for step in there if self._role in step.committed), default=-1)
         local = [status for status in steps.list_steps(self._root) if self._role in status.committed]
         wanted = {status.step for status in local if status.is_complete and status.step > newest} | {*self._waiting}
-        # A step that the policy would delete at once is not uploaded.
+        # A step that the policy would delete immediately after the upload is not uploaded.
         both: dict[int, Judged] = {step.step: step for step in there}
         everywhere = [step for _, step in sorted((both | {step.step: step for step in local}).items())]
         wanted -= {step.step for step in too_old(everywhere, self._policy, self._latest)}
         return sorted(wanted, reverse=True)
 
     def _upload(self, step: int, there: RemoteStep) -> Manifest | None:
-        """Uploads a step and returns its manifest; None if this step cannot be uploaded. Raises RemoteError."""
+        """Uploads this role's checkpoint of a step and returns its manifest; None if that is not possible.
+
+        Raises RemoteError: the store failed.
+        """
         handle = self._waiting.get(step, UploadHandle(step))
         started = time.monotonic()
         try:
@@ -203,7 +217,7 @@ class UploadQueue:
 
     def _forget(self, step: int, handle: UploadHandle) -> None:
         with self._lock:
-            # The same step may have been saved and committed again meanwhile.
+            # The same step may have been committed again meanwhile, which has put a new handle in place of this one.
             if self._waiting.get(step) is handle:
                 del self._waiting[step]
 
@@ -218,7 +232,7 @@ def _is_there(manifest: Manifest, there: RemoteStep) -> bool:
     return found is not None and found.attempt == manifest.attempt
 
 
-# Keeps the queues alive: a trainer may drop its manager while an upload is under way.
+# References to the queues that are at work, because a trainer may drop its manager while an upload is under way.
 _open: set[UploadQueue] = set()
 
 

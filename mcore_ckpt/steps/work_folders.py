@@ -1,7 +1,7 @@
-"""Finds the hidden folders beside a checkpoint and tells whether the process that made each one still needs it.
+"""Finds the hidden folders beside checkpoints, and checks whether a living process still needs them.
 
 There are four kinds: a *staging* folder that ranks write into, a *replaced* checkpoint that was moved aside, an
-*uploading* mark that keeps a step from being deleted, and a *deleted* step that is about to go.
+*uploading* mark that prevents the deletion of a step, and a *deleted* step whose files are being removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_ckpt.steps.owner import read_owner, write_owner
 
 
 def entries(folder: Path) -> list[Path]:
-    """Returns what is in a folder, sorted by name; nothing if the folder is gone or may not be read."""
+    """Returns the entries of a folder, sorted by name; none if the folder is gone or this process may not read it."""
     try:
         return sorted(folder.iterdir())
     except FileNotFoundError:
@@ -27,14 +27,14 @@ def entries(folder: Path) -> list[Path]:
 
 
 def own_steps(root: Path) -> list[Path]:
-    """Returns the step folders below the root, without links: a link may lead to a run that is still alive."""
+    """Returns the step folders below the root. Links are left out, because they may lead to a run that is alive."""
     return [path for paths in file_names.step_dirs(root).values() for path in paths if not path.is_symlink()]
 
 
 def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
-    """Returns the staging, replaced and uploading folders of all steps, each with what its name says.
+    """Returns the staging, replaced and uploading folders of all steps, each with its parsed name.
 
-    They lie in the step's folder, or beside it if the step's folder is also the folder of its only role.
+    They are in the step's folder, or beside it if the step's folder is also the folder of its only role.
     """
     found = [entry for folder in (root, *own_steps(root)) for entry in entries(folder)]
     parsed = [(entry, work) for entry in found if (work := file_names.parse_work_dir(entry.name)) is not None]
@@ -44,10 +44,10 @@ def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
 
 
 def is_leftover(folder: Path, alone: bool) -> bool:
-    """True if the process that made the folder is dead.
+    """Returns True if the process that made the folder is dead.
 
-    `alone` answers where the owner is unknown or on another host: it is true if this process holds the role's trainer
-    lock, so that no other process can still be saving.
+    If the owner is unknown or on another host, it returns `alone`. That must be true only if this process holds the
+    role's trainer lock, because then no other process can still be saving the role.
     """
     owner = read_owner(folder)
     if owner is None:
@@ -56,16 +56,16 @@ def is_leftover(folder: Path, alone: bool) -> bool:
 
 
 def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
-    """True if the process that deletes a step can no longer put it back. `alone` is that of `is_leftover`."""
+    """True if no process can still put the deleted step back. `alone` has the same meaning as in `is_leftover`."""
     return read_owner(deleted) is None or is_leftover(deleted, alone)
 
 
 def is_in_use(folder: Path, step_path: Path) -> bool:
-    """True if a save may be writing into a step, or one of its roles is being uploaded.
+    """True if a save may be writing into a step, or an upload may be reading it.
 
     Args:
-        folder: where the step is now.
-        step_path: the step's usual place. Work on the step as a whole lies beside that place.
+        folder: the folder where the step is now.
+        step_path: the step's usual folder. If it is also the folder of a role, the role's work folders are beside it.
     """
     for entry in [*entries(folder), *entries(step_path.parent)]:
         work = file_names.parse_work_dir(entry.name)
@@ -79,7 +79,7 @@ def is_in_use(folder: Path, step_path: Path) -> bool:
 
 @contextmanager
 def kept_for_upload(role_dir: Path, attempt: str) -> Iterator[None]:
-    """Keeps retention of every process from deleting the step meanwhile. Raises OSError if the step is gone."""
+    """Prevents the deletion of the step by any process during the `with` block. Raises OSError if the step is gone."""
     mark = file_names.uploading_dir(role_dir, attempt)
     mark.mkdir(FOLDER_MODE, exist_ok=True)
     try:

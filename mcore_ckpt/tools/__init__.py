@@ -1,7 +1,7 @@
 """Tools that work without a trainer: merge, convert, reshard, compare, verify, prune.
 
-The public names of this room are its modules below. Their functions and classes are public unless they begin with an
-underscore.
+The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
+begin with an underscore.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Compares two HuggingFace models tensor by tensor. Either may be a checkpoint that has not been merged yet."""
+"""Compares two HuggingFace models tensor by tensor. Either model can be a checkpoint that has not been merged yet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mcore_ckpt.tools.merge import MergeJob
 
 _BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-# The bytes of each tensor that a thread compares at a time. Where the values differ, fp64 copies of the elements take a
-# few times as much.
+# The number of bytes of each tensor that a thread compares at a time. If elements differ, their fp64 copies need a few
+# times as much memory.
 _BATCH_BYTES = 8 << 20
 
 Progress = Callable[[int, int], None]
@@ -58,7 +58,7 @@ class Tolerance:
     Attributes:
         atol: the absolute tolerance. If both tolerances are 0, every bit must be equal.
         rtol: the relative tolerance.
-        any_dtype: True if tensors of different dtypes may be the same; they are compared by value.
+        any_dtype: True if tensors of different dtypes can count as the same; then their values are compared.
     """
 
     atol: float = 0.0
@@ -116,7 +116,7 @@ class Comparison:
         reference: the folder of the reference.
         tensors: the result for each tensor that one or both models have, without the ignored ones.
         ignored: the names of the ignored tensors.
-        nbytes: the bytes of the reference that were compared.
+        nbytes: the number of bytes of the reference that were compared.
         seconds: how long the comparison took.
     """
 
@@ -133,9 +133,9 @@ class Comparison:
         return all(tensor.is_same for tensor in self.tensors)
 
     def worst(self) -> list[ComparedTensor]:
-        """The tensors that differ or have a remark, the worst first.
+        """Returns the tensors that differ or have a remark, the worst first.
 
-        Tensors that could not be compared come before those that were; these are ordered by their largest difference.
+        Tensors that could not be compared come first. The compared ones follow, ordered by their largest difference.
         """
         notable = [tensor for tensor in self.tensors if not tensor.is_same or tensor.max_abs or tensor.remark]
         return sorted(notable, key=_badness, reverse=True)
@@ -148,7 +148,7 @@ def open_folder(folder: Path) -> Weights:
 
     Raises:
         CheckpointNotFoundError: the folder has no weights.
-        CheckpointCorruptError: a file is missing or damaged, or holds other values than tensors.
+        CheckpointCorruptError: a file is missing or damaged, or holds values that are not tensors.
     """
     try:
         reader = safetensors_reader(folder, read_folder(folder))
@@ -171,7 +171,7 @@ def compare(
 ) -> Comparison:
     """Compares all tensors of two models.
 
-    It compares several tensors at a time, a batch of elements of each, so the memory that it takes does not grow with
+    It compares several tensors at a time, a batch of elements of each, so its memory use does not grow with the size of
     the models. If only one model has an output head, the head is compared with the other model's embedding, because
     transformers does not write a head that is tied to the embedding.
 
@@ -180,7 +180,7 @@ def compare(
         reference: the model that it should be equal to.
         tolerance: how much values may differ.
         ignored: regular expressions; tensors whose whole name matches one are not compared.
-        progress: called with the number of the reference's bytes that have been compared, and the number to compare.
+        progress: called with the number of bytes of the reference that have been compared, and the number to compare.
 
     Raises:
         CheckpointCorruptError: a file cannot be read.
@@ -224,7 +224,7 @@ def _badness(tensor: ComparedTensor) -> tuple[bool, bool, float, int]:
 
 
 def _unchanged(name: str, info: TensorInfo) -> FileTensor:
-    """A tensor that the file stores under its HuggingFace name and in its HuggingFace form."""
+    """Returns a tensor that the file stores under its HuggingFace name and in its HuggingFace form."""
     return FileTensor(HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),)), info.dtype)
 
 
@@ -242,8 +242,8 @@ def _read_bins(folder: Path) -> dict[str, tuple[TensorInfo, StoredShard]]:
         where, files = {}, [_BIN_FILE]
     else:
         raise CheckpointNotFoundError(
-            f"{folder}: has no weights: neither model*.safetensors nor pytorch_model*.bin: name the folder of a "
-            "HuggingFace model"
+            f"{folder}: has neither model*.safetensors nor pytorch_model*.bin, so it has no weights: name the folder "
+            "of a HuggingFace model"
         )
     found = {name: shard for file in files for name, shard in _read_bin(folder / file)}
     if missing := sorted(where.keys() - found.keys()):
@@ -276,8 +276,8 @@ class _Pair:
         name: its name.
         ours: the model under test.
         reference: the reference.
-        left: the tensor of the model under test; None if it has none.
-        right: the tensor of the reference; None if it has none.
+        left: the tensor of the model under test; None if that model does not have it.
+        right: the tensor of the reference; None if the reference does not have it.
         remark: why the two tensors have different names; empty if they have the same name.
     """
 
@@ -319,7 +319,7 @@ class _Pair:
         )
 
     def _not_tied(self) -> ComparedTensor:
-        """The result for a head that only one model has and that differs from the other model's embedding."""
+        """Returns the result for a head that only one model has and that differs from the other model's embedding."""
         ours, reference = (side.tensors.get(self.name) for side in self._sides)
         return ComparedTensor(
             self.name,
@@ -352,7 +352,7 @@ def _info(tensor: FileTensor) -> TensorInfo:
 
 
 class _Differences:
-    """The differences between two tensors, summed over the batches."""
+    """The differences between two tensors, collected from all batches."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -362,14 +362,15 @@ class _Differences:
     def add(self, left: torch.Tensor, right: torch.Tensor, tolerance: Tolerance) -> None:
         """Adds the differences between two flat tensors of the same length. `right` is the reference."""
         if left.dtype == right.dtype:
-            # Bits are faster to compare than values. They also tell -0.0 from 0.0, and a NaN is equal to itself.
+            # Comparing bits is faster than comparing values. It also distinguishes -0.0 from 0.0, and a NaN is equal to
+            # itself.
             bits = _bits(left) != _bits(right)
             if not bits.any():
                 return
             left, right = left[bits], right[bits]
         ours, wanted = left.to(torch.float64), right.to(torch.float64)
         difference = (ours - wanted).abs()
-        # The difference of equal infinities is NaN, and NaN equals NaN here: both count as no difference.
+        # The difference of two equal infinities is NaN, but counts as 0. So does the difference of two NaNs.
         difference[(ours == wanted) | (ours.isnan() & wanted.isnan())] = 0.0
         difference.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         relative = torch.where(difference == 0, 0.0, difference / wanted.abs().nan_to_num(nan=0.0))

@@ -19,7 +19,7 @@ class TensorSummary:
     Attributes:
         name: its global name.
         dtype: its dtype without "torch."; None if no file holds a part of it.
-        shape: its global shape; None as above.
+        shape: its global shape; None in the same case.
         optimizer: the kinds of optimizer state that are stored for it, such as "exp_avg".
     """
 
@@ -34,7 +34,7 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
 
     Args:
         role_dir: the folder of a committed role.
-        pattern: a regular expression that is searched in each name.
+        pattern: a regular expression that must match somewhere in the name.
 
     Raises:
         CheckpointNotFoundError: the folder has no manifest.

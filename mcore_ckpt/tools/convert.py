@@ -1,6 +1,6 @@
-"""The common parts of converting a HuggingFace folder into a checkpoint, without building the model.
+"""The common parts of the two conversions of a HuggingFace folder into a checkpoint. Neither builds the model.
 
-`convert_native.py` writes this package's format, `convert_torch_dist.py` megatron's.
+`convert_native.py` writes the format of this package, and `convert_torch_dist.py` that of megatron.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.regions import Region
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes that this process has written, and the number that it will write."""
+"""Called with the number of bytes that this process has written so far, and the number that it will write in all."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class ConversionReport:
         source: the HuggingFace folder.
         path: the folder of the new checkpoint.
         model: a description of the model.
-        nbytes: the bytes of all tensors that all processes have written.
-        seconds: the time from the call to the last agreement.
+        nbytes: the size in bytes of all tensors that the processes together have written.
+        seconds: how long the conversion took.
     """
 
     source: Path
@@ -49,12 +49,12 @@ def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) 
     """Opens a HuggingFace folder on all processes and checks that each of them sees the same files.
 
     Args:
-        agreement: this process's membership in the group of processes that share the work.
+        agreement: connects this process with the other processes that share the work.
         source: the folder.
         ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
-        CheckpointError: `HuggingFaceReader` or `read_contents` refuses the folder. All processes raise it.
+        CheckpointError: the folder is damaged, or its model cannot be converted. All processes raise it.
     """
     contents = FolderContents.from_record(
         source, decide(agreement, f"opening {source}", dict, lambda _: read_contents(source).to_record())
@@ -70,7 +70,7 @@ def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) 
         found[0].check_left_out()
         check_code(source, found[0].model.config)
         if found[0].model.architecture.rules:
-            # Refuse a model that megatron cannot build now, not when a trainer loads the converted checkpoint.
+            # If megatron cannot build the model, the error must come now and not when a trainer loads the checkpoint.
             to_mcore_config(found[0].model)
         return {}
 
@@ -79,7 +79,7 @@ def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) 
 
 
 def whole_region(reader: HuggingFaceReader, name: str) -> Region:
-    """The region of a whole tensor, divided into the pieces in which megatron stores it on a single rank."""
+    """Returns the region of a whole tensor, divided into the pieces in which megatron stores it on a single rank."""
     shape = reader.parts_of(name)[0].region.global_shape
     sections = tuple(section.rows for section in reader.sections_of(name))
     if ".linear_fc1." in name:

@@ -1,4 +1,4 @@
-"""Converts a HuggingFace folder into a checkpoint of this package: the model at step 0, under any layout."""
+"""Converts a HuggingFace folder into a checkpoint of this package. It holds the model at step 0, under any layout."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ def convert_to_native(
 ) -> ConversionReport:
     """Writes `root/global_steps_0/<role>`, which appears only when it is complete. Every process must call it.
 
-    The processes share the files among them. Each takes the memory of `write_planned_files`, whatever the size of the
-    model.
+    The processes divide the files among themselves. Each needs the memory that `write_planned_files` needs, whatever
+    the size of the model.
 
     Args:
         source: the folder of the HuggingFace model; every process must see it.
         root: the folder of all steps; a checkpoint of this role at step 0 in it is replaced.
         wanted: the layout of the new checkpoint.
-        agreement: this process's membership in the group of processes that share the work.
+        agreement: connects this process with the other processes that share the work.
         role: the name of the role's folder.
         test: True to read everything back and compare it before the checkpoint appears.
-        progress: called with the number of bytes written and the number to write.
+        progress: called with the number of bytes that this process has written, and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.
-        CheckpointError: the HuggingFace folder is damaged, does not fit the layout, or the checkpoint cannot be
+        CheckpointError: the HuggingFace folder is damaged or does not fit the layout, or the checkpoint cannot be
             written. All processes raise it, and `root` is as it was.
     """
     started = time.monotonic()
@@ -105,7 +105,7 @@ def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:
 
 
 def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list[PlannedFile]]:
-    # A HuggingFace model is not cut, so it has the layout of a checkpoint that one rank has saved.
+    # The tensors of a HuggingFace model are not cut, so its layout is that of a checkpoint that one rank has saved.
     saved = SavedLayout(Topology(), (StageRecord(0, 0, reader.decoder_layers, reader.mtp_layers),))
     try:
         tensors = list(folder_tensors(reader))

@@ -1,8 +1,9 @@
-"""Converts a HuggingFace folder for megatron's `dist_checkpointing.load`, without megatron and without the model.
+"""Converts a HuggingFace folder for megatron's `dist_checkpointing.load`, without megatron or the built model.
 
-The files have the form that torch's `FileSystemWriter` writes: one `torch.save` after the other, found through
-`.metadata`. This module does not call `FileSystemWriter`, because that keeps the last tensor of every name in memory
-until its file is complete (`_write_files_from_queue`, torch 2.13), which adds up to the whole model.
+The files have the form that torch's `FileSystemWriter` writes: the outputs of several `torch.save` calls one after the
+other, with their places listed in `.metadata`. This module does not call `FileSystemWriter`, because that class keeps
+the last tensor of every name in memory until the file is complete (`_write_files_from_queue`, torch 2.13), and these
+tensors add up to the whole model.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class _KeyRows:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Rows of a tensor that are written with one `torch.save`. They all belong to one key.
+    """Rows of a tensor that are written with one `torch.save`. All of them are stored under one key.
 
     Attributes:
         name: the tensor's name.
-        key_rows: the key, and the tensor's rows below it.
+        key_rows: the key, and all rows of the tensor that are stored under it.
         shape: the tensor's global shape.
         start: the first row of the slice, counted in the tensor.
         stop: the row after the last one.
@@ -136,7 +137,7 @@ class _Plan:
     Attributes:
         files: the slices of each file.
         states: the keys of the modules' `_extra_state`.
-        key_rows: by tensor name, for each place where the tensor is stored, its keys with their rows.
+        key_rows: by tensor name, one entry for each place where the tensor is stored: its keys with their rows.
         described: the `state_dict_metadata` of `.metadata`.
     """
 
@@ -158,19 +159,19 @@ def convert_to_torch_dist(
 
     A model of any layout can load the folder, with local or with transformer-engine's layer specs. The vocabulary has
     HuggingFace's size, without padding. Configuration and tokenizer are in `huggingface/` below the folder. The
-    conversion takes a few times SCATTER_BYTES of memory.
+    conversion needs a few times SCATTER_BYTES of memory.
 
     Args:
         source: the folder of the HuggingFace model; every process must see it.
         path: the folder to write; it must be empty or not exist.
-        agreement: this process's membership in the group of processes that share the work.
+        agreement: connects this process with the other processes that share the work.
         test: True to read everything back and compare it before the folder appears.
         progress: called with the number of bytes that this process has written and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
 
     Raises:
-        CheckpointError: the HuggingFace folder is damaged, or `path` is not empty or cannot be written. All processes
-            raise it, and `path` is as it was.
+        CheckpointError: the HuggingFace folder is damaged, `path` is not empty, or `path` cannot be written. All
+            processes raise it, and `path` is as it was.
     """
     started = time.monotonic()
     source, path = source.absolute(), path.absolute()
@@ -202,7 +203,7 @@ def convert_to_torch_dist(
 def are_alike(reader: HuggingFaceReader) -> bool:
     """Returns True if megatron gives all decoder layers the same keys (`TransformerBlock.sharded_state_dict`, 0.16.1).
 
-    It does so unless the config says which layers have experts or linear attention.
+    Megatron does so unless the layers differ, or the config selects the layers that have experts or linear attention.
     """
     lists = ("moe_layer_freq", "linear_attention_freq")
     values: dict[str, Any] = {}
@@ -245,7 +246,7 @@ def _key_rows(reader: HuggingFaceReader, name: str, place: Place) -> list[_KeyRo
 
 
 def _slices(reader: HuggingFaceReader, name: str, rows: _KeyRows) -> Iterator[_Slice]:
-    """Cuts the rows of a key into slices of at most SCATTER_BYTES, or of one row."""
+    """Cuts the rows of a key into slices of at most SCATTER_BYTES, or of one row if a row is larger."""
     first = reader.parts_of(name)[0]
     shape = first.region.global_shape
     row_bytes = max(1, prod(shape[1:]) * torch_dtype(first.dtype).itemsize)
@@ -256,7 +257,7 @@ def _slices(reader: HuggingFaceReader, name: str, rows: _KeyRows) -> Iterator[_S
 
 
 def _in_files(slices: Iterable[_Slice]) -> Iterator[tuple[_Slice, ...]]:
-    """Groups slices into files of at most HF_LEAST_FILE_BYTES, or of one slice."""
+    """Groups slices into files of at most HF_LEAST_FILE_BYTES, or of one slice if a slice is larger."""
     file: list[_Slice] = []
     nbytes = 0
     for each in slices:
@@ -272,7 +273,7 @@ def _in_files(slices: Iterable[_Slice]) -> Iterator[tuple[_Slice, ...]]:
 def _open(agreement: Agreement, path: Path) -> str:
     def combine(_: Sequence[Record]) -> Record:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointMismatchError(f"{path}: is there already, and not empty: name another folder, or remove it")
+            raise CheckpointMismatchError(f"{path}: exists already and is not empty: name another folder, or remove it")
         leftovers.remove_leftovers_beside(path)
         attempt = commit.new_attempt()
         commit.open_staging(path, attempt)
@@ -333,7 +334,7 @@ def _read(reader: HuggingFaceReader, wanted: _Slice) -> torch.Tensor:
     if plan.missing or plan.outside or dtypes != {wanted.dtype}:
         raise CheckpointCorruptError(
             f"{reader.contents.folder}: tensor {wanted.name}: is incomplete, or its parts have several dtypes "
-            f"({', '.join(sorted(dtypes))}): convert from a folder that has all of it in one dtype"
+            f"({', '.join(sorted(dtypes))}): convert from a folder that has the whole tensor in one dtype"
         )
     reader.read_numbers((read, memory.view(-1)) for read in plan.reads)
     return memory
@@ -350,8 +351,8 @@ def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[l
     # `FileSystemWriter.finish` would store the path of the staging folder, which is about to be renamed.
     metadata = Metadata(plan.described, storage_data=stored, version=CURRENT_DCP_VERSION)
     write_file(staging / _METADATA_FILE, [pickle.dumps(metadata)])
-    # The file must be empty: `dist_checkpointing.load` returns its entries together with the tensors, and verl gives
-    # all of them to a strict `load_state_dict`, which refuses unknown entries.
+    # `common.pt` must have no entries, because `dist_checkpointing.load` returns its entries together with the tensors.
+    # verl gives both to a strict `load_state_dict`, which refuses unknown entries.
     common = io.BytesIO()
     torch.save({}, common)
     write_file(staging / _COMMON_FILE, [common.getvalue()])
@@ -422,7 +423,7 @@ def _test(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging:
 
 
 def _read_back(written: TorchDistFiles, rows: _KeyRows, piece: Piece, shape: Shape, memory: torch.Tensor) -> None:
-    """Reads the rows of a key that lie in a piece into the piece's place in a local tensor."""
+    """Reads those rows of a key that are in a piece, into the place of the piece in a local tensor."""
     place, (first, *rest) = rows.place, piece.global_offset
     start, stop = max(rows.first, first), min(rows.first + rows.count, first + piece.shape[0])
     if start >= stop:

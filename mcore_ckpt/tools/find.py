@@ -1,4 +1,4 @@
-"""Finds the checkpoint at a path, whatever program wrote it, and opens its reader."""
+"""Finds the checkpoint at a path, whichever program wrote it, and opens its reader."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 Backend = Literal["megatron", "fsdp"]
 Kind = Literal["native", "fsdp"] | ForeignKind
 
-# The folders, relative to the role's folder, that may hold config.json and the tokenizer: this package and verl write
-# the first, verl up to 0.4 wrote the second, other programs put the files beside the weights.
+# The folders, relative to the role's folder, that can hold config.json and the tokenizer. This package and verl write
+# the first, and verl up to 0.4 wrote the second. Other programs put the files beside the weights, which is the third.
 _CONFIG_DIRS = (file_names.HUGGINGFACE_DIR, "hf_config_and_tokenizer", ".", f"../{file_names.HUGGINGFACE_DIR}")
 
 
@@ -57,11 +57,11 @@ class FoundCheckpoint:
 
     @property
     def has_hf_names(self) -> bool:
-        """True if its tensors have HuggingFace's names and values, so that they are only copied."""
+        """True if its tensors have HuggingFace's names and values, so that a merge only copies them."""
         return self.kind == "fsdp"
 
     def config_dir(self) -> Path:
-        """The folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
+        """Returns the folder that holds its `config.json`. Raises CheckpointNotFoundError if there is none."""
         folders = [self.path / name for name in _CONFIG_DIRS]
         found = next((folder for folder in folders if (folder / "config.json").is_file()), None)
         if found is None:
@@ -79,7 +79,7 @@ def find_checkpoint(
 
     Args:
         path: the folder of a role, of a step, or of all steps. In a folder of all steps, the newest complete step of
-            this package is taken. A checkpoint of megatron's own trainer is an `iter_...` folder.
+            this package is taken. For a checkpoint of megatron's own trainer, it is an `iter_...` folder.
         backend: "fsdp" looks for FSDP shards, "megatron" for every other kind.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to take from a step; None if the step has only one.
@@ -104,7 +104,7 @@ def find_checkpoint(
     if any(is_fsdp(folder) for folder in _folders(path, step)):
         raise InvalidArgumentError(f"{path}: holds FSDP shards: read them with --backend fsdp")
     selection = select(path, step)
-    # A role that a framework commits beside its models has plain files and no stages (`steps/role_files.py`).
+    # Frameworks also commit roles of plain files (`steps/role_files.py`), whose manifests list no stages. Skip them.
     models = [folder for folder in selection.role_dirs if read_manifest(folder).stages]
     return _one(path, [FoundCheckpoint(folder, "native") for folder in models or selection.role_dirs], role)
 
@@ -114,8 +114,8 @@ def open_reader(found: FoundCheckpoint, config: HfConfig) -> CheckpointReader:
 
     Args:
         found: the checkpoint.
-        config: the `config.json` of its model. It gives the shapes of global tensors, which verl's folders of one file
-            per rank do not store.
+        config: the `config.json` of its model. It determines the shapes of global tensors, because a folder that verl
+            has written with one file per rank does not contain them.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
@@ -141,7 +141,8 @@ def _fsdp_kind(folder: Path) -> Kind | None:
 def _folders(path: Path, step: int | None) -> Iterator[Path]:
     """Yields the folders that may hold another program's checkpoint.
 
-    They are the path and the roles' folders in it; with a step, the step's folder and the roles' folders in that.
+    These are the path and the roles' folders in it. If `step` is given, they are the step's folder in the path and the
+    roles' folders in the step's folder.
     """
     folders = [path] if step is None else [path / name.format(step) for name in ("global_step_{}", "iter_{:07d}")]
     for folder in folders:
@@ -170,7 +171,7 @@ def select(path: Path, step: int | None = None) -> Selection:
         CheckpointNotFoundError: there is no checkpoint, or the step is not complete.
         CheckpointCorruptError: a manifest is damaged.
     """
-    # The name of the folder may be a step's, and "." has no name until it is resolved.
+    # The name of the folder can be that of a step, but a path such as "." has no name until it is resolved.
     path = path.resolve()
     if (path / file_names.MANIFEST_FILE).exists():
         manifest = read_manifest(path)

@@ -1,6 +1,7 @@
 """Merges a checkpoint into the folder of a HuggingFace model, which appears only when it is complete.
 
-Several processes can share the work; each writes some of the files. None of them runs code that is part of a model.
+Several processes can share the work; each writes some of the files. None of them executes Python files that come with
+a model.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, ope
 
 Progress = Callable[[int, int], None]
 
-# A rank may have one file more to write than another, on a slow disk. torchrun notices ranks that die, so the wait may
-# be long.
+# The seconds that a rank waits for the others. One rank can have one file more to write than another, on a slow disk.
+# The wait can be long, because torchrun notices ranks that die.
 _WAIT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class MergeRequest:
-    """Arguments of a merge.
+    """The arguments of a merge.
 
     Attributes:
-        source: the folder of a role, of a step, or of all steps (the newest complete one).
+        source: the folder of a role, of a step, or of all steps (to take the newest complete one).
         target: the folder to make; it may exist if it is empty.
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to take from a step; None if the step has only one.
         backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
-        hf_model_path: the folder with the configuration and the tokenizer; None for those of the checkpoint.
+        hf_model_path: the folder with the configuration and the tokenizer; None to use those of the checkpoint.
         dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
             parameters were saved, None means the dtype that `config.json` states.
         max_shard_bytes: the size limit of the tensors in one file, in bytes.
@@ -83,7 +84,7 @@ class MergeRequest:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """Report of a merge.
+    """The report of a merge.
 
     Attributes:
         source: the folder of the checkpoint.
@@ -125,7 +126,7 @@ class MergeJob:
     plan: ExportPlan
 
     def described(self) -> Record:
-        """The part of the plan that all ranks compare, because each of them writes some of the files."""
+        """Returns the part of the plan that all ranks compare, because each of them writes some of the files."""
         return {"source": str(self.where), "files": [[file.name, file.nbytes] for file in self.plan.files]}
 
 
@@ -135,20 +136,20 @@ def merge(
     """Merges a checkpoint into the folder of a HuggingFace model.
 
     It checks everything that it can check before it writes a byte. The folder appears when all files in it are written
-    and durable. The memory that it takes does not grow with the model.
+    and durable. Memory use does not grow with the size of the model.
 
     Args:
         request: the checkpoint, the new folder and the options.
         progress: called with the number of bytes that this rank has written, and the number that it will write.
-        agreement: this rank's membership in the group of ranks that share the work; None for a single process.
+        agreement: connects this rank with the other ranks that share the work; None for a single process.
 
     Returns:
-        The report, which is the same on all ranks but for `seconds`.
+        The report, which is the same on all ranks except for `seconds`.
 
     Raises:
         InvalidArgumentError: the target is not empty, or the request contradicts itself.
-        CheckpointError: the checkpoint is damaged, is not what `config.json` describes, has NaN, or cannot be
-            written. All ranks raise it, and the target is as it was.
+        CheckpointError: the checkpoint is damaged, is not what `config.json` describes, or has NaN, or the model cannot
+            be written. All ranks raise it, and the target is as it was.
 
     Example:
         >>> merge(MergeRequest(Path("ckpt/global_steps_100/actor"), Path("model")))  # doctest: +SKIP
@@ -157,7 +158,7 @@ def merge(
     target = request.target.resolve()
     # A model that is already in the folder may be somebody's only copy, or the one that this merge reads.
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InvalidArgumentError(f"{target}: is there already, and not empty: name another folder, or remove it")
+        raise InvalidArgumentError(f"{target}: exists already and is not empty: name another folder, or remove it")
     found = find(request)
     with reading([found.path]):  # a trainer that still runs could delete the step
         return _merge(request, found, target, progress, agreement, started)
@@ -185,7 +186,7 @@ def _merge(
     def work() -> Record:
         if not staging.is_dir():
             raise CommitError(
-                f"{staging}: rank 0 made this folder and this rank cannot see it: give all ranks the same file system"
+                f"{staging}: rank 0 made this folder, but this rank cannot see it: give all ranks the same file system"
             )
         files = write_weights(job.plan, numbers, job.reader, staging, wrote, allow_nan=request.allow_nan)
         return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
@@ -203,7 +204,7 @@ def _merge(
     try:
         _decide(agreement, f"merge into {target}", work, combine, lambda: _publish(staging, target))
     except BaseException:
-        # An error after the rename finds nothing to remove: the staging folder is the target by then.
+        # After the rename there is nothing to remove, because the staging folder has become the target.
         if agreement is None or agreement.is_coordinator:
             shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -263,12 +264,12 @@ def _decide(
 
 
 def ranks_of_torchrun() -> Agreement | None:
-    """Joins the processes that torchrun has started. Returns None if this process is the only one."""
+    """Joins the processes that torchrun has started. Returns None if there is only one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from torch.distributed.rendezvous import rendezvous
 
-    # Rounds need the key-value store only. A process group would need a backend on every rank.
+    # Rounds need only the key-value store. A process group would need a backend on every rank.
     store, rank, world_size = next(rendezvous("env://"))
     return rendezvous_at(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S, "merge")
 
@@ -277,7 +278,7 @@ def ranks_of_torchrun() -> Agreement | None:
 
 
 def find(request: MergeRequest) -> FoundCheckpoint:
-    """Finds the checkpoint to merge. It raises what `find_checkpoint` raises."""
+    """Finds the checkpoint to merge. It raises the same errors as `find_checkpoint`."""
     return find_checkpoint(request.source, request.backend, request.step, request.role)
 
 
@@ -301,12 +302,12 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         model = _reconciled(read, config, tensors, request)
         check_code(config_dir, model.config)
         dtype = request.dtype
-        # Main parameters are fp32, whatever the dtype of the model.
+        # Main parameters are fp32, so they do not show the dtype of the model.
         if dtype is None and reader.weight_kind == PARAM:
             dtype = _configured_dtype(model.config)
         plan = _plan(found, model, reader, tensors, dtype, request.max_shard_bytes, ranks)
     except (CheckpointMismatchError, UnsupportedError) as error:
-        raise type(error)(f"{found.path}: with {config_dir / 'config.json'}: {error}") from error
+        raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
     return MergeJob(reader, found.path, config_dir, model, plan)
 
 
@@ -340,11 +341,12 @@ def _has_mtp(model: HfModel, tensors: Sequence[HfTensor]) -> bool:
 def _reconciled(
     read: Callable[[HfConfig], HfModel], config: HfConfig, tensors: Mapping[str, TensorInfo], request: MergeRequest
 ) -> HfModel:
-    """Describes the model by its configuration, its tensors and the request, and checks that they agree."""
+    """Describes the model, from its configuration, its tensors and the request, and checks that the three agree."""
     model = read(config)
     model = replace(model, ignored=(*model.ignored, *request.ignore))
     if not model.architecture.table.layer:
-        # Tensors of an architecture without a table are copied, so nothing is known of their names to compare.
+        # Tensors of an architecture without a table are copied under their own names. There is no table to compare
+        # these names with.
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
@@ -366,18 +368,19 @@ def _check_space(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise CommitError(
-            f"{target}: the model takes {nbytes} bytes, and {free} are free there: free space, or name another folder"
+            f"{target}: the model needs {nbytes} bytes, but only {free} are free there: free space, or name another "
+            "folder"
         )
 
 
 def _publish(staging: Path, target: Path) -> None:
     try:
-        # rename() replaces an empty folder, and fails for a folder that somebody has filled in the meantime.
+        # rename() replaces an empty folder, and fails if somebody has put files into the folder in the meantime.
         os.rename(staging, target)
     except OSError as error:
         raise CommitError(
             f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"
         ) from error
     sync_dir(target.parent)
-    # Another run removes the folder of a dead process. Until the rename, this file shows that this process lives.
+    # Other runs remove staging folders of dead processes. Until the rename, this file marked this process as alive.
     (target / file_names.OWNER_FILE).unlink(missing_ok=True)

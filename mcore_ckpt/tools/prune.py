@@ -1,4 +1,4 @@
-"""Deletes old steps and the leftovers of dead processes, as a trainer with the same policy does."""
+"""Deletes old steps and the leftovers of dead processes, in the same way as a trainer with the same policy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PrunedFolder:
     Attributes:
         path: its folder.
         step: the step's number; None for a leftover.
-        stays: whether it is still there; in a dry run, whether it would be.
-        reason: why it stays or goes.
-        nbytes: the bytes of its files.
+        stays: True if the folder is still there; in a dry run, True if it would still be there.
+        reason: why the folder stays or is deleted.
+        nbytes: the size of its files in bytes.
     """
 
     path: Path
@@ -40,8 +40,9 @@ def prune(
     Args:
         root: the folder of the steps.
         policy: which steps stay. The newest complete step and the one that the tracker names always stay.
-        role: touch only steps that have this role, and its leftovers. A step is deleted with all its roles.
-        dry_run: delete nothing, and return what would be deleted.
+        role: the role whose steps and leftovers may be deleted; None for all roles. A step is deleted with all its
+            roles.
+        dry_run: True to delete nothing and to return what would be deleted.
 
     Returns:
         One entry for each step and each leftover.

@@ -9,7 +9,7 @@ from mcore_ckpt.errors import CheckpointError
 
 
 def can_push_to_hub() -> bool:
-    """True if huggingface_hub is installed. Ask before hours of writing."""
+    """True if huggingface_hub is installed. Call this before writing a model, which can take hours."""
     return importlib.util.find_spec("huggingface_hub") is not None
 
 
@@ -19,7 +19,7 @@ def push_to_hub(folder: Path, repository: str, private: bool) -> None:
     Args:
         folder: the model's folder.
         repository: "owner/name" on the hub.
-        private: whether a repository that is made here is private.
+        private: True to make a new repository private; an existing one stays as it is.
 
     Raises:
         CheckpointError: the push failed. The folder is unchanged.

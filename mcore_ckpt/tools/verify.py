@@ -1,4 +1,4 @@
-"""Verifies committed checkpoints: structure, sizes, every byte, and that nothing is missing that their layout needs."""
+"""Verifies committed checkpoints: their structure, sizes and bytes, and that no file or tensor is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class VerifiedRole:
     Attributes:
         path: the role's folder.
         files: how many files its manifest lists.
-        nbytes: their bytes.
+        nbytes: the size of these files in bytes.
         damages: what is damaged; empty if the role is intact.
     """
 
@@ -65,12 +65,12 @@ def verify_role(
     deep: bool = False,
     progress: Progress = lambda nbytes: None,
 ) -> VerifiedRole:
-    """Verifies one role. Reads all its files once; with `deep`, the tensors twice.
+    """Verifies one role. It reads all files once and, if `deep` is true, the tensors a second time.
 
     Args:
         role_dir: the role's folder.
-        deep: also open every file with torch under `weights_only`, and compare its tensors with the index.
-        progress: is called with the number of bytes just read, from several threads.
+        deep: True to also open every file with torch (`weights_only=True`) and compare its tensors with the index.
+        progress: called on several threads, with the number of bytes that were just read.
     """
     try:
         manifest = read_manifest(role_dir)
@@ -92,13 +92,14 @@ def verify(
     deep: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Verifies all checkpoints that a path stands for. An incomplete step is a problem, but its roles are verified.
+    """Verifies all checkpoints at a path. It reports an incomplete step as a problem and still verifies its roles.
 
     Args:
-        path: the folder of a role, of a step (all its roles), or of the steps (all of them, and the tracker).
-        step: only this step, if the path is a folder of steps.
+        path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all of them and the
+            tracker).
+        step: the only step to verify; None for all.
         deep: see `verify_role`.
-        progress: is called with the bytes read so far and the bytes of all files.
+        progress: called with the number of bytes read so far and the number of bytes of all files.
 
     Raises:
         CheckpointNotFoundError: there is nothing to verify.
@@ -107,7 +108,8 @@ def verify(
         >>> verify(Path("checkpoints")).is_sound  # doctest: +SKIP
         True
     """
-    path = path.resolve() if ".." in path.parts else path.absolute()  # the names of folders tell roles and steps
+    # The path must end in names, because `_selected` recognizes a role or a step by the names of its folders.
+    path = path.resolve() if ".." in path.parts else path.absolute()
     roles, problems = _selected(path, step)
     total, done, lock = sum(map(_nbytes, roles)), [0], threading.Lock()
 
@@ -127,7 +129,7 @@ def verify(
 
 
 def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
-    """Returns the folders of the roles to verify, and what is wrong with steps as a whole."""
+    """Returns the folders of the roles to verify, and the problems of steps as a whole and of the tracker."""
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
         found = file_names.parse_step(path.parent.name)
         found = file_names.parse_step(path.name) if found is None else found
@@ -151,7 +153,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
 
 
 def _damaged(status: steps.StepStatus) -> set[str]:
-    """Returns the roles whose manifest is there but cannot be used."""
+    """Returns the roles that have a manifest which cannot be used."""
     missing = status.declared - status.committed
     return {role for role in missing if os.path.exists(status.role_dir(role) / file_names.MANIFEST_FILE)}
 
@@ -167,7 +169,7 @@ def _nbytes(role_dir: Path) -> int:
 
 
 def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields the files that some rank of this layout must have written, but that the manifest does not list."""
+    """Yields a `Damage` for each file that the layout requires from a rank and that the manifest does not list."""
     listed = {file.path for file in manifest.files}
     wanted = {file_names.COMMON_FILE: 0} if "optimizer" in manifest.contents else {}
     for rank, at in enumerate(manifest.ranks):
@@ -181,7 +183,7 @@ def _missing_files(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
 
 
 def _incomplete_tensors(role_dir: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields the tensors that have elements in no file."""
+    """Yields a `Damage` for each tensor of which some elements are in no file."""
     reader = NativeReader(LocalFolder(role_dir), manifest)
     for name in manifest.tensors:
         files = reader.files(ShardKey(name, PARAM))

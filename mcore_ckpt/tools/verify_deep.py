@@ -20,10 +20,10 @@ from mcore_ckpt.sharding.plan import MODEL, OPAQUE, StoredShard
 
 
 def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
-    """Opens a `.pt` file under `weights_only` and compares each tensor's bytes with the CRCs in the index.
+    """Opens a `.pt` file with `weights_only=True` and compares each tensor's bytes with the CRCs in the index.
 
     Returns:
-        The differences; empty if there are none or the file is not a `.pt` file.
+        The differences; an empty list if there are none, or if the file is not a `.pt` file.
     """
     if not file.path.endswith(".pt"):
         return []
@@ -35,33 +35,31 @@ def as_torch_sees_it(role_dir: Path, file: FileRecord) -> list[Damage]:
             problems = list(_differences(role_dir, file))
     except CheckpointCorruptError as error:
         problems = [str(error)]
-    except Exception as error:  # a damaged file may hold anything, so comparing it may raise anything
-        problems = [
-            f"{role_dir / file.path}: does not hold the tensors that it should: {type(error).__name__}: {error}"
-        ]
+    except Exception as error:  # a damaged file can contain anything, so comparing it can raise anything
+        problems = [f"{role_dir / file.path}: does not have the expected tensors: {type(error).__name__}: {error}"]
     return [Damage(problem, file.path, file.rank) for problem in problems]
 
 
 def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
     path = role_dir / file.path
-    # Read it with our own unpickler first (checkpoint/unpickling.py): a hostile file can make torch's take any amount
-    # of memory or time. Our reader also refuses compressed entries.
+    # Read the file with our own unpickler first (checkpoint/unpickling.py), because a hostile file can make torch's
+    # unpickler use any amount of memory or time. Our reader also refuses compressed entries.
     read_pt(path)
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many types for a bad file
-        raise CheckpointCorruptError(f"{path}: does not open under weights_only=True: {error}") from error
+        raise CheckpointCorruptError(f"{path}: cannot be opened with weights_only=True: {error}") from error
     shards = {(shard.key.name, shard.key.kind): shard for shard in read_index(role_dir, file).shards}
     found = dict(_tensors(state))
     for name in sorted(found.keys() ^ shards.keys()):
-        yield f"{path}: tensor {name[0]} ({name[1]}) is {'not in the index' if name in found else 'in the index alone'}"
+        yield f"{path}: tensor {name[0]} ({name[1]}) is {'not in the index' if name in found else 'only in the index'}"
     for name in found.keys() & shards.keys():
         if problem := _difference(found[name], shards[name]):
             yield f"{path}: tensor {shards[name].key}: {problem}"
 
 
 def _tensors(state: Any) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
-    """Yields each tensor with its name and kind. An optimizer's file is `{"state": {name: {kind: tensor}}}`."""
+    """Yields each tensor with its name and kind. An optimizer's file contains `{"state": {name: {kind: tensor}}}`."""
     of_optimizer = set(state) == {"state"} and isinstance(state["state"], dict)
     for name, value in (state["state"] if of_optimizer else state).items():
         for kind, tensor in value.items() if of_optimizer else ((_kind_of(name), value),):

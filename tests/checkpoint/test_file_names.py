@@ -52,7 +52,7 @@ def test_no_name_is_longer_than_file_systems_take() -> None:
     names = [file_names.staging_dir(longest, attempt).name, file_names.replaced_dir(longest, attempt).name, under_way]
     names.append(file_names.deleted_dir(longest.parent, attempt).name)
     assert max(map(len, names)) <= 255
-    with pytest.raises(ValueError, match="129 letters"):
+    with pytest.raises(ValueError, match="129 characters"):
         file_names.check_role("a" * 129)
 
 
@@ -90,8 +90,8 @@ def test_a_role_that_is_more_than_a_folder_name_is_refused(role: str) -> None:
     ("roles", "reason"),
     [
         (("actor", "../critic"), "role '../critic' is not a folder name"),
-        (("actor", "Actor"), "differ in capital letters alone"),
-        (("a" * 255,), "has 255 letters: use 128 at most"),
+        (("actor", "Actor"), "differ only in upper and lower case"),
+        (("a" * 255,), "has 255 characters: use at most 128"),
     ],
 )
 def test_roles_of_a_step_that_cannot_be_folders_are_refused_by_name(roles: tuple[str, ...], reason: str) -> None:

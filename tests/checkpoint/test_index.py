@@ -181,7 +181,7 @@ def test_the_payload_may_end_with_the_last_tensor_and_not_before() -> None:
     data = json.dumps(two_shards()).encode()
     end = 1024 + 2 * BLOCK_BYTES + 2
     decode_index(data, FILE, end)
-    with pytest.raises(FieldError, match=rf"leave the payload of {end - 1} bytes"):
+    with pytest.raises(FieldError, match=rf"reach past the payload of {end - 1} bytes"):
         decode_index(data, FILE, end - 1)
 
 

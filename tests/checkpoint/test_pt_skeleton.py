@@ -249,5 +249,5 @@ def test_tensors_that_are_not_those_of_the_tree_are_refused(named: int) -> None:
     tensor = torch.zeros(10)
     with pytest.raises(ValueError, match="archive"):
         build_skeleton({"a": tensor}, [tensor] * named)
-    with pytest.raises(ValueError, match="is not record"):
+    with pytest.raises(ValueError, match="does not match record"):
         build_skeleton({"a": tensor}, [torch.zeros(11)])

@@ -49,7 +49,7 @@ def test_a_list_says_what_counts_and_why_not(root: Path, capsys: pytest.CaptureF
     assert (flat["roles"], flat["path"]) == ([ROLE], str(root / "global_step_40"))
     assert main(["list", str(root)]) == 0
     shown = capsys.readouterr().out
-    assert "global_steps_30  does not count" in shown
+    assert "global_steps_30  is not complete" in shown
     assert "newest complete step: 40; the tracker names 20" in shown
 
 

@@ -250,7 +250,7 @@ def test_an_upload_that_fails_leaves_the_folder(
     [
         (["--step", "4"], 1, "no complete checkpoint of step 4"),
         (["--role", "critic"], 2, "has the roles actor"),
-        (["--private"], 2, "--private is said of a repository"),
+        (["--private"], 2, "--private needs a repository"),
         (["--local_dir", "elsewhere"], 2, "source: give it once"),
         (["--tie-word-embedding"], 1, "tie_word_embedding is True, but the tensors have a head"),
         (["--is-value-model"], 1, "is_value_model is True, but the tensors are those of a model with a language model"),
@@ -278,7 +278,7 @@ def test_a_target_that_is_there_stays(saved: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "mine").write_text("x")
     assert main(["merge", str(saved), str(tmp_path / "merged")]) == 2
-    assert "there already, and not empty" in capsys.readouterr().err
+    assert "exists already and is not empty" in capsys.readouterr().err
     assert os.listdir(tmp_path / "merged") == ["mine"]
     assert os.listdir(tmp_path) == ["merged"]
 
@@ -325,7 +325,7 @@ def _configure(**fields: Any) -> Callable[[Path], None]:
         (_configure(vocab_size=1000), "shape [136, 64]"),
         (
             _configure(vocab_size=100),
-            "config.json asks for [100, 64]",
+            "config.json requires [100, 64]",
         ),
         (_configure(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}), "names the code modeling_own.Own"),
     ],
@@ -398,7 +398,7 @@ def test_a_full_disk(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         merge(MergeRequest(saved, tmp_path / "out" / "merged"))
     assert nothing_left(tmp_path / "out")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
-    with pytest.raises(CheckpointError, match="and 1000 are free there"):
+    with pytest.raises(CheckpointError, match="but only 1000 are free there"):
         merge(MergeRequest(saved, tmp_path / "new" / "merged"))
     assert not (tmp_path / "new").exists()
 

@@ -205,7 +205,7 @@ def test_training_goes_on_after_a_failure_if_the_user_says_so(
         manager.close()
         with everywhere():
             assert (shared_path / "global_steps_3" / "actor" / "manifest.json").exists()
-            assert "going on without a checkpoint" in caplog.text
+            assert "training continues without this checkpoint" in caplog.text
             assert "rank 1" in caplog.text
 
 

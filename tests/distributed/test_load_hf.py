@@ -312,7 +312,7 @@ def test_without_megatrons_groups_it_is_refused(shared_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(\.\.\.\) first"):
         load_hf(chunks, folder)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    with pytest.raises(UnsupportedError, match=r"initialize_model_parallel\(\.\.\.\) first, in a single process"):
+    with pytest.raises(UnsupportedError, match=r"initialize_model_parallel\(\.\.\.\) first, even in a single process"):
         load_hf(chunks, folder)
     assert all(tensor.isnan().all() for tensor in chunks[0].parameters())
 

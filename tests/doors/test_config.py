@@ -31,7 +31,7 @@ def test_saves_wait_and_raise_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"save_contents": ("model", "optimiser")}, "save_contents has 'optimiser': the words are model, optimizer"),
+        ({"save_contents": ("model", "optimiser")}, "has 'optimiser': the allowed words are model, optimizer"),
         ({"load_contents": ("model", 3)}, "load_contents has 3"),
         ({"save_contents": "model"}, "save_contents is the string 'model': use a list"),
         ({"save_contents": ()}, "save_contents is empty"),

@@ -148,7 +148,7 @@ def the_step_is_a_link_to_nothing(root: Path) -> str:
 
 def only_the_tracker_is_there(root: Path) -> str:
     (root / file_names.TRACKER_FILE).write_text("100")
-    return "latest_checkpointed_iteration.txt: is there, but no step is"
+    return "latest_checkpointed_iteration.txt: exists, but there is no step"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_checkpoints_that_cannot_be_used_never_mean_the_beginning(tmp_path: Path
 
 def test_a_root_that_is_not_mounted_is_not_the_beginning(tmp_path: Path) -> None:
     (tmp_path / "root").symlink_to(tmp_path / "disk")
-    with pytest.raises(CheckpointNotFoundError, match=r"a link to .*disk, which is not there"):
+    with pytest.raises(CheckpointNotFoundError, match=r"a link to .*disk, which does not exist"):
         resumable_steps(tmp_path / "root", BOTH)
     (tmp_path / "disk").mkdir()
     assert resumable_steps(tmp_path / "root", BOTH) == []

@@ -317,7 +317,7 @@ def test_ranks_stand_in_the_order_of_the_mesh(tmp_path: Path) -> None:
 
 def test_a_mesh_without_the_rank(tmp_path: Path) -> None:
     state = {"a": pickled(torch.ones(2), (4,), [1, 2], Shard(0))}
-    refused(save(tmp_path / "a", state), CheckpointCorruptError, "tensor a", "(1, 2), without rank 0")
+    refused(save(tmp_path / "a", state), CheckpointCorruptError, "tensor a", "(1, 2), but not rank 0")
 
 
 def test_a_part_that_no_rank_has(tmp_path: Path) -> None:

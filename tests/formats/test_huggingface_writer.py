@@ -221,7 +221,7 @@ def _with(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], object]
     [
         (_without("decoder.final_layernorm.weight"), "lacks decoder.final_layernorm.weight"),
         (_with("decoder.layers.0.mlp.extra.weight", 3), "has decoder.layers.0.mlp.extra.weight"),
-        (_with("decoder.final_layernorm.weight", 65), "shape \\[65\\], but for model.norm.weight .* \\[64\\]"),
+        (_with("decoder.final_layernorm.weight", 65), "shape \\[65\\], but .* requires \\[64\\] for model.norm.weight"),
         (_with("output_layer.weight", 130, 64), "shape \\[130, 64\\].*\\[131, 64\\]"),
         (_with("decoder.layers.1.mlp.linear_fc2.weight", 65, 96), "shape \\[65, 96\\]"),
         (lambda tensors: tensors.clear(), "lacks embedding.word_embeddings.weight.* and \\d+ more"),

@@ -128,7 +128,7 @@ def test_padding_of_a_vocabulary_may_differ(tmp_path: Path, mine: int, vocab_siz
     ("name", "shape", "tp", "vocab_size", "reason"),
     [
         (EMBEDDING, (28, 6), 1, None, "differ by more than padding. If"),
-        (EMBEDDING, (20, 6), 4, 21, "differ by more than padding of the 21 tokens. If"),
+        (EMBEDDING, (20, 6), 4, 21, "differ by more than padding (vocab_size is 21). If"),
         (EMBEDDING, (24, 7), 4, 3, ""),
         (EMBEDDING, (24,), 4, 3, ""),
         (WEIGHT, (28, 6), 4, 3, ""),

@@ -99,5 +99,5 @@ def test_a_damaged_index_is_told_when_it_is_asked_for(tmp_path: Path, manifest: 
         lambda: reader.shards(key, [first]),
         lambda: reader.kinds_in("a", [first]),
     ):
-        with pytest.raises(CheckpointCorruptError, match=r"o0: its index .* has a wrong CRC"):
+        with pytest.raises(CheckpointCorruptError, match=r"o0: the index .* has a wrong CRC"):
             ask()

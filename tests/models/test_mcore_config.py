@@ -262,7 +262,12 @@ def test_a_model_that_agrees_passes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "gpt", "message"),
     [
-        ("qwen2", {"num_query_groups": 2}, {}, "num_query_groups is 2, config.json of this qwen2 of 4 layers says 4"),
+        (
+            "qwen2",
+            {"num_query_groups": 2},
+            {},
+            "num_query_groups is 2, but config.json of this qwen2 of 4 layers requires 4",
+        ),
         ("qwen2", {"num_layers": 3}, {}, "num_layers is 3"),
         ("qwen3", {"kv_channels": 8}, {}, "kv_channels is 8"),
         ("qwen3_moe", {"num_moe_experts": 8}, {}, "num_moe_experts is 8"),

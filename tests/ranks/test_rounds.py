@@ -386,7 +386,7 @@ def test_a_claim_then_silence(seats: Seats) -> None:
     took = time.monotonic() - started
     assert 2 * SHORT_S <= took < 3 * SHORT_S + SLACK_S
     for message in messages(results[1:], CommitError):
-        assert "after it had begun to act" in message
+        assert "Rank 0 had begun to act" in message
 
 
 def test_word_that_comes_in_the_second_deadline(seats: Seats) -> None:

@@ -267,7 +267,7 @@ def test_with_warn_a_failure_is_logged_once_and_not_raised(caplog: pytest.LogCap
         assert background.failure() is None
         background.raise_failure()
         assert background.failure() is None
-    text = "the save of step 7 has failed; going on without a checkpoint: x.pt: is bad"
+    text = "the save of step 7 has failed; training continues without this checkpoint: x.pt: is bad"
     assert [r.message for r in caplog.records] == [text]
     # Whoever asks is told all the same.
     with pytest.raises(CheckpointCorruptError):

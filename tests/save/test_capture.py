@@ -177,7 +177,7 @@ def test_more_than_the_limit_is_refused_by_name_and_the_limit_is_not() -> None:
     arena = HostMemory(limit=2 * PAGE_BYTES)
     kept = arena.take(2 * PAGE_BYTES)
     for refused in (2 * PAGE_BYTES + 1, 1 << 60):
-        with pytest.raises(UnsupportedError, match=rf"{refused} bytes of host memory, and max_host_bytes is 8192"):
+        with pytest.raises(UnsupportedError, match=rf"{refused} bytes of host memory, but max_host_bytes is 8192"):
             arena.take(refused)
     assert arena.take(PAGE_BYTES) is kept
 

@@ -158,4 +158,4 @@ def test_a_deletion_that_fails_does_not_end_the_later_ones(
     deletions.let()
     manager.wait()
     assert steps_below(manager.root) == [3]
-    assert "goes on after a failure" in caplog.text
+    assert "continues after an unexpected error" in caplog.text

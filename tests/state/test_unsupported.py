@@ -185,5 +185,5 @@ def test_a_tensor_that_all_experts_of_a_rank_share_is_refused() -> None:
     name = "decoder.layers.0.mlp.experts.linear_fc1.adapter.weight"
     shard = LocalShard(ShardKey(name, "model"), Region.whole((3,)), torch.zeros(3), expert=True)
     refuse_unsupported_experts(Topology(), [shard])
-    with pytest.raises(UnsupportedError, match=r"adapter\.weight is not one expert"):
+    with pytest.raises(UnsupportedError, match=r"adapter\.weight does not belong to one expert"):
         refuse_unsupported_experts(Topology(ep=2), [shard])

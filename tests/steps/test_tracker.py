@@ -92,7 +92,7 @@ def test_a_tracker_that_points_nowhere(tmp_path: Path, content: bytes, caplog: p
     assert tracker.read_tracker(tmp_path) == 12
     make(file_names.step_dir(tmp_path, 7) / ROLE, 3)
     tracker.warn_if_tracker_differs(tmp_path, steps.complete_steps(tmp_path))
-    assert "names step 12, where there is nothing complete to load; loading the newest complete step, 7" in caplog.text
+    assert "names step 12, which is not complete; loading the newest complete step, 7" in caplog.text
 
 
 def test_a_tracker_that_names_an_older_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

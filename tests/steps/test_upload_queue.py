@@ -308,7 +308,7 @@ def test_a_failed_upload_warns_and_is_made_good_behind_the_next_commit(
         told = upload(uploads, 1)
     assert not told.done
     assert isinstance(told.exception, RemoteError)
-    assert "tried again behind the next commit" in caplog.text
+    assert "tried again after the next commit" in caplog.text
     assert versions(remote) == {}
     save(root, 2, version=2)
     assert upload(uploads, 2).done

@@ -257,7 +257,7 @@ def test_a_mixer_whose_sections_are_not_said(tmp_path: Path) -> None:
 def test_a_tensor_whose_stage_is_not_known(tmp_path: Path) -> None:
     source = make(tmp_path / "a", tensors_of() | {"vision.weight": torch.randn(8)})
     with pytest.raises(
-        CheckpointMismatchError, match=r"vision\.weight: its name does not tell which of 2 pipeline ranks"
+        CheckpointMismatchError, match=r"vision\.weight: its name does not show which of 2 pipeline ranks"
     ):
         resharded(source, tmp_path / "b", pp=2)
 

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Trains a small Qwen-like decoder with Megatron-core on four ranks (tensor parallel 2 x pipeline parallel 2), kills
-all of them in the middle, resumes from the newest checkpoint, and compares every loss with a run that was left
-alone. Then transformers loads the HuggingFace model that the last save has exported, and writes some text. Needs no
+all of them in the middle, resumes from the newest checkpoint, and compares every loss with an uninterrupted run.
+Then transformers loads the HuggingFace model that the last save exported, and generates some text. The demo needs no
 GPU and no download, and takes about two minutes on two cores."""
 
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `demo`."""
-    parser = subparsers.add_parser("demo", help="kill a training and watch it come back", description=DESCRIPTION)
+    parser = subparsers.add_parser("demo", help="kill a training and watch it resume", description=DESCRIPTION)
     parser.add_argument(
         "--dir", type=expanded_path, default=Path("demo_checkpoints"), help="where to write (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=20, help="steps to train (%(default)s)")
-    parser.add_argument("--kill-after", type=int, metavar="K", help="step to kill after; between two saves")
+    parser.add_argument("--kill-after", type=int, metavar="K", help="kill after step K, which must be between saves")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo. Returns 0 if all losses have the same bits and transformers agrees on the exported model."""
+    """Runs the demo. Returns 0 if all losses have the same bits and the exported model is the trained one."""
     plan = make_plan(args.dir, args.steps, args.kill_after)
     prepare_directory(plan.directory)
     if args.json:
@@ -53,24 +53,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(directory: Path, steps: int, kill_after: int | None) -> Plan:
-    """Returns a plan that kills strictly between two saves, so that some steps are lost and done again."""
+    """Returns a plan that kills strictly between two saves, so that some steps are lost and trained again."""
     if steps < SAVE_EVERY + 2:
         raise InvalidArgumentError(
-            f"--steps {steps} is too few: a save every {SAVE_EVERY} steps needs {SAVE_EVERY + 2} or more"
+            f"--steps {steps} is too few: with a save every {SAVE_EVERY} steps, use {SAVE_EVERY + 2} or more"
         )
     if kill_after is None:
         last_save_before = max(SAVE_EVERY, steps * 2 // 3 // SAVE_EVERY * SAVE_EVERY)
         kill_after = min(last_save_before + 2, steps - 1)
     if not SAVE_EVERY < kill_after < steps or kill_after % SAVE_EVERY == 0:
         raise InvalidArgumentError(
-            f"--kill-after {kill_after} is not strictly between two saves: take a step above {SAVE_EVERY} and below "
-            f"{steps} that is no multiple of {SAVE_EVERY}"
+            f"--kill-after {kill_after} is not strictly between two saves: use a step above {SAVE_EVERY} and below "
+            f"{steps} that is not a multiple of {SAVE_EVERY}"
         )
     return Plan(directory, steps, kill_after)
 
 
 def as_json(outcome: Outcome) -> dict[str, object]:
-    """Returns the outcome as JSON values. Python and JSON both carry the losses without rounding."""
+    """Returns the outcome as JSON values. JSON does not round the losses."""
     return {
         "identical": outcome.identical,
         "steps": outcome.plan.steps,

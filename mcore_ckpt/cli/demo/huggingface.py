@@ -19,9 +19,11 @@ _NEW_TOKENS = 60
 
 @dataclass(frozen=True)
 class Generated:
-    """Computes with an exported folder in transformers, which does not know this package.
+    """What transformers, which does not know this package, computed with an exported model.
 
-    `loss`: on the held-out text, as Megatron computes it.
+    Attributes:
+        loss: the loss on the held-out text, computed in the same way as Megatron's.
+        text: the prompt and the text that the model generated after it.
     """
 
     loss: float
@@ -29,7 +31,7 @@ class Generated:
 
 
 def hf_config() -> Qwen3Config:
-    """Returns the config of the decoder in `training.build_training_state` for transformers."""
+    """Returns the transformers config of the decoder that `training.build_training_state` builds."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -48,11 +50,12 @@ def hf_config() -> Qwen3Config:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each byte of UTF-8; a token's number is the byte.
+    """Returns a tokenizer with one token for each byte of UTF-8. The token's number is the byte.
 
-    As GPT-2's and Qwen's tokenizers have it, each byte under the name of a printable character: bytes themselves
-    where they are one in Latin-1, the others in order from 256 on. Decoding replaces only what is no UTF-8; with
-    "<0x0A>" for names (byte fallback) one such byte makes the whole text unreadable.
+    As in GPT-2's and Qwen's tokenizers, the name of each token is a printable character. A byte that is a printable
+    character of Latin-1 has that character as its name. The other bytes have the characters from number 256 on, in
+    order. With these names decoding replaces only bytes that are not UTF-8. With names such as "<0x0A>" (byte fallback)
+    one such byte would make the whole text unreadable.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -67,10 +70,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_and_generate(folder: Path) -> Generated:
-    """Loads an exported folder with transformers alone, computes the held-out loss, and generates some text.
+    """Loads an exported folder with transformers only, computes the held-out loss, and generates some text.
 
     Raises:
-        ValueError: transformers found tensors missing, left over, or of other shapes.
+        ValueError: transformers reports tensors that are missing, unexpected, or of other shapes.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -79,7 +82,7 @@ def load_and_generate(folder: Path) -> Generated:
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     wrong = {what: names for what, names in info.items() if names}
     if wrong:
-        raise ValueError(f"{folder}: transformers does not find what it expects: {wrong}")
+        raise ValueError(f"{folder}: transformers does not find the tensors that it expects: {wrong}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model.eval()
     with torch.no_grad():
@@ -88,7 +91,7 @@ def load_and_generate(folder: Path) -> Generated:
             for tokens, following in HeldOutText(torch.device("cpu"))
         ]
         prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-        # The likeliest byte after so few steps is always a space.
+        # Sample, because after so few steps the likeliest byte is always a space.
         torch.manual_seed(0)
         written = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=True, pad_token_id=0)
     return Generated(float(torch.stack(losses).mean()), tokenizer.decode(written[0]))

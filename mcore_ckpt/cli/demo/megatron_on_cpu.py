@@ -1,8 +1,8 @@
 """Lets megatron-core train on a machine without CUDA.
 
-Megatron-core (seen with 0.16.1) says "cuda" in many places and never asks whether there is one. What it
-needs to run under gloo is mapped here and nowhere else, so that the demo and the tests train the real
-GPTModel, DDP, schedules and optimizers, not stand-ins.
+Megatron-core (seen with 0.16.1) uses "cuda" in many places and never checks whether it is available. Only this module
+maps these uses to the CPU. So the demo and the tests train the real GPTModel, DDP, schedules and optimizers under gloo,
+not stand-ins.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _enabled = False
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Answers `device="cuda"`, `.cuda()` and `.type()` with CPU tensors."""
+    """A mode in which `device="cuda"` and `.cuda()` give CPU tensors, whose `.type()` claims that they are on CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -25,20 +25,20 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        # Pinning needs a CUDA context; without one it is only a hint.
+        # Pinning needs a CUDA context. It only makes copies faster, so it can be left out.
         kwargs.pop("pin_memory", None)
         if func is torch.Tensor.cuda:
             return args[0]
-        # Both mixed-precision optimizers sort parameters by the strings "torch.cuda.BFloat16Tensor" etc.
-        # (Float16OptimizerWithFloat16Params.__init__, DistributedOptimizer._build_model_and_main_param_groups)
-        # and refuse what they do not know.
+        # Both mixed-precision optimizers sort parameters by type names such as "torch.cuda.BFloat16Tensor", and refuse
+        # names that they do not know (Float16OptimizerWithFloat16Params.__init__,
+        # DistributedOptimizer._build_model_and_main_param_groups).
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return str(func(*args)).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stand-in for a CUDA stream, on which all work is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -75,8 +75,8 @@ def _map_torch_cuda() -> None:
         "manual_seed": torch.manual_seed,
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
-        # DistributedDataParallel makes a stream for num_distributed_optimizer_instances > 1,
-        # MoE token dispatchers and shared experts make one in their constructors.
+        # DistributedDataParallel makes a stream if num_distributed_optimizer_instances > 1. MoE token dispatchers and
+        # shared experts make a stream in their constructors.
         "Stream": _Stream,
         "stream": _on_stream,
         "current_stream": lambda *args: _Stream(),
@@ -92,9 +92,9 @@ def _map_megatron() -> None:
 
     tp_random._get_cuda_rng_state = _get_rng_state
     tp_random._set_cuda_rng_state = _set_rng_state
-    # There is one generator here, so CudaRNGStatesTracker.fork() sees "the CPU's" change each time and says so.
+    # There is only one generator here, so CudaRNGStatesTracker.fork() always sees "the CPU's" change, and warns.
     logging.getLogger(tp_random.__name__).addFilter(_is_not_fork_warning)
-    # RouterGatingLinearFunction asks whether the name is None, but it is a kernel for GPUs, or not defined at all.
+    # RouterGatingLinearFunction checks only whether this name is None. It can be a kernel for GPUs, or be missing.
     moe_utils.te_general_gemm = None
 
 
@@ -109,7 +109,8 @@ def enable_cpu() -> None:
     if _enabled or torch.cuda.is_available():
         return
     _enabled = True
-    # megatron decorates with torch.compile (core/jit.py). Compiling for the CPU takes half a minute and a C++ compiler.
+    # megatron decorates functions with torch.compile (core/jit.py). To compile them for the CPU would take half a
+    # minute, and would need a C++ compiler.
     torch.compiler.set_stance("force_eager")
     _map_torch_cuda()
     _map_megatron()

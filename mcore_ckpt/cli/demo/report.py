@@ -20,7 +20,7 @@ TITLES = {"uninterrupted": "uninterrupted", "killed": "to be killed", "resumed":
 
 
 class NoReport:
-    """Shows nothing while the demo runs. `--json` prints only the result."""
+    """A Report that shows nothing while the demo runs, because `--json` prints only the result."""
 
     def update(self, training: Training) -> None:
         """Shows nothing."""
@@ -33,7 +33,7 @@ class NoReport:
 
 
 class LiveReport:
-    """Shows one bar for each training, with its newest loss."""
+    """A Report that shows one bar for each training, with the training's newest loss."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self.plan = plan
@@ -81,10 +81,10 @@ class LiveReport:
 def show_plan(console: Console, plan: Plan) -> None:
     """Shows what the demo is about to do."""
     console.print(
-        f"[bold]mcore-ckpt demo[/]: a 6-million-parameter decoder learns Python's own sources on {RANKS} ranks "
-        f"(tensor parallel 2 x pipeline parallel 2) and saves every {SAVE_EVERY} steps. It trains {plan.steps} steps "
-        f"undisturbed; then again, but all ranks get SIGKILL after step {plan.kill_after}; then it resumes. At last "
-        "transformers loads the exported HuggingFace model."
+        "[bold]mcore-ckpt demo[/]: a decoder of 6 million parameters learns to predict the source code of Python's "
+        f"library on {RANKS} ranks (tensor parallel 2 x pipeline parallel 2). A first run trains {plan.steps} steps "
+        f"without interruption. A second run saves every {SAVE_EVERY} steps, until all ranks get SIGKILL after step "
+        f"{plan.kill_after}. A third run resumes it. Finally, transformers loads the exported HuggingFace model."
     )
     console.print()
 
@@ -98,7 +98,7 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def checkpoint_tree(outcome: Outcome) -> Tree:
-    """Returns a tree with the newest checkpoint in full and each older one as one line."""
+    """Returns a tree that shows the newest checkpoint in full and each older one in a single line."""
     root = outcome.plan.checkpoints
     tree = Tree(f"[bold]{escape(str(root))}/[/]")
     for path in sorted(root.iterdir(), key=by_number):
@@ -174,17 +174,17 @@ def add_loss(table: Table, outcome: Outcome, step: int, loss: float) -> None:
 
 
 def verdict(outcome: Outcome) -> str:
-    """Returns one sentence that says whether the training resumed with the same losses."""
+    """Returns a text that says whether the training resumed with the same losses."""
     lost = max(outcome.killed.losses) - (outcome.resumed.resumed_from or 0)
     steps = "step" if lost == 1 else "steps"
     if outcome.identical:
         return (
             f"[bold green]Identical to the last bit[/]: killed with {lost} unsaved {steps}, resumed from step "
-            f"{outcome.resumed.resumed_from}, and all {outcome.plan.steps} losses are those of the uninterrupted run."
+            f"{outcome.resumed.resumed_from}, and all {outcome.plan.steps} losses equal those of the uninterrupted run."
         )
     return (
-        "[bold red]Not identical[/]: the resumed run's losses differ from the uninterrupted run's, "
-        f"so something did not come back; logs and checkpoints are in {escape(str(outcome.plan.directory))}."
+        "[bold red]Not identical[/]: the losses differ from those of the uninterrupted run, so some state was not "
+        f"restored. Logs and checkpoints are in {escape(str(outcome.plan.directory))}."
     )
 
 
@@ -193,12 +193,12 @@ def exported(outcome: Outcome) -> str:
     megatron, transformers = outcome.resumed.held_out_loss, outcome.generated.loss
     if megatron is None:
         return "[bold red]The last stage has not reported its loss on held-out text.[/]"
-    losses = f"loss on held-out text {transformers:.6f}, Megatron's {megatron:.6f}"
+    losses = f"loss on held-out text: {transformers:.6f} in transformers, {megatron:.6f} in Megatron"
     if outcome.is_exported:
-        return f"[bold green]The exported model is the trained one[/]: transformers' {losses}."
-    return f"[bold red]The exported model is not the trained one[/]: transformers' {losses}."
+        return f"[bold green]The exported model is the trained one[/]; {losses}."
+    return f"[bold red]The exported model is not the trained one[/]; {losses}."
 
 
 def sample(outcome: Outcome) -> Text:
-    """Returns the text that the exported model generates after so few steps."""
-    return Text.assemble(("It goes on, by transformers: ", "dim"), repr(outcome.generated.text))
+    """Returns the text that the exported model generated after so few steps."""
+    return Text.assemble(("Text that transformers generated with it: ", "dim"), repr(outcome.generated.text))

@@ -1,7 +1,8 @@
 """Starts the demo's three trainings, kills one of them, and compares what they report.
 
-The ranks write one JSON line for each event (`training.Progress`): their process ids, each finished step with its
-loss, each save. The parent follows these lines, so it can kill at a step instead of at a time.
+The ranks write one JSON line for each event (`training.Progress`): their process ids, each finished step with its loss,
+each save. The parent follows these lines, so that it can kill the ranks after a certain step and not after a certain
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ RANKS = 4  # the same as training.RANKS, whose import would load Megatron into t
 SAVE_EVERY = 4
 POLL_SECONDS = 0.005
 LOSS_TOLERANCE = 1e-4
-# Starting four ranks on a loaded machine takes a minute at worst; a rank that hangs never reports again.
+# If no rank reports anything for this many seconds, the ranks hang. On a loaded machine they need up to a minute to
+# start.
 STALLED_SECONDS = 300.0
 LOG_LINES_SHOWN = 25
 
@@ -70,7 +72,7 @@ class Training:
     processes: dict[int, int] = field(default_factory=dict)
 
     def record(self, event: dict[str, Any]) -> None:
-        """Takes in one line of `training.Progress`."""
+        """Records the event in one line of `training.Progress`."""
         if "pid" in event:
             self.processes[event["rank"]] = event["pid"]
         elif "loss" in event:
@@ -83,7 +85,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The three trainings and the newest checkpoint they left."""
+    """The results of the three trainings and of the exported model."""
 
     plan: Plan
     uninterrupted: Training
@@ -93,13 +95,13 @@ class Outcome:
 
     @property
     def is_exported(self) -> bool:
-        """True if transformers computes the same loss as Megatron, up to the order of sums in fp32."""
+        """True if transformers computes the same loss as Megatron, except for rounding of sums in fp32."""
         expected = self.resumed.held_out_loss
         return expected is not None and abs(self.generated.loss - expected) <= LOSS_TOLERANCE
 
     @property
     def identical(self) -> bool:
-        """True if every loss, also of the steps done twice, has exactly the bits of the uninterrupted run's."""
+        """True if every loss has the same bits as in the uninterrupted run, even in steps that were trained twice."""
         expected = self.uninterrupted.losses
         interrupted = [*self.killed.losses.items(), *self.resumed.losses.items()]
         complete = {step for step, _ in interrupted} == set(expected) == set(range(1, self.plan.steps + 1))
@@ -115,7 +117,7 @@ class Outcome:
 
 
 class Report(Protocol):
-    """Receives news while the trainings run."""
+    """Receives events while the trainings run."""
 
     def update(self, training: Training) -> None: ...
 
@@ -125,9 +127,9 @@ class Report(Protocol):
 
 
 def prepare_directory(directory: Path) -> None:
-    """Deletes the files of an earlier demo. Files of anybody else stay, and are an error.
+    """Makes the folder, and deletes the files of an earlier demo in it.
 
-    Raises InvalidArgumentError: the folder cannot be used.
+    Raises InvalidArgumentError: the folder cannot be used, for example because it has other files. They stay.
     """
     if directory.exists() and not directory.is_dir():
         raise InvalidArgumentError(f"{directory} is not a folder: name another one with --dir")
@@ -142,7 +144,7 @@ def prepare_directory(directory: Path) -> None:
                 shutil.rmtree(folder)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # The marker first: a demo that dies right here must not lock the next one out.
+        # Write the marker first. If a demo is killed right here, the next demo must still accept the folder.
         (directory / MARKER).write_text(json.dumps({"made_by": "mcore-ckpt demo"}) + "\n")
         (directory / LOGS).mkdir()
     except OSError as error:
@@ -159,8 +161,8 @@ def is_demo(directory: Path) -> bool:
 
 
 def perform(plan: Plan, report: Report) -> Outcome:
-    """Runs the three trainings one after the other, so that none slows another down, then the exported model."""
-    # torch takes a second to import, which `--help` need not wait for.
+    """Runs the three trainings in turn, so that they do not slow each other down, and then the exported model."""
+    # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.cli.demo.huggingface import load_and_generate
 
     uninterrupted = train(plan, "uninterrupted", report)
@@ -188,7 +190,7 @@ def newest_checkpoint(plan: Plan) -> Path:
 def train(
     plan: Plan, name: str, report: Report, *, checkpoints: Path | None = None, kill_after: int | None = None
 ) -> Training:
-    """Runs one training under torchrun to its end, or kills it once it has reported `kill_after`."""
+    """Runs one training under torchrun to its end, or kills it once it has reported step `kill_after`."""
     training = Training(name)
     events, log = plan.logs / f"{name}.jsonl", plan.logs / f"{name}.log"
     events.touch()
@@ -198,7 +200,7 @@ def train(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(),
-            # Ctrl-C must reach the demo alone, which then ends the ranks itself.
+            # Ctrl-C must reach only the demo, which then stops the ranks itself.
             start_new_session=True,
         )
     try:
@@ -215,7 +217,7 @@ def train(
     if launcher.returncode != 0:
         raise DemoError(f"the {name} training failed with status {launcher.returncode}:\n{excerpt(log)}")
     if kill_after is not None:
-        raise DemoError(f"the {name} training ended before step {kill_after}, after which it was to be killed")
+        raise DemoError(f"the {name} training ended before step {kill_after}, so it could not be killed after it")
     report.ended(training)
     return training
 
@@ -229,12 +231,12 @@ def torchrun_command(steps: int, events: Path, checkpoints: Path | None) -> list
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment: one thread for each rank, and settings that make a GPU sum in a fixed order."""
+    """Returns the environment of the ranks. Each rank has one thread, and GPUs sum in a fixed order."""
     import torch
 
     settings = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     if torch.cuda.device_count() < RANKS:
-        # Megatron would put half of its state on the few GPUs there are.
+        # Hide the GPUs, because Megatron would put half of its state on them although they are too few.
         settings["CUDA_VISIBLE_DEVICES"] = ""
     return {**os.environ, **settings}
 
@@ -245,7 +247,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
     rest = ""
     with open(events) as stream:
         while True:
-            # Asked before reading: what was written before the end is then read after it.
+            # Poll before reading, so that all that was written before the launcher ended is read.
             ended = launcher.poll() is not None
             *lines, rest = (rest + stream.read()).split("\n")
             for line in lines:
@@ -259,7 +261,7 @@ def follow(events: Path, launcher: subprocess.Popen[bytes], log: Path) -> Iterat
 
 
 def kill(training: Training) -> None:
-    """Sends SIGKILL to all ranks, so that none can clean up, as when a machine is lost."""
+    """Sends SIGKILL to all ranks, so that none can clean up, like when a machine fails."""
     for process in training.processes.values():
         try:
             os.kill(process, signal.SIGKILL)
@@ -268,7 +270,7 @@ def kill(training: Training) -> None:
 
 
 def stop(launcher: subprocess.Popen[bytes], training: Training) -> None:
-    """Ends all processes of a training, however it ended."""
+    """Stops the processes of a training that are still running."""
     if launcher.poll() is not None:
         return
     launcher.terminate()
@@ -285,15 +287,15 @@ def excerpt(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     prefixes = [match[1] for line in lines if (match := re.match(r"(\[rank\d+\]: )Traceback", line))]
     if prefixes:
-        # Where one rank fails the others complain next, of a peer that is gone.
+        # After one rank fails, the others fail because a peer is gone. Show only the first one's lines.
         lines = [line.removeprefix(prefixes[0]) for line in lines if line.startswith(prefixes[0])]
     else:
         launcher = [number for number, line in enumerate(lines) if "torch/distributed/elastic/" in line]
         lines = lines[: launcher[0]] if launcher and launcher[0] > 0 else lines
-        # Before torch.distributed is set up nothing says which rank speaks, and all say the same.
+        # Before torch.distributed is set up, lines do not name their rank, and all ranks write the same.
         tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
         lines = lines[tracebacks[-1] :] if tracebacks else lines
-    return "\n".join([*lines[-LOG_LINES_SHOWN:], f"(all of it: {log})"])
+    return "\n".join([*lines[-LOG_LINES_SHOWN:], f"(the whole log: {log})"])
 
 
 def folder_bytes(folder: Path) -> int:

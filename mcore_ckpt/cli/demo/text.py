@@ -1,4 +1,4 @@
-"""Reads the text that the demo trains on, byte by byte: the sources of Python's standard library."""
+"""Reads the text that the demo trains on: the source code of Python's standard library, one token per byte."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SEQUENCE_LENGTH = 128
 MICRO_BATCH_SIZE = 2
 VOCAB_SIZE = 256  # one token per byte
 
-# Two megabytes are more than a demo reads, and are loaded at once by each of the ranks.
+# Stop reading files after this many bytes. Each rank loads the whole text, and a demo needs less than this.
 _LIMIT = 2 << 20
 _HELD_OUT_BATCHES = 8
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Tokens, and the token that follows each: [MICRO_BATCH_SIZE, SEQUENCE_LENGTH] int64 both."""
+"""The tokens, and for each token the one that follows. Both are int64, [MICRO_BATCH_SIZE, SEQUENCE_LENGTH]."""
 
 
 @cache
 def _source() -> torch.Tensor:
-    """Returns all of the text as one string of bytes."""
+    """Returns the whole text as one tensor of bytes."""
     source = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source += path.read_bytes()
@@ -40,7 +40,7 @@ def _batch(start: int, device: torch.device) -> Batch:
 
 
 class StandardLibraryText(Iterator[Batch]):
-    """The text that is trained on. `position` alone decides which batch comes next."""
+    """The text that is trained on. Only `position` decides which batch is next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

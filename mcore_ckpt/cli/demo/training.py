@@ -1,7 +1,7 @@
-"""Trains the demo's model. It is also an example of a trainer that uses this package.
+"""Trains the demo's model. This module is also an example of a trainer that uses this package.
 
-A small Qwen-like decoder learns the sources of Python's standard library, byte by byte, on four ranks:
-tensor parallel 2 x pipeline parallel 2. Everything that has to do with checkpoints is in `main`.
+A small Qwen-like decoder learns to predict the source code of Python's standard library, byte by byte, on four ranks
+(tensor parallel 2 x pipeline parallel 2). Everything that has to do with checkpoints is in `main`.
 
     torchrun --standalone --nproc-per-node 4 -m mcore_ckpt.cli.demo.training \
         --steps 20 --checkpoints checkpoints --progress progress.jsonl
@@ -71,7 +71,7 @@ def main() -> None:
         recovery = recover(manager)
         if recovery.step is not None:
             extra_state = recovery.results["actor"].extra_state
-            assert extra_state is not None, "every save below hands one over"
+            assert extra_state is not None, "every save below has an extra state"
             step, text.position = recovery.step, extra_state["data_position"]
             progress.report(resumed_from=step)
 
@@ -94,13 +94,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=4)
-    parser.add_argument("--checkpoints", type=Path, help="where to save and to resume from; left out: no checkpoints")
-    parser.add_argument("--progress", type=Path, required=True, help="JSON lines for whoever started the ranks")
+    parser.add_argument("--checkpoints", type=Path, help="folder to save to and resume from (if not given, no saves)")
+    parser.add_argument("--progress", type=Path, required=True, help="file of JSON lines for the parent process")
     return parser.parse_args()
 
 
 def start_distributed() -> torch.device:
-    """Starts NCCL if there is a GPU for each rank, else gloo on the CPU. Returns the device."""
+    """Starts NCCL if there is a GPU for each rank, otherwise gloo on the CPU. Returns the device."""
     on_gpu = torch.cuda.device_count() >= RANKS
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -118,7 +118,7 @@ def start_distributed() -> torch.device:
 def build_training_state(
     device: torch.device, steps: int
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler]:
-    """Builds a decoder of 6 million parameters like Qwen3 (GQA, RMSNorm, SwiGLU, RoPE), its optimizer and schedule."""
+    """Builds a Qwen3-like decoder of 6 million parameters (GQA, RMSNorm, SwiGLU, RoPE), its optimizer and schedule."""
     config = TransformerConfig(
         num_layers=8,
         hidden_size=256,
@@ -130,7 +130,7 @@ def build_training_state(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        # Dropout is what makes the random state matter: if it did not come back, the losses would differ.
+        # With dropout the losses depend on the random state. They would differ if it were not restored.
         hidden_dropout=0.1,
         attention_dropout=0.1,
         tensor_model_parallel_size=TENSOR_PARALLEL,
@@ -138,7 +138,7 @@ def build_training_state(
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=device.type == "cpu",
-        # The fused kernels need a GPU and transformer-engine or Apex, which the demo does not ask for.
+        # The fused kernels need a GPU and transformer-engine or Apex, which the demo does not require.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -191,7 +191,7 @@ def train_step(
     lr_scheduler: OptimizerParamScheduler,
     text: StandardLibraryText,
 ) -> float | None:
-    """Trains one step. Returns the loss on the last pipeline stage, None on the others."""
+    """Trains one step. Returns the loss on the last pipeline stage, None on the other stages."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -211,7 +211,7 @@ def train_step(
 
 
 def held_out_loss(model: Sequence[DistributedDataParallel], device: torch.device) -> float | None:
-    """Returns the mean loss on held-out text, without dropout, on the last pipeline stage; None on the others."""
+    """Returns the mean loss on held-out text, without dropout, on the last pipeline stage; otherwise None."""
     for chunk in model:
         chunk.eval()
     text = HeldOutText(device)
@@ -229,10 +229,10 @@ def held_out_loss(model: Sequence[DistributedDataParallel], device: torch.device
 
 
 def forward_step(text: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-    """Computes the output of one micro-batch, and returns it with the function that makes a loss of it."""
+    """Computes the output of one micro-batch. Returns the output and the function that computes the loss from it."""
     tokens, labels = next(text)
     positions = torch.arange(SEQUENCE_LENGTH, device=tokens.device).expand_as(tokens)
-    # The local attention takes the mask as given, and True means "must not look".
+    # The local attention uses the mask as given. True hides a position.
     mask = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
 
     def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -242,19 +242,19 @@ def forward_step(text: Iterator[Batch], chunk: DistributedDataParallel) -> tuple
 
 
 class Progress:
-    """Reports process ids, losses and saves to the parent process, one line for each."""
+    """Reports process ids, losses and saves to the parent process. Each report is one line of a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.append(rank=dist.get_rank(), pid=os.getpid())
 
     def report(self, **fields: Any) -> None:
-        """Appends one line. Only one rank of the last pipeline stage does, because it knows the loss."""
+        """Appends one line, but only on one rank of the last pipeline stage, which knows the loss."""
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             self.append(**fields)
 
     def append(self, **fields: Any) -> None:
-        # One write in append mode, so that the lines of several ranks never mix.
+        # Use a single write in append mode, so that the lines of several ranks never mix.
         with open(self.path, "ab", buffering=0) as stream:
             stream.write((json.dumps(fields) + "\n").encode())
 

@@ -1,1 +1,1 @@
-"""Per-rank files of DTensors that verl writes when it trains with FSDP."""
+"""Reads the per-rank files of DTensors that verl writes when it trains with FSDP."""

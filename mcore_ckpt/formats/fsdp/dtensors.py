@@ -1,4 +1,4 @@
-"""Finds which region of a tensor one rank of an FSDP training has, from the `DTensor` that the rank saved."""
+"""Computes, from a `DTensor` that a rank saved in FSDP training, which region of the global tensor the rank has."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class DTensorPlacement:
     axes: tuple[int | None, ...]
 
     def region(self, shape: Shape, rank: int) -> Region:
-        """Returns the region of a tensor of this shape that one rank of the mesh has.
+        """Returns the region that a rank of the mesh has of a tensor of global `shape`.
 
-        The rules are those of `compute_local_shape_and_global_offset` (torch 2.13). Chunks are those of `torch.chunk`:
-        the last ones are shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second one cuts
-        the chunks of the first.
+        The rules are those of `compute_local_shape_and_global_offset` (torch 2.13). As in `torch.chunk`, the last
+        chunks can be shorter or empty. If two axes of the mesh cut the same axis of the tensor, the second axis of the
+        mesh cuts the chunks of the first.
 
         Example:
             >>> DTensorPlacement((2,), (0, 1), (0,)).region((5, 3), 1).pieces[0].global_offset
@@ -67,7 +67,8 @@ def placement_of(tensor: PtDTensor, name: str) -> DTensorPlacement:
     shape, ranks = _mesh(mesh, f"{tensor.local.path}: tensor {name}")
     if len(axes) != len(shape) or len(ranks) != prod(shape):
         raise CheckpointCorruptError(
-            f"{tensor.local.path}: tensor {name}: {len(axes)} placements on a mesh of shape {shape}, {len(ranks)} ranks"
+            f"{tensor.local.path}: tensor {name}: has {len(axes)} placements on a mesh of shape {shape} with "
+            f"{len(ranks)} ranks"
         )
     return DTensorPlacement(shape, ranks, axes)
 
@@ -91,7 +92,7 @@ def _axis(tensor: PtDTensor, name: str, placement: Any) -> int | None:
 def _mesh(mesh: PickledObject, where: str) -> tuple[Shape, tuple[int, ...]]:
     """Returns the shape of a mesh and its ranks.
 
-    Since torch 2.9 a mesh is a layout (lengths and strides) over a list of ranks; before, it was a tensor of ranks.
+    Since torch 2.9 a mesh is a layout (lengths and strides) over a list of ranks. Earlier it was a tensor of ranks.
     """
     ranks = mesh.fields.get("mesh")
     if isinstance(ranks, PtTensor):
@@ -102,7 +103,7 @@ def _mesh(mesh: PickledObject, where: str) -> tuple[Shape, tuple[int, ...]]:
     numbers = read_integers(of_layout)
     try:
         layout_axes = list(_layout_axes(layout))
-        # Check before the loops below run over all places: a damaged mesh may have any lengths.
+        # Check this before the loops below run over all places, because a damaged mesh can have any lengths.
         if prod(length for lengths, _ in layout_axes for length in lengths) > len(numbers):
             raise IndexError(f"more ranks than {len(numbers)}")
         axes = [list(_offsets(*axis)) for axis in layout_axes]
@@ -129,6 +130,6 @@ def _flat(numbers: Any) -> Shape:
 
 
 def _offsets(lengths: Shape, strides: Shape) -> Iterator[int]:
-    """Yields the offsets of all places along an axis, which may be several axes folded into one."""
+    """Yields the offsets of all places along an axis, which can be several axes folded into one."""
     for index in product(*map(range, lengths)):
         yield sum(at * stride for at, stride in zip(index, strides, strict=True))

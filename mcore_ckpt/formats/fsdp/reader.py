@@ -35,7 +35,7 @@ from mcore_ckpt.sharding.regions import Region, Shape
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _CONFIG_FILE = "fsdp_config.json"
-# Prefixes of modules that wrap the model's own: FSDP1, torch.compile, activation checkpointing.
+# The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 _PEFT_PREFIX = "base_model.model."
 _ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
@@ -46,7 +46,7 @@ _MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True)
 class _Found:
-    """A tensor as one rank's file has it; `placement` is None if the tensor is not cut."""
+    """A tensor in one rank's file; `placement` is None if the tensor is not cut."""
 
     dtype: torch.dtype
     shape: Shape
@@ -58,12 +58,12 @@ class _Found:
 
 
 def is_fsdp(folder: Path) -> bool:
-    """True if a folder has FSDP shards."""
+    """Returns True if a folder has FSDP shards."""
     return bool(_files(folder))
 
 
 def open_fsdp(folder: Path) -> ShardReader:
-    """Opens `model_world_size_{W}_rank_{r}.pt`; the reader lists HuggingFace names in the order of rank 0's file.
+    """Opens `model_world_size_{W}_rank_{r}.pt`. The reader lists HuggingFace names in the order of rank 0's file.
 
     Raises:
         CheckpointNotFoundError: the folder has no such files.
@@ -78,7 +78,7 @@ def open_fsdp(folder: Path) -> ShardReader:
         _check_same(paths[0], first, path, found)
         for name, tensor in found.items():
             region = _region(path, name, tensor, rank)
-            # Keep the first replica: the others have the same bytes. Of a tensor without elements keep one empty shard.
+            # Keep the first of several equal replicas, and one empty shard of a tensor without elements.
             if region.numel or 0 in tensor.shape:
                 shards[name].setdefault(region, stored_shard(name, tensor.local, region))
     held = {name: tuple(by_region.values()) for name, by_region in shards.items()}
@@ -89,12 +89,12 @@ def open_fsdp(folder: Path) -> ShardReader:
 def read_copied_model(config: HfConfig) -> HfModel:
     """Describes the model of a config, as `model_from_config` does, but accepts an architecture without a table.
 
-    FSDP shards already have HuggingFace's tensors, so the table is not needed. Of an architecture without a table only
-    the facts of the config are known: whether its embeddings are tied, and whether it is a value model.
+    FSDP shards already are HuggingFace's tensors, so the table is not needed. Without a table only the facts in the
+    config are known: whether the embeddings are tied, and whether the model is a value model.
 
     Raises:
-        UnsupportedError: the config of an architecture with a table cannot be read, or the config describes quantized
-            weights, which the shards are not.
+        UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized
+            weights, which FSDP shards are not.
     """
     refuse_quantized(config)
     known = known_architectures().get(str(config.get("model_type")))
@@ -112,12 +112,12 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
 
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
-    """Lists the tensors to export: all of them, unchanged and in their order, except a head tied to the embedding.
+    """Lists the tensors to export, unchanged and in the reader's order, without ignored ones and without a tied head.
 
     Args:
         reader: the reader from `open_fsdp`.
-        model: the model that `config.json` describes, from `read_copied_model`. If its architecture has a table, names
-            and shapes must be those of the table.
+        model: the model that `config.json` describes, from `read_copied_model`. If the model's architecture has a
+            table, the tensors must have the names and shapes of the table.
 
     Raises:
         CheckpointMismatchError: a tensor is missing, is unknown or has another shape, or a tied head differs from the
@@ -144,16 +144,16 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
     for tensor in wanted:
         if infos[tensor.name].shape != tensor.shape:
             raise CheckpointMismatchError(
-                f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, but config.json asks for "
+                f"tensor {tensor.name}: has shape {list(infos[tensor.name].shape)}, but config.json requires "
                 f"{list(tensor.shape)}: use the config.json of this model"
             )
 
 
 def _check_tied(reader: CheckpointReader) -> None:
-    # A tied model's state dict has the embedding under both names, so the head that is left out must be equal.
+    # A tied model's state dict has the embedding under both names, so the head, which is left out, must be equal.
     if not same_bytes(reader, HF_HEAD, HF_EMBEDDING):
         raise CheckpointMismatchError(
-            f"config.json says that the embeddings are tied (tie_word_embeddings), but {HF_HEAD} differs from "
+            f"config.json declares tied embeddings (tie_word_embeddings), but {HF_HEAD} differs from "
             f"{HF_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
 
@@ -162,7 +162,7 @@ def _check_tied(reader: CheckpointReader) -> None:
 
 
 def _files(folder: Path) -> dict[int, dict[int, Path]]:
-    """The files of FSDP shards, by world size and rank."""
+    """Returns the files of FSDP shards, by world size and rank."""
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("model_world_size_*_rank_*.pt")):
         if match := _FILE.fullmatch(path.name):
@@ -177,8 +177,8 @@ def _rank_files(folder: Path) -> list[Path]:
     configured = _configured_world_size(folder / _CONFIG_FILE)
     if configured is None and len(found) > 1:
         raise CheckpointCorruptError(
-            f"{folder}: has files of world sizes {sorted(found)} and no {_CONFIG_FILE} that tells which to read: move "
-            "the older checkpoint's files to another folder"
+            f"{folder}: has files of world sizes {sorted(found)}, but no {_CONFIG_FILE} that names the one to read: "
+            "move the older checkpoint's files to another folder"
         )
     world = configured if configured is not None else next(iter(found))
     ranks = found.get(world, {})
@@ -221,7 +221,7 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
             placement = placement_of(value, name)
             if rank not in placement.ranks:
                 raise CheckpointCorruptError(
-                    f"{path}: tensor {name}: its mesh has the ranks {placement.ranks}, without rank {rank}"
+                    f"{path}: tensor {name}: its mesh has the ranks {placement.ranks}, but not rank {rank}"
                 )
             found[name] = _Found(value.local.dtype, value.shape, placement, value.local)
         elif isinstance(value, PtTensor):
@@ -254,7 +254,7 @@ def _check_same(first_path: Path, first: Mapping[str, _Found], path: Path, found
 def _describe_tensor(tensor: _Found | None) -> str:
     if tensor is None:
         return "missing"
-    cut = "not cut" if tensor.placement is None else f"on a mesh {tensor.placement.mesh} by {tensor.placement.axes}"
+    cut = "not cut" if tensor.placement is None else f"on mesh {tensor.placement.mesh} along {tensor.placement.axes}"
     return f"{list(tensor.shape)} {tensor.dtype} {cut}"
 
 

@@ -1,1 +1,1 @@
-"""Folders of HuggingFace models: safetensors weights, configuration and tokenizer files."""
+"""Reads and writes folders of HuggingFace models: safetensors weights, configuration and tokenizer files."""

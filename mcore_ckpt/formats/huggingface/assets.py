@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
-# The suffixes of the files of a tokenizer, of a processor and of a model's own code.
+# The suffixes of files that belong to a tokenizer, to a processor or to a model's own code.
 _ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _TEMPLATES = "additional_chat_templates"
 
@@ -46,8 +46,8 @@ def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Pat
     if hf_config is None and processing_class is None:
         return []
     make_folder(folder)
-    # save_pretrained does not say which files it writes, and other ranks write weights into the same folder. In a
-    # temporary folder of its own every file is an asset.
+    # save_pretrained does not report all files that it writes, and other ranks write weights into the same folder.
+    # Therefore it writes into a temporary folder, in which every file is an asset.
     with tempfile.TemporaryDirectory(prefix=".assets-", dir=folder) as own:
         for source in (hf_config, _generation_config(hf_config), processing_class):
             if source is not None:
@@ -66,10 +66,11 @@ def _move(path: Path, target: Path) -> Path:
 def _tokenizer_for_both_versions(config: dict[str, Any]) -> dict[str, Any]:
     """Rewrites a `tokenizer_config.json` of transformers 5 so that transformers 4 can read it, too.
 
-    A file of transformers 4 stays as it is: transformers 5 reads it. AutoTokenizer of 4.57 fails on a file of 5: it has
-    no class TokenizersBackend and expects extra_special_tokens to be a mapping. In transformers 5
-    PreTrainedTokenizerFast is another name of TokenizersBackend (tokenization_utils_tokenizers, 5.23), and
-    additional_special_tokens is read as its list (PreTrainedTokenizerBase._from_pretrained).
+    A file of transformers 4 stays as it is, because transformers 5 can read it. AutoTokenizer of 4.57 fails on a file
+    of transformers 5, because it has no class TokenizersBackend and expects extra_special_tokens to be a mapping. In
+    transformers 5 PreTrainedTokenizerFast is another name of TokenizersBackend (tokenization_utils_tokenizers, 5.23),
+    and the list of extra_special_tokens is also read from additional_special_tokens
+    (PreTrainedTokenizerBase._from_pretrained).
     """
     readable = dict(config)
     if readable.get("tokenizer_class") == "TokenizersBackend":
@@ -83,7 +84,8 @@ def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
     """Makes files below a role's `huggingface/` durable and returns their records for the manifest."""
     written = []
     for path in sorted(set(paths)):
-        # transformers creates files with all permissions that the umask allows. No checkpoint file is world-writable.
+        # transformers creates files with all permissions that the umask allows, but no file of a checkpoint may be
+        # world-writable.
         path.chmod(path.stat().st_mode & ~stat.S_IWOTH & 0o777)
         sync_file(path)
         data = path.read_bytes()
@@ -93,7 +95,7 @@ def written_assets(folder: Path, paths: Iterable[Path]) -> list[WrittenFile]:
 
 
 def copy_assets(source: Path, folder: Path) -> list[Path]:
-    """Copies configuration, tokenizer, processor and a model's own code durably. It copies no weights and runs no code.
+    """Copies configuration, tokenizer, processor and a model's own code durably, but no weights. It executes no code.
 
     Returns:
         The paths of the files written.
@@ -113,11 +115,11 @@ def copy_assets(source: Path, folder: Path) -> list[Path]:
 
 
 def check_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Checks that the code which `config` names is in the folder. Nobody could load the exported model without it.
+    """Checks that the folder has the code that `config` names. Without this code nobody could load the exported model.
 
     Args:
         folder: the folder of the `config.json`.
-        config: the object in the `config.json`.
+        config: the parsed `config.json`.
 
     Raises:
         UnsupportedError: `auto_map` names code that is not in the folder.
@@ -125,7 +127,7 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
     named = config.get("auto_map") or {}
     for value in named.values() if isinstance(named, Mapping) else ():
         for name in value if isinstance(value, list) else [value]:
-            # transformers loads "repository--module.Class" from the repository.
+            # transformers loads "repository--module.Class" from that repository of the hub.
             if isinstance(name, str) and "--" not in name and not (folder / f"{name.partition('.')[0]}.py").exists():
                 raise UnsupportedError(
                     f"{folder / 'config.json'}: auto_map names the code {name}, which is not in the folder, so nobody "
@@ -135,7 +137,7 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _read(source: Path, path: Path) -> bytes:
-    """Reads a file that will be published. A link may not lead to a file outside of the model. Raises OSError."""
+    """Reads a file that will be published. Raises OSError, also if a link leads to a file outside of the model."""
     try:
         return read_small(linked_file(source, str(path.relative_to(source))), limits.HF_ASSET_BYTES)
     except CheckpointCorruptError as error:
@@ -143,14 +145,14 @@ def _read(source: Path, path: Path) -> bytes:
 
 
 def _is_index(name: str) -> bool:
-    """True if the file is an index that says which file has which weights."""
+    """Returns True if the file is an index of weights, which lists the file of each tensor."""
     return name.endswith(".index.json")
 
 
 def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool) -> Path:
-    """Writes the `config.json` that belongs beside the weights durably; replaces an existing one.
+    """Writes the `config.json` that belongs to the weights, durably. It replaces an existing one.
 
-    `config_of_weights` says what it contains.
+    See `config_of_weights` for the contents.
 
     Raises:
         UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
@@ -164,7 +166,7 @@ def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool
 
 
 def config_of(hf_config: Any) -> dict[str, Any]:
-    """Converts a transformers config to the object of a `config.json`, with all defaults.
+    """Converts a transformers config to the contents of a `config.json`, with all defaults.
 
     Raises UnsupportedError if `hf_config` is not a transformers config.
     """

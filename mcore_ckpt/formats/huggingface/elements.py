@@ -1,4 +1,4 @@
-"""Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts them if needed."""
+"""Reads elements of HuggingFace tensors from the mcore tensors of a reader, and converts their values if necessary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 20
 
 
 class Elements(NamedTuple):
-    """Elements of a tensor to read: from element `first` on, into the flat `memory` of the tensor's dtype."""
+    """Elements of a tensor to read: from element `first` on, as many as the flat `memory` (of the same dtype) has."""
 
     tensor: FileTensor
     first: int
@@ -37,7 +37,7 @@ class Scratch:
 
     def reserve(self, changes: Iterable[_Change]) -> list[torch.Tensor]:
         sizes = [change.nbytes for change in changes]
-        # Each begins at a multiple of 16 bytes, which any dtype is aligned to.
+        # The memory of each change begins at a multiple of 16 bytes, so that it is aligned for any dtype.
         *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
         if not end:
             return []
@@ -47,9 +47,9 @@ class Scratch:
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """Elements `[start, stop)` of a slab that are read to scratch memory, converted, and copied to `memory`.
+    """Elements `[start, stop)` of a slab that are read into scratch memory, converted, and copied to `memory`.
 
-    `stored` is their dtype in the source. If the slab changes values, the whole slab is read.
+    `stored` is the elements' dtype in the source. If the slab has a `change` of values, the whole slab is read.
     """
 
     slab: Slab
@@ -76,11 +76,11 @@ class _Change:
             self._refuse_overflow(values)
 
     def _refuse_overflow(self, values: torch.Tensor) -> None:
-        """Refuses weights that a narrower dtype makes infinite (float16 ends at 65,504); they would give NaN logits."""
+        """Refuses weights that become infinite in a narrower dtype (float16 ends at 65,504) and so give NaN logits."""
         dtype = self.memory.dtype
         if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
             return
-        # Compare a few elements at a time, because the masks take memory, too.
+        # Compare some elements at a time, because the masks need memory, too.
         for found, wanted in zip(self.memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
             lost = found.isinf() & wanted.isfinite()
             if lost.any():
@@ -91,7 +91,7 @@ class _Change:
 
 
 def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch) -> None:
-    """Fills the memory of all wanted elements.
+    """Reads all wanted elements into their memory.
 
     Raises:
         CheckpointCorruptError: the source is damaged.
@@ -105,7 +105,7 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
                 its_memory.zero_()
                 continue
             info = reader.info(ShardKey(slab.mcore, reader.weight_kind))
-            assert info is not None, "the plan was made from what the reader has"
+            assert info is not None, "a plan has only tensors of the reader"
             stored = info.dtype
             if slab.change is None and stored == tensor.dtype:
                 reads.append(_part(slab, start, stop, its_memory))
@@ -120,7 +120,7 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
 
 
 def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tuple[Slab, int, int, torch.Tensor]]:
-    """Yields the slabs that have some of these elements: the slab, its elements `[start, stop)`, and their memory."""
+    """Yields each slab that has some of these elements, their start and stop in the slab, and their memory."""
     stop = first + memory.numel()
     for slab in tensor.tensor.slabs:
         low, high = max(slab.start, first), min(slab.start + slab.numel, stop)

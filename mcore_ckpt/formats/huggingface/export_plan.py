@@ -20,17 +20,17 @@ from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 MAX_SHARD_BYTES = 5_000_000_000
 """The default size limit of one file, equal to that of transformers 4 (`PreTrainedModel.save_pretrained`)."""
 
-# The router adds this bias in fp32 whatever the model's dtype (`Router._maintain_float32_expert_bias`, megatron-core
-# 0.16.1). A rounded bias would send tokens to other experts.
+# The router adds this bias in fp32, whatever the model's dtype is (`Router._maintain_float32_expert_bias`,
+# megatron-core 0.16.1). A rounded bias would send tokens to other experts.
 _ALWAYS_AS_STORED = ("router.expert_bias",)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file.
+    """A tensor in a planned file.
 
     Attributes:
-        tensor: the tensor's name, shape and slabs; the slabs' `mcore` names are those of the source.
+        tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
         dtype: the dtype in the file.
     """
 
@@ -48,7 +48,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file: its tensors in order, the wider dtypes first, so that each is aligned."""
+    """A planned safetensors file. Tensors with wider dtypes come first, so that each tensor is aligned."""
 
     name: str
     tensors: tuple[FileTensor, ...]
@@ -64,9 +64,9 @@ class ExportPlan:
     """The planned files of an export.
 
     Attributes:
-        files: the files, in HuggingFace's order of tensors.
-        dtype: the dtype of most elements, which `config.json` states.
-        has_mtp: True if the files have multi-token prediction; otherwise `config.json` must not mention it.
+        files: the files, in the order of HuggingFace's tensors.
+        dtype: the dtype of most elements, to be written into `config.json`.
+        has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention any.
     """
 
     files: tuple[WeightFile, ...]
@@ -91,10 +91,12 @@ def plan_export(
 
     Args:
         model: the model that `config.json` describes.
-        tensors: the tensors of the source by name. Vocabulary rows beyond the model's are padding and left out.
-        dtype: the dtype of all floating tensors; None keeps the stored one.
-        max_shard_bytes: the size limit of one file's tensors, in bytes; a larger tensor gets its own file.
-        least_files: the least number of files, so that as many ranks can write at the same time.
+        tensors: the tensors of the source by name. Vocabulary rows beyond those of the model are padding and left out.
+        dtype: the dtype to write floating-point tensors in; None keeps the stored dtypes. Router biases always keep
+            the stored dtype.
+        max_shard_bytes: the size limit of one file's tensors, in bytes. A larger tensor gets its own file.
+        least_files: the number of files to aim for if the size limit gives fewer, so that more ranks can write at the
+            same time.
 
     Raises:
         CheckpointMismatchError: a tensor is missing, is left over, or has another shape; the message names it.
@@ -102,7 +104,7 @@ def plan_export(
     """
     wanted = hf_tensors(model)
     mtp = [tensor for tensor in wanted if _is_mtp(model, tensor)]
-    # Copies do not count: they are copies of the embedding and the head, which every model has.
+    # Ignore copies here, because they are copies of the embedding and the head, which every model has.
     has_mtp = any(found_as(slab.mcore, tensors) for tensor in mtp if not tensor.is_copy for slab in tensor.slabs)
     left_out = set() if has_mtp else {tensor.name for tensor in mtp}
     wanted = [tensor for tensor in wanted if tensor.name not in left_out]
@@ -131,15 +133,15 @@ def plan_tensors(
     least_files: int = 1,
     has_mtp: bool = False,
 ) -> ExportPlan:
-    """Plans the files of given HuggingFace tensors, for example those of a source under HuggingFace names.
+    """Plans the files of given HuggingFace tensors, for example of a source that has HuggingFace names.
 
     Args:
-        wanted: the tensors to write; their slabs' `mcore` names are those of the source.
+        wanted: the tensors to write. `mcore` in their slabs is the tensor's name in the source.
         tensors: the tensors of the source by name.
         dtype: as in `plan_export`.
         max_shard_bytes: as in `plan_export`.
         least_files: as in `plan_export`.
-        has_mtp: True if the tensors contain multi-token prediction.
+        has_mtp: True if the tensors include layers of multi-token prediction.
 
     Raises:
         CheckpointMismatchError: the parts of a tensor have several dtypes.
@@ -178,7 +180,7 @@ def _is_mtp(model: HfModel, tensor: HfTensor) -> bool:
 
 
 def _resolve(model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Maps each mcore tensor to its name in the source; refuses missing and unknown tensors."""
+    """Maps each mcore tensor to its name in the source, and refuses missing and unknown tensors."""
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
     found = {name: found_as(name, tensors) for name in needed}
     missing = [name for name, stored in found.items() if stored is None]
@@ -207,7 +209,7 @@ def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tenso
                     has_vocabulary_rows(slab.mcore)
                     and len(shape) == len(there)
                     and shape[1:] == there[1:]
-                    # A value head has the output layer's name, and one row per output: it is not padded.
+                    # A value head has the output layer's name, but one row per output, so it is not padded.
                     and 1 < shape[0] < there[0]
                     # More rows than padding can explain are tokens, which would be lost silently.
                     and may_be_padding(shape[0], there[0])
@@ -218,7 +220,7 @@ def _check_shapes(wanted: Iterable[HfTensor], resolved: Mapping[str, str], tenso
 
 def _refuse_shape(hf: str, wanted: Sequence[int], stored: str, there: TensorInfo) -> None:
     raise CheckpointMismatchError(
-        f"tensor {stored}: has shape {list(there.shape)}, but for {hf} config.json asks for {list(wanted)}: use the "
+        f"tensor {stored}: has shape {list(there.shape)}, but config.json requires {list(wanted)} for {hf}: use the "
         "config.json of this model"
     )
 
@@ -232,7 +234,7 @@ def _some(names: Collection[str]) -> str:
 
 
 def _dtype(tensor: HfTensor, tensors: Mapping[str, TensorInfo], wanted: torch.dtype | None) -> torch.dtype | None:
-    """The tensor's dtype in the file; None for a tensor of zeros without a source, which takes any dtype."""
+    """Returns the tensor's dtype in the file, or None for zeros without a source, which can have any dtype."""
     names = [slab.mcore for slab in tensor.slabs if slab.mcore]
     stored = {tensors[name].dtype for name in names}
     if not stored:
@@ -257,7 +259,7 @@ def _in_files(tensors: Sequence[FileTensor], most: int, least_files: int) -> Ite
     sizes = [tensor.nbytes for tensor in tensors]
     cuts = _cuts(sizes, most)
     if len(cuts) < least_files:
-        # The smallest size limit that gives so many files, so that the ranks that write them end together.
+        # The smallest size limit that gives at most `least_files` files gives the ranks about equal work.
         limits = range(1, most + 1)
         limit = limits[bisect_left(limits, -least_files, key=lambda limit: -len(_cuts(sizes, limit)))]
         cuts = _cuts(sizes, limit)
@@ -266,7 +268,7 @@ def _in_files(tensors: Sequence[FileTensor], most: int, least_files: int) -> Ite
 
 
 def _cuts(sizes: Sequence[int], most: int) -> list[int]:
-    """The index of the first tensor of each file, if each file takes tensors up to `most` bytes."""
+    """Returns the index of the first tensor of each file, if files are filled up to `most` bytes."""
     cuts, filled = [0], 0
     for number, size in enumerate(sizes):
         if filled and filled + size > most:

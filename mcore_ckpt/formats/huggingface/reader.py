@@ -1,4 +1,4 @@
-"""Reads a HuggingFace folder as Megatron's tensors: each HuggingFace tensor is a stored part of one of them."""
+"""Reads a HuggingFace folder as Megatron's tensors, which are made up of HuggingFace tensors or slices of them."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Shape
 
-# These dtypes are floating, but their values mean something only together with scales that are other tensors.
+# Values of these floating-point dtypes are meaningless without scales, which are separate tensors.
 _QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """The contents of `config.json` and of the headers, which suffice to plan on ranks that cannot see the folder.
+    """The contents of `config.json` and of the files' headers. Ranks that cannot see the folder can plan with them.
 
     Attributes:
         folder: the folder.
-        config: the object in `config.json`.
+        config: the parsed `config.json`.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
     """
@@ -49,9 +49,9 @@ class FolderContents:
     sizes: Mapping[str, int]
 
     def to_record(self) -> Record:
-        """The contents as plain values that travel between ranks."""
+        """Returns the contents as plain values that can be sent to other ranks."""
         return {
-            # The configuration travels as text, because it may hold NaN or Infinity, which strict JSON does not have.
+            # The configuration is sent as text, because it can have NaN or Infinity, which strict JSON does not allow.
             "config": json.dumps(self.config),
             "tensors": [
                 [t.name, dtype_name(t.dtype), list(t.shape), t.path.name, t.offset, t.nbytes]
@@ -62,7 +62,7 @@ class FolderContents:
 
     @staticmethod
     def from_record(folder: Path, record: Record) -> FolderContents:
-        """The inverse of `to_record`."""
+        """Restores the contents from the result of `to_record`."""
         tensors = [
             HfStored(name, torch_dtype(dtype), tuple(shape), folder / file, offset, nbytes)
             for name, dtype, shape, file, offset, nbytes in record["tensors"]
@@ -75,8 +75,8 @@ def read_contents(folder: Path) -> FolderContents:
     """Reads a folder's `config.json` and the header of each of its files.
 
     Raises:
-        CheckpointNotFoundError: it is not the folder of a HuggingFace model, or it has no weights.
-        CheckpointCorruptError: a file is missing, cut, or not a safetensors file.
+        CheckpointNotFoundError: `folder` is not the folder of a HuggingFace model, or has no weights.
+        CheckpointCorruptError: a file is missing, truncated, or not a safetensors file.
         UnsupportedError: `config.json` is not a model's configuration.
     """
     tensors = read_folder(folder)
@@ -86,7 +86,7 @@ def read_contents(folder: Path) -> FolderContents:
 
 @dataclass(frozen=True)
 class _Changed:
-    """A stored tensor of this shape whose values are not Megatron's: `change` turns one into the other."""
+    """A stored tensor of this shape. `change` converts its values to Megatron's."""
 
     change: ValueChange
     shape: Shape
@@ -95,7 +95,7 @@ class _Changed:
 class HuggingFaceReader:
     """Reads a HuggingFace folder under the names of Megatron's local layer specs.
 
-    It implements `formats.contract.CheckpointReader`. A Megatron tensor may have several stored parts (queries, keys
+    It implements `formats.contract.CheckpointReader`. A Megatron tensor can have several stored parts (queries, keys
     and values; gate and up). The files have no CRCs.
 
     Args:
@@ -160,9 +160,9 @@ class HuggingFaceReader:
         return 1
 
     def read(self, ranges: Fill, check: bool = True) -> int:
-        """Does the same as `CheckpointReader.read`, but there are no CRCs to check.
+        """Does the same as `CheckpointReader.read`, but ignores `check`, because the files have no CRCs.
 
-        If values are converted, it takes the memory of one HuggingFace tensor.
+        To convert values it needs memory for one HuggingFace tensor at a time.
         """
         as_stored: list[tuple[ReadRange, torch.Tensor]] = []
         changed: dict[tuple[str, int], list[tuple[ReadRange, torch.Tensor]]] = {}
@@ -173,11 +173,11 @@ class HuggingFaceReader:
         return nbytes + sum(self._read_changed(self._changed[place], same) for place, same in changed.items())
 
     def read_numbers(self, ranges: Fill, check: bool = True) -> int:
-        """Does the same as `read`, and raises CheckpointCorruptError for NaN, because no training survives it."""
+        """Does the same as `read`, but raises CheckpointCorruptError for NaN, because NaN would ruin the training."""
         wanted = list(ranges)
         nbytes = self.read(wanted)
         for read, memory in {id(memory): (read, memory) for read, memory in wanted}.values():
-            # max() of a tensor with NaN is NaN; isnan() on the tensor would allocate a mask of its size.
+            # The max() of a tensor with NaN is NaN. isnan() would allocate a mask of the tensor's size.
             if memory.numel() and memory.max().isnan():
                 raise CheckpointCorruptError(
                     f"{self.place / read.stored.file}: tensor {read.stored.key}: contains NaN: take the weights from "
@@ -189,26 +189,26 @@ class HuggingFaceReader:
 
     @property
     def decoder_layers(self) -> tuple[int, ...]:
-        """The numbers of the decoder layers, from 0."""
+        """The numbers of the decoder layers, counted from 0."""
         return tuple(range(len(self.model.layers)))
 
     @property
     def mtp_layers(self) -> tuple[int, ...]:
-        """The numbers, from 0, of the multi-token-prediction layers whose weights the folder has."""
+        """The numbers, counted from 0, of the multi-token-prediction layers that have weights in the folder."""
         return tuple(sorted({int(name.split(".")[2]) for name in self.names if name.startswith("mtp.layers.")}))
 
     def parts_of(self, name: str) -> list[StoredShard]:
-        """All stored parts of a tensor."""
+        """Returns all stored parts of a tensor."""
         return list(self._shards[name])
 
     def sections_of(self, name: str) -> tuple[Section, ...]:
-        """The sections of a tensor, which Megatron cuts one by one, as in `models.table.Row`."""
+        """Returns the sections of a tensor (see `models.table.Row`). Tensor parallelism cuts each one by itself."""
         return self._sections[name]
 
     # -- checks --------------------------------------------------------------------------------------------
 
     def check_visible(self, files: Iterable[str]) -> None:
-        """Raises CheckpointCorruptError unless this rank sees the files, with the sizes that rank 0 sees."""
+        """Raises CheckpointCorruptError unless this rank sees the files, and with the same sizes as rank 0."""
         for name in sorted(set(files)):
             path = self.place / name
             try:
@@ -219,10 +219,12 @@ class HuggingFaceReader:
                     'source="rank0" for a folder that not all ranks see'
                 ) from None
             if size != self.contents.sizes[name]:
-                raise CheckpointCorruptError(f"{path}: has {size} bytes here, {self.contents.sizes[name]} on rank 0")
+                raise CheckpointCorruptError(
+                    f"{path}: has {size} bytes here, but {self.contents.sizes[name]} on rank 0"
+                )
 
     def check_left_out(self) -> None:
-        """Checks the tensors that Megatron has no place for: zeros, and copies of others. It takes CONVERT_BYTES.
+        """Checks the tensors that Megatron has no place for: zeros, and copies of other tensors.
 
         Raises:
             CheckpointMismatchError: such a tensor has other values, which would be lost silently.
@@ -234,7 +236,7 @@ class HuggingFaceReader:
                 hint = ", or set tie_word_embeddings to false in config.json" if copy == HF_HEAD else ""
                 raise CheckpointMismatchError(
                     f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} uses {original} in "
-                    f"its place, and the two differ: name it in `ignore` to leave it out{hint}"
+                    f"its place, and the two differ: name {copy} in `ignore` to leave it out{hint}"
                 )
 
     def _check_zeros(self) -> None:
@@ -244,7 +246,7 @@ class HuggingFaceReader:
             if memory.count_nonzero():
                 raise CheckpointMismatchError(
                     f"{self.place / shard.file}: the tensor of shape {list(shard.region.local_shape)} at byte "
-                    f"{shard.offset} has no counterpart in megatron, so it must be zero, and it is not"
+                    f"{shard.offset} has no counterpart in megatron, so it must be zero, but it is not"
                 )
 
     def _read_changed(self, changed: _Changed, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
@@ -261,7 +263,7 @@ class HuggingFaceReader:
 
 
 def all_of(shard: StoredShard) -> ReadRange:
-    """The range of a whole stored part."""
+    """Returns the range of a whole stored part."""
     return ReadRange(shard, Rows(0, 0, shard.region.numel))
 
 
@@ -277,12 +279,12 @@ def _wanted(model: HfModel, contents: FolderContents) -> list[HfTensor]:
 
 
 def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
-    """The tensors that a folder has twice, as pairs of the copy and the tensor that is read in its place."""
+    """Returns the tensors that a folder has twice, as pairs of the copy and the tensor that is read instead."""
     tensors = hf_tensors(model)
     names = {slab.mcore: tensor.name for tensor in tensors if not tensor.is_copy for slab in tensor.slabs}
     pairs = [(tensor.name, names[slab.mcore]) for tensor in tensors if tensor.is_copy for slab in tensor.slabs]
     if model.is_tied:
-        # transformers writes no head for a tied model, but published folders have it (Qwen3-0.6B and 1.7B).
+        # transformers writes no head for a tied model, but some published folders have one (Qwen3-0.6B and 1.7B).
         pairs.append((HF_HEAD, HF_EMBEDDING))
     return [(copy, name) for copy, name in pairs if copy in contents.tensors and not model.ignores(copy)]
 

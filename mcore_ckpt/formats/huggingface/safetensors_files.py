@@ -1,4 +1,4 @@
-"""Reads and writes headers and indexes of `.safetensors` files: which tensors there are, and where their bytes are.
+"""Reads and encodes headers and indexes of `.safetensors` files, which list the tensors and where their bytes are.
 
 A file has three parts: 8 bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place
 of each tensor), and the bytes of the tensors.
@@ -49,7 +49,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class HfStored:
-    """A tensor in a `.safetensors` file: the row-major bytes `[offset, offset + nbytes)` of `path`."""
+    """A tensor in a `.safetensors` file, stored row-major in bytes `[offset, offset + nbytes)` of `path`."""
 
     name: str
     dtype: torch.dtype
@@ -62,12 +62,13 @@ class HfStored:
 def read_folder(folder: Path) -> dict[str, HfStored]:
     """Returns every tensor in the folder of a HuggingFace model, by name.
 
-    An index says which of several files has which tensor; this is checked against the files. If the folder has both a
-    single file and an index, the single file counts, as in transformers (`_get_resolved_checkpoint_files`, 4.57 and 5).
+    If there are several files, an index lists the file of each tensor. This list is checked against the files. If the
+    folder has both a single file and an index, the single file is read, which is also what transformers does
+    (`_get_resolved_checkpoint_files`, 4.57 and 5).
 
     Raises:
         CheckpointNotFoundError: the folder has no weights.
-        CheckpointCorruptError: a file is missing, cut, not a safetensors file, or does not match the index.
+        CheckpointCorruptError: a file is missing, truncated, not a safetensors file, or does not match the index.
     """
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if single.exists():
@@ -82,11 +83,11 @@ def read_folder(folder: Path) -> dict[str, HfStored]:
                 found[tensor.name] = tensor
             else:
                 raise CheckpointCorruptError(
-                    f"{folder / file}: has tensor {tensor.name}, which {INDEX_FILE} does not list here"
+                    f"{folder / file}: has tensor {tensor.name}, which {INDEX_FILE} does not list for this file"
                 )
     if missing := sorted(where.keys() - found.keys()):
         raise CheckpointCorruptError(
-            f"{folder / where[missing[0]]}: lacks tensor {missing[0]}, which {INDEX_FILE} names"
+            f"{folder / where[missing[0]]}: lacks tensor {missing[0]}, which {INDEX_FILE} lists for this file"
         )
     return found
 
@@ -134,9 +135,11 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
     offsets = fields.get_ints(record, "data_offsets")
     if dtype not in _DTYPES:
         raise fields.FieldError(f"tensor {name}: dtype {dtype!r} is not known")
-    # An empty axis counts as 1: its 0 would hide other axes, which torch multiplies for the strides.
+    # is_possible_shape counts an empty axis as 1, because torch multiplies the other lengths to get the strides.
     if not is_possible_shape(lengths) or len(offsets) != 2:
-        raise fields.FieldError(f"tensor {name}: shape {fields.shown(lengths)} at {fields.shown(offsets)}")
+        raise fields.FieldError(
+            f"tensor {name}: impossible shape {fields.shown(lengths)} or offsets {fields.shown(offsets)}"
+        )
     nbytes = prod(lengths) * _DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise fields.FieldError(
@@ -146,10 +149,10 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> HfStored:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Reads an index of several files. Raises CheckpointCorruptError.
+    """Reads the index of several files. Raises CheckpointCorruptError.
 
     Returns:
-        The file of each tensor, by the tensor's name.
+        The name of each tensor, mapped to the name of the tensor's file.
     """
     try:
         index = fields.parse(read_small(path, limits.HF_JSON_BYTES))
@@ -164,15 +167,15 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def has_name(dtype: torch.dtype) -> bool:
-    """True if the format has this dtype. It has none for complex numbers."""
+    """Returns True if the format has a name for a dtype. It has none for complex numbers."""
     return dtype in _NAMES
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
-    """Encodes the beginning of a file that holds these tensors one after the other: the header and its length.
+    """Encodes the beginning of a file with these tensors: the length of the header, and the header.
 
-    The tensors' bytes follow it. They begin at a multiple of 8, as in files of the safetensors library. transformers
-    requires the entry `format`.
+    The tensors' bytes must follow, one tensor after the other. They begin at a multiple of 8, which is also what the
+    safetensors library does. transformers requires the entry `format`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -191,6 +194,6 @@ def file_name(number: int, count: int) -> str:
 
 
 def encode_index(files: dict[str, str], total_bytes: int) -> bytes:
-    """Encodes the index of several files. `files` has the file of each tensor, by the tensor's name."""
+    """Encodes the index of several files. `files` maps the name of each tensor to the name of the tensor's file."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return json.dumps(index, indent=2).encode() + b"\n"

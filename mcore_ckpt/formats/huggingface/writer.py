@@ -42,16 +42,16 @@ def write_weights(
 ) -> list[WrittenFile]:
     """Writes some of the planned files, durably.
 
-    For files of any size it takes two buffers of STREAM_BYTES, the memory that the reader takes, and, for tensors whose
-    values or dtype change, the memory of one batch of them.
+    Whatever the sizes of the files, it needs two buffers of STREAM_BYTES, the memory that the reader needs, and memory
+    for those tensors of one batch that are converted to other values or another dtype.
 
     Args:
         plan: the plan of the files.
         numbers: the indices, in `plan.files`, of the files to write.
         reader: the reader of the tensors. Its `read` is called on another thread, one call at a time.
-        folder: the folder to write to; it has none of the files yet.
-        progress: called with the number of bytes after they have been written.
-        allow_nan: write NaN instead of refusing it.
+        folder: the folder to write to. It must not have any of these files yet.
+        progress: called after each part has been written, with the number of bytes of the part.
+        allow_nan: whether to write NaN instead of refusing it.
 
     Returns:
         The files with their sizes and CRC-32s; `path` is the file's name in the folder.
@@ -74,7 +74,10 @@ def write_weights(
 
 
 def write_index(plan: ExportPlan, folder: Path) -> WrittenFile | None:
-    """Writes the index, which names the file of each tensor, durably; None if there is one file. Raises OSError."""
+    """Writes the index, which lists the file of each tensor, durably. A single file needs no index.
+
+    Returns None if there is no index. Raises OSError if it cannot be written.
+    """
     if len(plan.files) == 1:
         return None
     files = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
@@ -89,9 +92,9 @@ class _Target:
 
     Attributes:
         file: the planned file.
-        layout: its layout for the native writer.
-        offsets: the byte offsets of its tensors.
-        cuts: the byte offsets at which its parts begin and end.
+        layout: the file layout, for the native writer.
+        offsets: the byte offsets of the tensors in the file.
+        cuts: the byte offsets at which the parts of the file begin and end.
         crcs: the CRC-32s of the blocks of each part written so far.
     """
 
@@ -119,7 +122,7 @@ class _Target:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Bytes `[start, stop)` of a file, written at once."""
+    """Bytes `[start, stop)` of a file, which are written in one batch."""
 
     target: _Target
     start: int
@@ -134,7 +137,7 @@ class _Part:
         return self.stop == self.target.cuts[-1]
 
     def tensors(self, buffer: _native.HostBuffer, place: int) -> Iterator[Elements]:
-        """Yields the elements of each tensor in this part, whose first byte is at `place` in the buffer."""
+        """Yields the elements of each tensor in this part. The part's first byte is at `place` in the buffer."""
         for tensor, offset in zip(self.target.file.tensors, self.target.offsets, strict=True):
             low, high = max(offset, self.start), min(offset + tensor.nbytes, self.stop)
             if low < high:
@@ -158,7 +161,7 @@ def _write(batch: Sequence[Placed[_Part]], folder: Path, allow_nan: bool) -> Non
             job.add_file(path, part.target.layout, part.start, part.stop, buffer=placed.buffer, offset=placed.offset)
         job.start()
         if not allow_nan:
-            # Look for NaN while the batch is being written: the writing threads mostly wait for the disk.
+            # Look for NaN while the batch is being written, because the writing threads mostly wait for the disk.
             for placed in batch:
                 _refuse_nan(placed)
         for number, placed in enumerate(batch):
@@ -173,7 +176,7 @@ def _crcs(job: _native.WriteJob, number: int, folder: Path) -> list[int]:
         crcs = job.wait(number)
     except RuntimeError as error:
         raise CommitError(f"{folder}: writing was stopped: {error}") from None
-    assert crcs is not None, "without a timeout there is an end"
+    assert crcs is not None, "wait returns None only after a timeout"
     return crcs
 
 
@@ -187,6 +190,6 @@ def _refuse_nan(placed: Placed[_Part]) -> None:
             if len(bad):
                 at = first + number * _LOOK_CLOSER_ELEMENTS + int(bad[0])
                 raise CheckpointCorruptError(
-                    f"tensor {tensor.name}: element {at} is NaN: training had diverged when this was saved, or never "
+                    f"tensor {tensor.name}: element {at} is NaN: training had diverged before the save, or had never "
                     "filled the tensor: use an older checkpoint, or allow NaN to be written"
                 )

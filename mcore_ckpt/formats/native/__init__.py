@@ -1,1 +1,1 @@
-"""The format of this package: the reader of local and remote checkpoints, and the writer."""
+"""Reads and writes checkpoints in this package's own format, and reads them from remote stores, too."""

@@ -1,4 +1,4 @@
-"""Plans one indexed file: its structure, which stays equal from save to save, and the range that each rank writes."""
+"""Plans one indexed file: its structure, which is reused from save to save, and the range that each rank writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from mcore_ckpt.sharding.plan import StoredShard
 
 
 class TensorParts(NamedTuple):
-    """Parts of tensors, in columns: bytes `[skip, skip + nbytes)` of tensor `tensor` go to byte `at` of the file."""
+    """Parts of tensors, as parallel tuples.
+
+    Bytes `[skip[i], skip[i] + nbytes[i])` of tensor number `tensor[i]` are written at byte `at[i]` of the file.
+    """
 
     tensor: tuple[int, ...]
     skip: tuple[int, ...]
@@ -33,16 +36,17 @@ class TensorParts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FilePlan:
-    """The plan of one file, and of this rank's range of it.
+    """The plan of one file, and of this rank's range in the file.
 
     Attributes:
-        request: the file's tensors, as stand-ins on the `meta` device, so that a plan keeps no training state alive.
+        request: the write request. Its tensors are stand-ins on the `meta` device, so that a plan keeps no training
+            state alive.
         pt: the file's skeleton.
-        layout: the skeleton in the form that the native writer takes.
+        layout: the file layout of the skeleton, for the native writer.
         index: the file's index without CRCs.
-        share: the range that each writer writes.
-        start: the first byte that this rank writes.
-        stop: the byte after the last one that this rank writes.
+        share: all writers of the file, with their ranges.
+        start: the first byte of this rank's range.
+        stop: the end of this rank's range, exclusive.
     """
 
     request: WriteRequest
@@ -63,7 +67,7 @@ class FilePlan:
 
     @cached_property
     def parts(self) -> TensorParts:
-        """The parts of tensors in this rank's range, ascending, cut so that each can be waited for by itself."""
+        """The parts of tensors in this rank's range, in ascending order, none larger than COPY_GROUP_BYTES."""
         rows = []
         for number, slot in enumerate(self.pt.slots):
             low, high = max(slot.offset, self.start), min(slot.offset + slot.nbytes, self.stop)
@@ -79,12 +83,12 @@ class FilePlan:
 
     @cached_property
     def holds(self) -> str:
-        """A digest of `names`: the ranks send it at every save instead of thousands of names."""
+        """A digest of `names`, which the ranks send at every save instead of thousands of names."""
         return _digest(self.names)
 
     @cached_property
     def structure(self) -> str:
-        """A digest of all that the writers of one file must agree on; otherwise the written parts would not match."""
+        """A digest of what must be the same on all writers of the file, so that their ranges fit together."""
         tensors = [[*write.path, list(write.shape), dtype_name(write.tensor.dtype)] for write in self.request.tensors]
         return _digest([tensors, self.pt.records_end, self.share.writers, self.share.cuts])
 
@@ -95,7 +99,7 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FileStructure:
-    """The structure of a file, which does not depend on its writers; see FilePlan for the attributes."""
+    """The structure of a file, which does not depend on the file's writers. See FilePlan for the attributes."""
 
     pt: PtSkeleton
     layout: _native.FileLayout
@@ -103,10 +107,10 @@ class FileStructure:
 
 
 class StructureCache:
-    """Keeps the last structure of each file, because torch takes long to build one and most saves need the same.
+    """Keeps the last structure of each file, because building one takes long, and most saves need the same structure.
 
-    It compares the tensors' names, shapes and dtypes, not the tensors, because a trainer that offloads its optimizer
-    has new tensors at each save.
+    A structure is reused if the tensors' names, regions, shapes and dtypes are the same. The tensor objects may differ,
+    because a trainer that offloads its optimizer has new ones at each save.
     """
 
     def __init__(self) -> None:
@@ -125,16 +129,16 @@ class StructureCache:
 
 @dataclass(frozen=True, eq=False)
 class FileWrite:
-    """This rank's range of a file, and the addresses of its bytes.
+    """This rank's range of a file, and where the bytes of the range are in memory.
 
     Attributes:
-        plan: the file, and this rank's range of it.
-        sources: the address of each tensor's bytes; None if the bytes have been copied to `buffer`.
-        owner: keeps the sources alive.
-        buffer: the host memory that the bytes have been copied to; None with `sources`.
-        offset: where in the buffer the range's first byte is, a multiple of a page.
-        ready: `(file offset, event)`: the bytes before the offset are in `buffer` once the event has happened. Empty if
-            all bytes are there.
+        plan: the file, and this rank's range in it.
+        sources: the address of each tensor's bytes; None if `buffer` is given.
+        owner: an object that keeps the memory at these addresses alive.
+        buffer: the host memory that the bytes are copied to; None if `sources` is given.
+        offset: the offset of the range's first byte in the buffer, a multiple of the page size.
+        ready: pairs `(file offset, event)`. Once the event has happened, all bytes before the file offset are in
+            `buffer`. Empty if all bytes are there already.
     """
 
     plan: FilePlan
@@ -146,7 +150,7 @@ class FileWrite:
 
 
 def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> FilePlan:
-    """Plans a file of which world rank `rank` is one writer.
+    """Plans a file for world rank `rank`, one of the ranks that can write it.
 
     Raises:
         ValueError: the tensors are not listed in the order of their tree.
@@ -192,16 +196,16 @@ def _index_template(request: WriteRequest, pt: PtSkeleton) -> IndexTemplate:
 
 
 def _new_skeleton(request: WriteRequest) -> PtSkeleton:
-    # Empty copies, each with its own storage: a live parameter is a view of its bucket, and torch.save would write
-    # the whole bucket.
+    # Use empty copies, each with its own storage, because a live parameter is a view of its bucket, and torch.save
+    # would write the whole bucket.
     copies = [torch.empty(write.shape, dtype=write.tensor.dtype) for write in request.tensors]
     tree: dict[str, Any] = {}
     for name in request.tree:
         tree[name] = {}
     for write, copy in zip(request.tensors, copies, strict=True):
         branch = tree
-        # Pickle refers back to a string by identity. Without interning, a state that was loaded and an equal one that
-        # was not would give files that differ.
+        # Pickle recognizes a repeated string only if it is the same object. Without interning, two equal states would
+        # give different files if one of them had been loaded.
         *parents, leaf = map(sys.intern, write.path)
         for part in parents:
             branch = branch.setdefault(part, {})

@@ -1,4 +1,4 @@
-"""The folder that holds the files of one role at one step, on a file system or in a remote store."""
+"""Defines the folder that a checkpoint's files are read from, on a file system or in a remote store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_ckpt.sharding.plan import ReadRange
 
 
 class Folder(Protocol):
-    """The operations of a folder. `str()` of it names it in messages; errors are those of `checkpoint.reading`."""
+    """The folder of one checkpoint's files. Messages show its `str()`. Errors are those of `checkpoint.reading`."""
 
     @property
     def place(self) -> Path | str:
@@ -27,7 +27,7 @@ class Folder(Protocol):
     def manifest(self) -> Manifest: ...
 
     def check(self, record: FileRecord) -> None:
-        """Raises CheckpointCorruptError if a file is missing or has another size than its record says."""
+        """Raises CheckpointCorruptError if a file is missing or does not have the size in its record."""
 
     def index(self, record: FileRecord) -> FileIndex: ...
 
@@ -38,7 +38,7 @@ class Folder(Protocol):
     ) -> int: ...
 
     def verify(self, files: Sequence[FileRecord]) -> list[Damage]:
-        """Reads whole files and lists where they differ from their records."""
+        """Reads whole files and lists all differences from their records."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads ranges of stored tensors into memory on native threads, and checks each block before it uses the bytes."""
+"""Reads ranges of stored tensors into memory on native threads. The CRC of each block is checked before its use."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def read_ranges(
     Args:
         role_dir: the folder of the files.
         files: the manifest's records, by path.
-        reads: the ranges, each with the contiguous tensor of the stored dtype (CPU or GPU) that it fills.
-        check: compare the CRCs of blocks.
+        reads: the ranges, each with the tensor to fill: contiguous, of the stored dtype, on the CPU or on a GPU.
+        check: whether to check the CRC of each block before its bytes are used.
 
     Raises:
         CheckpointCorruptError: a block's CRC is wrong, or a file cannot be read. No byte of the bad block has been
-            copied; other blocks may have been.
+            copied, but other blocks may have been copied.
     """
     for path in {read.stored.file for read, _ in reads}:
         with open_file(role_dir, files[path]):
@@ -42,7 +42,7 @@ def read_ranges(
 
 
 def read_stored(role_dir: Path, reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True) -> int:
-    """Does the same as `read_ranges`, without a check of the files' sizes, which may be unknown."""
+    """Does the same as `read_ranges`, but does not check the files' sizes, which may be unknown."""
     paths = sorted({read.stored.file for read, _ in reads})
     numbers = {path: number for number, path in enumerate(paths)}
     job = _native.ReadJob(

@@ -1,7 +1,7 @@
-"""Reads a checkpoint of this package: finds the files that hold a tensor, the place in them, and the bytes.
+"""Reads a checkpoint of this package: finds the files that hold a tensor and its place in them, and reads its bytes.
 
-The reader opens the index of a file only when it looks for a tensor in that file, because one rank needs only a few of
-a thousand ranks' files.
+It reads a file's index only when it looks for a tensor in that file, because one rank needs only a few of a thousand
+ranks' files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
 
 @dataclass(frozen=True, eq=False)
 class _Opened:
-    """The contents of one file, from its index."""
+    """The contents of one file, according to the file's index."""
 
     shards: dict[ShardKey, StoredShard]
     aliases: dict[ShardKey, ShardKey]
@@ -33,11 +33,11 @@ class _Opened:
 
 
 class NativeReader:
-    """Reads one role at one step; implements `formats.contract.CheckpointReader`.
+    """Reads one native checkpoint; implements `formats.contract.CheckpointReader`.
 
     Args:
         folder: the folder of the files, local or in a remote store.
-        manifest: the checkpoint's manifest. It may be missing from the folder while a save is still being exported.
+        manifest: the checkpoint's manifest. During an in-line export, `manifest.json` is not in the folder yet.
 
     Example:
         >>> reader = NativeReader.open(Path("checkpoints/global_steps_100/actor"))  # doctest: +SKIP
@@ -52,7 +52,7 @@ class NativeReader:
 
     @staticmethod
     def open(role_dir: Path) -> NativeReader:
-        """Opens a local folder. Raises CheckpointNotFoundError, CheckpointCorruptError."""
+        """Opens a local folder. Raises CheckpointNotFoundError or CheckpointCorruptError."""
         return NativeReader(LocalFolder(role_dir), read_manifest(role_dir))
 
     @property
@@ -61,7 +61,7 @@ class NativeReader:
 
     @cached_property
     def names(self) -> Mapping[str, int]:
-        """The names of all tensors, and their positions in the manifest's list."""
+        """The names of all tensors, and for each its position in the manifest's list."""
         return {name: number for number, name in enumerate(self.manifest.tensors)}
 
     @property
@@ -72,22 +72,23 @@ class NativeReader:
         return self.manifest.topology.etp if expert else self.manifest.topology.tp
 
     def info(self, key: ShardKey) -> TensorInfo | None:
-        """The dtype and the global shape of a tensor; None if the checkpoint does not have it.
+        """Returns the dtype and the global shape of a tensor, or None if the checkpoint does not have the tensor.
 
         Raises:
-            CheckpointCorruptError: an index is missing, cut or damaged.
-            UnsupportedError: the key names the lower half of a main parameter, whose upper half (the model's weight)
-                was not saved.
+            CheckpointCorruptError: an index is missing, truncated or damaged.
+            UnsupportedError: the tensor has only the lower 16 bits of a main parameter. The upper 16 bits, the model's
+                weight, were not saved.
         """
-        # One file at a time, because each file that is asked has its index read.
+        # One file at a time, because looking into a file means reading its index.
         shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
         if shard is None:
             return None
         dtype = torch_dtype(shard.dtype)
         if key.kind == PARAM and not dtype.is_floating_point:
             raise UnsupportedError(
-                f"{self.folder}/{shard.file}: tensor {shard.key} is {shard.dtype}: it is the lower half of a main "
-                'parameter, and the upper half, the weight, was not saved: save with "model" in save_contents'
+                f"{self.folder}/{shard.file}: tensor {shard.key} is {shard.dtype}: it has the lower 16 bits of a main "
+                "parameter, but the upper 16 bits, the model's weight, were not saved: save with "
+                '"model" in save_contents'
             )
         return TensorInfo(dtype, shard.region.global_shape)
 
@@ -116,17 +117,20 @@ class NativeReader:
         return {file.path: file for file in self.manifest.files}
 
     def file(self, path: str) -> FileRecord:
-        """The manifest's record of a file. Raises CheckpointCorruptError if the manifest does not list it."""
+        """Returns the manifest's record of a file. Raises CheckpointCorruptError if the manifest does not list it."""
         if path not in self.by_path:
             raise CheckpointCorruptError(f"{self.folder}/{file_names.MANIFEST_FILE}: does not list {path}")
         return self.by_path[path]
 
     def plain(self, path: str) -> dict[str, Any]:
-        """The values in a small file. Raises CheckpointCorruptError if it is missing or damaged."""
+        """Reads the values in a small file. Raises CheckpointCorruptError if the file is missing or damaged."""
         return self.folder.plain(self.file(path))
 
     def files(self, key: ShardKey) -> list[FileRecord]:
-        """The files that may hold a shard of the key: model files for model tensors, optimizer files for all others."""
+        """Returns the files that can hold a shard of the key.
+
+        These are model files for the kinds MODEL and OPAQUE, and optimizer files for all other kinds.
+        """
         position = self.names.get(key.name)
         if position is None:
             return []
@@ -134,22 +138,22 @@ class NativeReader:
         return (model if key.kind in (MODEL, OPAQUE) else optimizer)[position]
 
     def shards(self, key: ShardKey, files: Iterable[FileRecord]) -> list[StoredShard]:
-        """The key's shards in these files. Raises CheckpointCorruptError if an index is damaged."""
+        """Returns the key's shards in these files. Raises CheckpointCorruptError if an index is damaged."""
         found = (self._open(file).shards.get(key) for file in files)
         return [shard for shard in found if shard is not None]
 
     def is_alias(self, key: ShardKey) -> bool:
-        """True if a main parameter has no bytes of its own because it is the model's tensor (fp32 training)."""
+        """Returns True if a main parameter has no bytes of its own because it is the model's tensor (fp32 training)."""
         files = self.files(key)
         return not self.shards(key, files) and self._alias(key, files) is not None
 
     def kinds_in(self, name: str, files: Iterable[FileRecord]) -> tuple[str, ...]:
-        """The kinds of a tensor's optimizer state that these files hold."""
+        """Returns the kinds of a tensor's optimizer state that these files hold."""
         return tuple(dict.fromkeys(kind for file in files for kind in self._open(file).kinds.get(name, ())))
 
     @cached_property
     def _holders(self) -> tuple[list[list[FileRecord]], list[list[FileRecord]]]:
-        """The model files and the optimizer files that hold each tensor, by the tensors' positions."""
+        """The model files and the optimizer files that hold each tensor, in the order of the tensors' positions."""
         model: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
         optimizer: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
         for file in self.manifest.files:
@@ -160,14 +164,14 @@ class NativeReader:
         return model, optimizer
 
     def _alias(self, key: ShardKey, files: Iterable[FileRecord]) -> ShardKey | None:
-        """The key whose bytes this key shares; None if it has its own bytes."""
+        """Returns the key whose bytes this key shares, or None if these files list no alias for this key."""
         return next((alias for file in files if (alias := self._open(file).aliases.get(key)) is not None), None)
 
     def _by_nearness(self, key: ShardKey, position: RankPosition | None) -> list[list[FileRecord]]:
-        """The sets of files to look into: first those of the nearest ranks, then those of all ranks.
+        """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
 
-        Within a set the lowest tensor-parallel rank comes first, so that a tensor that is replicated over
-        tensor-parallel ranks is read from one file. The last set finds a tensor that is cut in an unusual way.
+        Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
+        one file. The last set is for tensors that are cut in an unusual way.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -189,7 +193,7 @@ class NativeReader:
         return [self._in_place(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
 
     def _in_place(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
-        """The files of the saved expert-parallel rank that had the experts of the asking rank.
+        """Returns the files of the expert-parallel rank that, when saving, held the reading rank's first expert.
 
         A module of grouped experts stores one `_extra_state` per expert-parallel rank, all under the same name.
         """

@@ -1,4 +1,4 @@
-"""Reads a checkpoint in a remote store; of its tensors it fetches only the blocks that hold wanted elements."""
+"""Reads a checkpoint from a remote store. From a tensor it fetches only the blocks that hold wanted elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mcore_ckpt.sharding.plan import ReadRange, StoredShard
 
 @dataclass(frozen=True, eq=False)
 class RemoteFolder:
-    """One attempt's folder in a remote store; implements `formats.native.folder.Folder`.
+    """The folder of one attempt in a remote store; implements `formats.native.folder.Folder`.
 
     Attributes:
         store: the store.
@@ -55,7 +55,8 @@ class RemoteFolder:
         size = self._sizes.get(record.path)
         if size is None:
             raise CheckpointCorruptError(
-                f"{self}/{record.path}: is missing; by the manifest rank {record.rank} wrote {record.size} bytes"
+                f"{self}/{record.path}: is missing; according to the manifest, rank {record.rank} wrote {record.size} "
+                "bytes"
             )
         if size != record.size:
             raise CheckpointCorruptError(
@@ -77,7 +78,7 @@ class RemoteFolder:
     def fill(
         self, files: Mapping[str, FileRecord], reads: Sequence[tuple[ReadRange, torch.Tensor]], check: bool = True
     ) -> int:
-        """Does the same as `ranges.read_ranges`; returns the number of bytes fetched."""
+        """Does the same as `ranges.read_ranges`, but returns the number of bytes fetched."""
         for path in {read.stored.file for read, _ in reads}:
             self.check(files[path])
         fetches = list(plan_fetches(reads))
@@ -101,7 +102,7 @@ class RemoteFolder:
 
     def _fetch(self, fetch: Fetch, check: bool) -> None:
         data = self._read(fetch.file, fetch.start, fetch.stop)
-        # bytearray() copies, because torch.frombuffer warns of memory that cannot be written to.
+        # bytearray() copies the data, because torch.frombuffer warns about read-only memory.
         memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for part in fetch.parts:
             stored = part.read.stored
@@ -137,13 +138,13 @@ class RemoteFolder:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        # One listing of the folder: a thousand ranks with a request for each of a thousand files would take long.
+        # List the folder once, because a thousand ranks with one request for each of a thousand files would take long.
         return self.store.sizes(self.key)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRun:
-    """A run of whole blocks, bytes `[start, stop)` of a stored tensor, and the read that wants elements of it."""
+    """A run of whole blocks, bytes `[start, stop)` of a stored tensor, and the read that needs elements of this run."""
 
     read: ReadRange
     memory: torch.Tensor
@@ -153,7 +154,7 @@ class BlockRun:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """One request to the store: bytes `[start, stop)` of a file, and the runs of blocks in them."""
+    """One request to the store: bytes `[start, stop)` of a file, and the runs of blocks in this range."""
 
     file: str
     start: int
@@ -162,9 +163,9 @@ class Fetch:
 
 
 def plan_fetches(reads: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[Fetch]:
-    """Plans the requests that fetch all wanted blocks, with blocks near each other in one request.
+    """Plans the requests that fetch all wanted blocks. Blocks that are near each other share a request.
 
-    A block that two reads want is fetched twice only if it lies at the border of two requests.
+    A block that two reads need is fetched twice only if it is at the border of two requests.
     """
     parts = [part for read, memory in reads for part in _parts(read, memory)]
     parts.sort(key=lambda part: (part.read.stored.file, part.read.stored.offset + part.start))
@@ -196,7 +197,7 @@ def _fetch_of(group: Sequence[BlockRun]) -> Fetch:
 
 
 def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[BlockRun]:
-    """Yields the runs of blocks that hold a byte of a wanted row, none longer than REMOTE_READ_BYTES."""
+    """Yields the runs of blocks that have bytes of a wanted row. No run is longer than REMOTE_READ_BYTES."""
     most = max(1, tuning.REMOTE_READ_BYTES // BLOCK_BYTES)
     for first, last in _block_runs(read):
         for block in range(first, last + 1, most):
@@ -205,7 +206,7 @@ def _parts(read: ReadRange, memory: torch.Tensor) -> Iterator[BlockRun]:
 
 
 def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
-    """The inclusive runs of block numbers that hold a byte of a wanted row."""
+    """Returns the numbers of the blocks that have bytes of a wanted row, as inclusive runs."""
     rows = _in_bytes(read)
     runs: list[tuple[int, int]] = []
     number = 0
@@ -216,7 +217,7 @@ def _block_runs(read: ReadRange) -> list[tuple[int, int]]:
             runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
         else:
             runs.append((first, last))
-        # Skip the rows that end in these blocks: there may be millions of them.
+        # Skip the rows that end in these blocks, because there can be millions of them.
         ends_by = (runs[-1][1] + 1) * BLOCK_BYTES - rows.start - rows.row
         number = max(number, ends_by // rows.source_stride if rows.source_stride else 0) + 1
     return runs
@@ -226,10 +227,10 @@ def copy_from_blocks(part: BlockRun, blocks: torch.Tensor) -> None:
     """Copies the wanted elements that lie in a run of blocks to their target memory.
 
     Args:
-        part: the run's place in the stored tensor, and the read that wants its elements.
+        part: the run's place in the stored tensor, and the read that needs elements of the run.
         blocks: the bytes of the run, uint8, in host memory.
     """
-    # Copied as bytes, because the elements need not be aligned to their size in the fetched bytes.
+    # Copy bytes and not elements, because elements are not always aligned in the fetched bytes.
     target = part.memory.view(-1).view(torch.uint8)
     for rows in rows_from(_in_bytes(part.read), part.start, part.stop):
         _copy_rows(target, blocks, rows, part.start)

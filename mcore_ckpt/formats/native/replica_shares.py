@@ -1,4 +1,7 @@
-"""Decides which bytes of a file each replica writes, when several ranks hold all of its tensors."""
+"""Decides which bytes of a file each replica writes, if several ranks hold all tensors of the file.
+
+`save/plan.py` (`_with_writers`) chooses the candidate ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from mcore_ckpt.io.pages import even_cuts
 
 @dataclass(frozen=True)
 class Share:
-    """The writers of a file and the range of bytes that each of them writes.
+    """The writers of a file, and the range of bytes that each of them writes.
 
     Attributes:
-        writers: world ranks, in the order of their ranges. The last one owns the file: once all have written, it
-            writes the CRCs, and the index and the zip directory behind its range.
-        cuts: `[0, ..., end]`; writer i writes `[cuts[i], cuts[i + 1])`. All cuts but the end are multiples of a page.
+        writers: the world ranks that write, in the order of their ranges. The last one owns the file. After all others
+            have written, it adds the CRCs, the index and the zip directory.
+        cuts: byte offsets `0, ..., end`. Writer i writes bytes `[cuts[i], cuts[i + 1])`. All offsets except `end` are
+            multiples of the page size.
     """
 
     writers: tuple[int, ...]
@@ -32,7 +36,9 @@ class Share:
 
 
 def share_out(ranks: tuple[int, ...], end: int, least: int) -> Share:
-    """Cuts `[0, end)` into equal ranges of at least `least` bytes for as many of the ranks; the first owns the file.
+    """Divides bytes `[0, end)` evenly among the ranks. The first rank owns the file.
+
+    If there are not `least` bytes for each rank, only the first ranks get a range.
 
     Example:
         >>> share_out((4, 5, 6), 40960, 16384)

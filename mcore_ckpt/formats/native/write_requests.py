@@ -1,4 +1,4 @@
-"""The requests that planning hands to the writer, so that each can be tested alone."""
+"""Defines the requests that planning hands to writing, so that each of the two can be tested without the other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class TensorWrite:
     """One tensor to write, and its place in the file's pickled tree.
 
     Attributes:
-        path: the keys from the root of the tree to the tensor.
+        path: the keys that lead from the root of the tree to the tensor.
         key: the global name and the kind.
-        region: the tensor's region of the global tensor.
+        region: the region of the global tensor that this tensor holds.
         tensor: the live tensor.
-        shape: the shape that the file stores.
-        is_buffer: True for tensors that are neither parameters nor optimizer state, and that may change at any point
-            of a training step.
-        refresh: makes the tensor anew at each save, for state that is not a live tensor (`_extra_state`). It returns
-            None if the module has no such state any more.
+        shape: the tensor's shape in the file.
+        is_buffer: True for a tensor that is neither a parameter nor optimizer state. Such a tensor can change at any
+            point of a training step.
+        refresh: makes the tensor again at each save, if no live tensor holds the state (`_extra_state`). It returns
+            None if the module no longer has this state.
     """
 
     path: tuple[str, ...]
@@ -43,12 +43,12 @@ class WriteRequest:
 
     Attributes:
         path: the file's path below the role's folder.
-        kind: the kind of file in the manifest.
+        kind: the file's kind in the manifest.
         tensors: the tensors, in the order of the tree.
-        aliases: the keys whose bytes are those of another key.
-        tree: the names of dicts at the root that are written even if they are empty.
-        writers: the world ranks that hold all of the tensors and may each write a part; the first owns the file. Empty
-            if this rank alone writes the file.
+        aliases: the keys that share the bytes of another key.
+        tree: the keys of dicts at the root of the tree that are written even if they are empty.
+        writers: the world ranks that hold all of the tensors, so that each can write a part of the file. The first one
+            owns the file. Empty if only this rank writes the file.
     """
 
     path: str

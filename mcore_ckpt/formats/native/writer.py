@@ -16,7 +16,7 @@ from mcore_ckpt.ranks.rounds import Record
 
 
 class Exchange(Protocol):
-    """Sends the CRCs of a file's writers to its owner; `ranks.rounds.Agreement` implements it."""
+    """Sends the CRCs from a file's writers to the file's owner; `ranks.rounds.Agreement` implements it."""
 
     rank: int
 
@@ -29,7 +29,8 @@ class FileWriter:
 
     Args:
         role_dir: the folder that the files' paths are relative to.
-        writes: the ranges; the memory that they point to must not change until `finish` has returned.
+        writes: the ranges. Their memory must not change until `finish` has returned. Memory in `sources` may change
+            earlier, when `wait_for_sources` has returned.
         exchange: connects this rank with the other writers of shared files.
 
     Example:
@@ -51,12 +52,12 @@ class FileWriter:
         self.close()
 
     def close(self) -> None:
-        """Stops all writing; when this returns, no thread writes any more."""
+        """Stops all writing. After it has returned, no thread writes any more."""
         self._job.close()
-        self._writes = ()  # they refer to the host memory
+        self._writes = ()  # they keep host memory alive
 
     def start(self) -> None:
-        """Begins to write. Raises OSError if a folder cannot be made."""
+        """Starts to write. Raises OSError if a folder cannot be made."""
         for write in self._writes:
             plan = write.plan
             make_folders(self._role_dir, plan.path)
@@ -75,9 +76,9 @@ class FileWriter:
         self._job.start()
 
     def wait_for_sources(self) -> None:
-        """Waits until all files that are written from `sources` are written, so that the sources may change.
+        """Waits until all ranges with `sources` are written. From then on these sources may change.
 
-        Raises what `finish` raises.
+        It raises the same errors as `finish`.
         """
         for number, write in enumerate(self._writes):
             if write.sources is not None:
@@ -102,17 +103,18 @@ class FileWriter:
                 shared.append((number, write.plan, crcs))
             else:
                 written.append(self._complete(number, write.plan, [crcs]))
-        # Only after this rank has given all its parts: otherwise two owners of each other's files deadlock.
+        # Take CRCs only after this rank has given all of its own. Otherwise two ranks that each own a file in which
+        # the other one has a range would wait for each other forever.
         for number, plan, crcs in shared:
             written.append(self._complete(number, plan, [*self._parts_of_others(plan), crcs]))
         return written
 
     def progress(self) -> int:
-        """The number of bytes of tensors written so far."""
+        """Returns the number of bytes of tensors that have been written so far."""
         return self._job.progress()
 
     def times(self) -> tuple[float, float]:
-        """The seconds from the start to the last copy out of the training state, and to the last write."""
+        """Returns the seconds from the start to the last copy out of the training state, and to the last write."""
         return self._job.times()
 
     def _wait(self, number: int) -> list[int]:
@@ -120,7 +122,7 @@ class FileWriter:
             crcs = self._job.wait(number)
         except RuntimeError as error:
             raise CommitError(f"{self._role_dir}: writing was stopped: {error}") from None
-        assert crcs is not None, "without a timeout there is an end"
+        assert crcs is not None, "wait returns None only after a timeout"
         return crcs
 
     def _parts_of_others(self, plan: FilePlan) -> list[list[int]]:
@@ -130,7 +132,7 @@ class FileWriter:
             if record["structure"] != plan.structure:
                 raise CommitError(
                     f"{self._role_dir / plan.path}: rank {rank} has other tensors than rank {self._exchange.rank}, "
-                    "but replicas must have equal ones: set shared_writes=False"
+                    "but replicas must have the same tensors: set shared_writes=False"
                 )
             parts.append(record["crc32"])
         return parts

@@ -1,1 +1,1 @@
-"""Megatron's `dist_checkpointing` format (torch_dist)."""
+"""Reads the torch_dist checkpoints that megatron's `dist_checkpointing` writes."""

@@ -53,8 +53,8 @@ class WantedPart:
         global_shape: the shape of the whole tensor.
         offset: the box's offset in the whole tensor.
         memory: the CPU tensor to fill, with as many axes as the whole tensor.
-        may_differ: True if the stored tensor may have another number of rows (another padding of the vocabulary);
-            rows that it does not have keep their values in `memory`.
+        may_differ: True if the stored tensor may have another number of rows (another padding of the vocabulary). In
+            rows that the stored tensor does not have, `memory` keeps its values.
     """
 
     key: str
@@ -69,7 +69,7 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         CheckpointCorruptError: the metadata is missing, is damaged, or holds anything but data.
-        UnsupportedError: another backend than torch_dist wrote the folder.
+        UnsupportedError: a backend other than torch_dist wrote the folder.
     """
     _check_backend(folder / TORCH_DIST_CONFIG)
     metadata = load_metadata(folder / _METADATA_FILE)
@@ -83,7 +83,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> None:
-    """Raises TypeError, ValueError or AttributeError unless all fields have their types and chunks lie in tensors."""
+    """Raises TypeError, ValueError or AttributeError if a field has a wrong type or a chunk lies outside its tensor."""
     for key, stored in metadata.state_dict_metadata.items():
         fields.as_name(key, "a key")
         if isinstance(stored, TensorStorageMetadata):
@@ -93,7 +93,7 @@ def _check_metadata(metadata: Metadata) -> None:
     assert metadata.storage_data is not None
     for index, place in metadata.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
-            raise TypeError(f"{fields.shown(index)} is at {fields.shown(place)}")
+            raise TypeError(f"storage_data maps {fields.shown(index)} to {fields.shown(place)}")
         fields.as_name(place.relative_path, "relative_path")
         fields.as_ints([place.offset, place.length], "a place in a file")
 
@@ -101,15 +101,15 @@ def _check_metadata(metadata: Metadata) -> None:
 def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
     size = fields.as_ints(list(stored.size), key)
     if not isinstance(stored.properties.dtype, torch.dtype) or not is_possible_shape(size):
-        raise ValueError(f"{key} has a shape of {fields.shown(size)}")
+        raise ValueError(f"{key} has no known dtype, or the impossible shape {fields.shown(size)}")
     for chunk in stored.chunks:
         offsets, sizes = fields.as_ints(list(chunk.offsets), key), fields.as_ints(list(chunk.sizes), key)
         if not Box(offsets, sizes).within(size):
-            raise ValueError(f"{key} of shape {size} has a part of {sizes} at {offsets}")
+            raise ValueError(f"{key} of shape {size} cannot have a part of shape {sizes} at {offsets}")
 
 
 def stored_file(folder: Path, key: str, stored: Any) -> Path:
-    """The file that a `storage_data` entry names. Raises CheckpointCorruptError if it is outside the folder."""
+    """Returns the file that a `storage_data` entry names. Raises CheckpointCorruptError if it is outside the folder."""
     name = getattr(stored, "relative_path", None)
     if not isinstance(name, str) or Path(name).name != name or name in (".", ".."):
         raise CheckpointCorruptError(
@@ -119,7 +119,7 @@ def stored_file(folder: Path, key: str, stored: Any) -> Path:
 
 
 class TorchDistFiles:
-    """One torch_dist checkpoint in one or several folders (verl writes model, optimizer and extra to separate ones).
+    """A torch_dist checkpoint in one or several folders. verl writes model, optimizer and extra to separate folders.
 
     Args:
         path: the checkpoint, for messages.
@@ -127,7 +127,7 @@ class TorchDistFiles:
 
     Raises:
         CheckpointCorruptError: a folder's metadata is missing, is damaged, or holds anything but data.
-        UnsupportedError: another backend than torch_dist wrote a folder.
+        UnsupportedError: a backend other than torch_dist wrote a folder.
     """
 
     def __init__(self, path: Path, folders: Sequence[Path]) -> None:
@@ -145,7 +145,7 @@ class TorchDistFiles:
         metadata = read_metadata(path)
         common = load_safely(path / _COMMON_FILE, str(path / _COMMON_FILE))
         if not isinstance(common, dict):
-            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: is not a dict, as megatron writes it")
+            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: does not contain a dict, but megatron writes a dict")
         self.common |= common
         folder = _Folder(path, metadata)
         for key, stored in metadata.state_dict_metadata.items():
@@ -161,22 +161,22 @@ class TorchDistFiles:
         return sorted(key for key in self._objects if key.startswith(prefix))
 
     def digest(self) -> str:
-        """A digest of all names, which is equal on all ranks that see the same checkpoint."""
+        """Returns a digest of all names, which is the same on all ranks that see the same checkpoint."""
         return hashlib.sha256("\n".join(self.names).encode()).hexdigest()
 
     def positions_read(self) -> str:
-        """The `names` that have been read, as bits of a hexadecimal number, to send them to rank 0 in few bytes."""
+        """Returns which of `names` have been read, as bits of a hexadecimal number, to send few bytes to rank 0."""
         return f"{sum(1 << number for number, name in enumerate(self.names) if name in self._read):x}"
 
     def names_not_in(self, positions: Sequence[str]) -> list[str]:
-        """The names that no rank has read, from the `positions_read` of all ranks."""
+        """Returns the names that no rank has read. `positions` has the `positions_read` of all ranks."""
         read = 0
         for position in positions:
             read |= int(position, 16)
         return [name for number, name in enumerate(self.names) if not read >> number & 1]
 
     def read_object(self, key: str) -> Any:
-        """Reads a sharded object, the value that one rank saved under the key.
+        """Reads a sharded object, that is, the value that one rank saved under the key.
 
         Raises:
             CheckpointMismatchError: the checkpoint has no such object.
@@ -188,11 +188,13 @@ class TorchDistFiles:
         data = _read_object(folder, key)
         objects = load_safely(data, f"{folder.path}: object {key}")
         if not isinstance(objects, list) or len(objects) != 1:
-            raise CheckpointCorruptError(f"{folder.path}: object {key}: wanted a list of one, found {type(objects)}")
+            raise CheckpointCorruptError(
+                f"{folder.path}: object {key}: wanted a list of one value, found {type(objects)}"
+            )
         return objects[0]
 
     def read(self, wanted: WantedPart) -> None:
-        """Fills `wanted.memory`.
+        """Reads a wanted box into its memory.
 
         Raises:
             CheckpointMismatchError: the stored tensor is missing, or has another shape or dtype.
@@ -228,7 +230,7 @@ class TorchDistFiles:
 
 
 def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:
-    """Fills the part of the memory whose elements one stored chunk has.
+    """Fills the part of the memory that one stored chunk covers.
 
     torch's `FileSystemReader.read_data` (2.13) is not used, because it opens the chunk with `torch.load`.
     """
@@ -258,8 +260,8 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
         part.copy_(source)
     except (IndexError, RuntimeError) as error:
         raise CheckpointCorruptError(
-            f"{path}: tensor {key}: has {list(tensor.shape)} at byte {stored.offset}, not what {_METADATA_FILE} "
-            f"says: {error}"
+            f"{path}: tensor {key}: the part at byte {stored.offset} has shape {list(tensor.shape)}, which does not "
+            f"match {_METADATA_FILE}: {error}"
         ) from None
 
 
@@ -275,7 +277,8 @@ def _read_object(folder: _Folder, key: str) -> bytes:
         size = os.fstat(descriptor).st_size
         if stored.length > limits.PLAIN_BYTES or stored.offset + stored.length > size:
             raise CheckpointCorruptError(
-                f"{path}: object {key}: {stored.length} bytes from byte {stored.offset} on, of {size}: cut or too large"
+                f"{path}: object {key}: needs {stored.length} bytes from byte {stored.offset} on in a file of {size}: "
+                "the file was cut, or the object is too large"
             )
         return read_exact(descriptor, stored.length, stored.offset, path)
     finally:
@@ -291,7 +294,7 @@ def _check_plain_bytes(path: Path, key: str, stored: Any) -> None:
 
 
 def _overlap(wanted: WantedPart, stored: tuple[int, ...]) -> int:
-    """The number of elements of the box that the stored tensor has."""
+    """Returns how many elements of the wanted box the stored tensor has."""
     ends = (
         min(offset + size, limit) - offset
         for offset, size, limit in zip(wanted.offset, wanted.memory.shape, stored, strict=True)

@@ -1,9 +1,10 @@
-"""The keys under which megatron's `sharded_state_dict` stores tensors, with default metadata (megatron-core 0.16.1).
+"""Translates tensors' names to keys of megatron's `sharded_state_dict` with default metadata (megatron-core 0.16.1).
 
-- `TransformerBlock.sharded_state_dict`: layers of the same structure share a key, and the stored tensor has an axis of
-  layers before its own axes. Otherwise the key contains the layer's number.
-- `SequentialMLP`, `TEGroupedMLP`: experts share a key below `experts.experts`, with an axis of experts.
-- `MultiTokenPredictionBlock`: multi-token prediction has no axis of layers.
+- `TransformerBlock.sharded_state_dict`: if all layers have the same structure, they share a key, and the stored tensor
+  has an axis of layers in front. Otherwise the key contains the layer's number.
+- `SequentialMLP`, `TEGroupedMLP`: experts share a key below `experts.experts`, and the stored tensor has an axis of
+  experts.
+- `MultiTokenPredictionBlock`: layers of multi-token prediction share no keys.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LATENT = "self_attention.linear_kv_up_proj.weight"
 _LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
 
-# Modules that have weights but no `_extra_state`. GPTModel removes that of the output layer.
+# Modules that have weights but no `_extra_state`. GPTModel removes the `_extra_state` of the output layer.
 _STATELESS = re.compile(
     r"(?:embedding\.|output_layer\.|.*\.router\.|.*\.conv1d\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
 )
@@ -31,11 +32,11 @@ _MTP_ATTENTION = re.compile(r"(mtp\..+\.self_attention\.)linear_proj\.weight")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor below a key.
+    """The place of a tensor in a stored tensor.
 
     Attributes:
         key: the key of the stored tensor.
-        index: the tensor's index in the axes of layers and experts, which come before its own axes.
+        index: the tensor's index along the axes of layers and experts, which the stored tensor has in front.
         lengths: the lengths of these axes.
     """
 
@@ -54,7 +55,7 @@ class Keys:
     """Translates the names of one model's tensors to the keys of a torch_dist checkpoint.
 
     Args:
-        names: the names of all its tensors in the local layer specs.
+        names: the names of all tensors of the model in the local layer specs.
         layers: the number of decoder layers.
         experts: the number of experts in a mixture-of-experts layer.
         alike: True if all decoder layers have the same structure.
@@ -67,16 +68,16 @@ class Keys:
         self._alike = alike
 
     def places(self, name: str) -> list[Place]:
-        """Returns the places of a tensor: two if megatron's layer specs disagree about a norm, otherwise one."""
+        """Returns the places of a tensor: two for a norm with different keys in megatron's layer specs, else one."""
         return [self._place(key) for key in self._in_specs(name)]
 
     def states(self, name: str) -> Iterator[Place]:
-        """Yields the places of the `_extra_state` of the modules that hold a tensor. megatron requires all of them."""
+        """Yields the places of the `_extra_state` of the modules that hold a tensor. megatron requires all of these."""
         for key in self._in_specs(name):
             if (match := _MODULE.fullmatch(key)) and not _STATELESS.match(key):
                 yield self._place(f"{match[1]}._extra_state")
-        # transformer-engine's attention hides its own state (`TEDotProductAttention.sharded_state_dict`), but
-        # `MultiTokenPredictionBlock.sharded_state_dict` takes everything in `state_dict()`.
+        # transformer-engine's attention leaves out its own state (`TEDotProductAttention.sharded_state_dict`), but
+        # `MultiTokenPredictionBlock.sharded_state_dict` includes everything in `state_dict()`.
         if match := _MTP_ATTENTION.fullmatch(name):
             yield self._place(f"{match[1]}core_attention._extra_state")
 
@@ -91,7 +92,7 @@ class Keys:
             # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).
             return (f"{layer}self_attention.in_proj.layer_norm_{kind}",)
         if module == "input_layernorm" and not is_latent:
-            # transformer-engine's spec fuses the norm; the local spec renames it (`sharded_state_dict_keys_map`).
+            # transformer-engine's spec fuses the norm, and the local spec renames it (`sharded_state_dict_keys_map`).
             return (f"{layer}self_attention.linear_qkv.layer_norm_{kind}",)
         if module == "pre_mlp_layernorm":
             fused = f"{layer}mlp.linear_fc1.layer_norm_{kind}"

@@ -1,10 +1,10 @@
 """Reads the model's tensors from a torch_dist checkpoint (megatron's `dist_checkpointing`), without a live model.
 
-The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key whose
-tensor has an axis of layers in front (`TransformerBlock`), and so do experts (`SequentialMLP`, `TEGroupedLinear`).
-With `non_homogeneous_layers` or `singleton_local_shards` each layer or expert has its own key, and gate and up have
-separate keys (`apply_swiglu_sharded_factory`). The sections of a mixer's fused projection always have separate keys
-(`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
+The checkpoint's keys come from `sharded_state_dict` (megatron-core 0.16.1). Homogeneous layers share one key, whose
+tensor has an axis of layers in front (`TransformerBlock`). In the same way experts share one key, whose tensor has an
+axis of experts (`SequentialMLP`, `TEGroupedLinear`). With `non_homogeneous_layers` or `singleton_local_shards` each
+layer or expert has its own key, and gate and up have separate keys (`apply_swiglu_sharded_factory`). The sections of a
+mixer's fused projection always have separate keys (`_split_tensor_factory` of GatedDeltaNet and MambaMixer).
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from mcore_ckpt.sharding.synonyms import synonyms
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _ALIKE_LAYERS = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
-# The sections of a fused tensor, in their order in it. "w" and "v" are gate and up. "query" to "alpha" are those of a
-# GatedDeltaNet, whose convolution has only the first three. A MambaMixer has "z" and the last four; its convolution
-# has neither "z" nor "dt".
+# The sections of fused tensors, in the order that they have there. "w" and "v" are gate and up. A GatedDeltaNet has
+# "query" to "alpha", its convolution only "query", "key" and "value". A MambaMixer has "z", "x", "B", "C" and "dt", its
+# convolution only "x", "B" and "C".
 _SECTIONS = ("w", "v", "query", "key", "value", "z", "beta", "alpha", "x", "B", "C", "dt")
 _SECTION = re.compile(
     r"(.*\.linear_fc1\.(?:weight|bias))_([wv])"
     rf"|(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_SECTIONS[2:])})"
 )
-# A limit for the product of the layer and expert axes, against damaged metadata.
+# The largest accepted number of tensors under one key (layers times experts). Damaged metadata can give any number.
 _MOST_ALIKE = 1_000_000
 
 
 @dataclass(frozen=True)
 class _Key:
-    """The tensors that a key stands for.
+    """The global tensors that are stored under a key.
 
     Attributes:
-        name: the tensors' global name, with `{layer}` and `{expert}` if the key has an axis of layers or experts.
-        section: the section, of `_SECTIONS`, that the key stores of these tensors; None for the whole tensors.
+        name: the tensors' global name. Where the stored tensor has an axis of layers or experts, the name has `{layer}`
+            or `{expert}` instead of a number.
+        section: the section, one of `_SECTIONS`, that is stored under the key; None if whole tensors are stored.
     """
 
     name: str
@@ -80,9 +81,9 @@ class _Chunk:
     Attributes:
         folder: the folder of the chunk's file.
         key: the key.
-        of: the tensors that the key stands for.
-        shape: the shape of the whole tensor.
-        first: the row of the whole tensor at which the key's section begins.
+        of: the global tensors that are stored under the key.
+        shape: the shape of each of these global tensors.
+        first: the row of the global tensor at which the key's section begins.
         box: the chunk's offsets and sizes in the key's tensor.
         stored: the place of the chunk's bytes, an entry of torch's `storage_data`.
     """
@@ -97,7 +98,7 @@ class _Chunk:
 
 
 def open_torch_dist(path: Path) -> ShardReader:
-    """Opens a checkpoint and names its global tensors as megatron's local or transformer-engine layer specs do.
+    """Opens a checkpoint. Global tensors have the names of megatron's local or transformer-engine layer specs.
 
     Args:
         path: the folder that `dist_checkpointing.save` wrote, or a role's folder of verl with `dist_ckpt` in it.
@@ -106,7 +107,7 @@ def open_torch_dist(path: Path) -> ShardReader:
         CheckpointNotFoundError: the folder has no torch_dist checkpoint.
         CheckpointCorruptError: the metadata is missing, is damaged, or holds anything but data.
         CheckpointMismatchError: a tensor is stored under the names of two layer specs, with different values.
-        UnsupportedError: another backend than torch_dist wrote the checkpoint.
+        UnsupportedError: a backend other than torch_dist wrote the checkpoint.
     """
     infos: dict[str, TensorInfo] = {}
     chunks: dict[str, list[tuple[Shape, _Chunk]]] = {}
@@ -130,7 +131,7 @@ def open_torch_dist(path: Path) -> ShardReader:
 
 
 def _without_other_names(reader: ShardReader) -> ShardReader:
-    """Keeps one of several equal tensors: convert writes a norm under the name of each layer spec (`keys.py`)."""
+    """Keeps one of several equal tensors. Convert writes a norm under its names in all layer specs (`keys.py`)."""
     left_out: set[str] = set()
     for name in reader.names:
         for other in synonyms(name):
@@ -165,16 +166,16 @@ def _model_tensors(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tupl
             continue
         of, size = _key(key), tuple(stored.size)
         if len(size) < len(of.axes) or (of.section is not None and len(size) == len(of.axes)):
-            raise CheckpointCorruptError(f"{folder}: tensor {key}: has shape {list(size)}, without the axes {of.axes}")
+            raise CheckpointCorruptError(f"{folder}: tensor {key}: shape {list(size)} has too few axes for this key")
         if prod(size[: len(of.axes)]) > _MOST_ALIKE:
             raise CheckpointCorruptError(
-                f"{folder}: tensor {key}: has shape {list(size)}, which is no model's: {of.axes} over {_MOST_ALIKE}"
+                f"{folder}: tensor {key}: has shape {list(size)}, which would be more than {_MOST_ALIKE} tensors"
             )
         yield key, (of, stored)
 
 
 def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> dict[str, dict[str, int]]:
-    """The number of rows of each section, by the name in `_Key`."""
+    """Returns the number of rows of each section, by the `name` of the `_Key`."""
     rows: dict[str, dict[str, int]] = {}
     for of, stored in tensors:
         if of.section is not None:
@@ -183,7 +184,10 @@ def _rows_of_sections(tensors: Iterable[tuple[_Key, TensorStorageMetadata]]) -> 
 
 
 def _whole(of: _Key, size: Shape, rows: Mapping[str, Mapping[str, int]]) -> tuple[Shape, int]:
-    """The shape of the whole tensor, and the row of it at which a key's tensor of this size begins."""
+    """Returns the shape of a global tensor, and the row at which the section of the key begins.
+
+    `size` is the shape of the tensor that is stored under the key.
+    """
     shape = size[len(of.axes) :]
     if of.section is None:
         return shape, 0
@@ -209,7 +213,7 @@ def _name(of: _Key, index: Sequence[int]) -> str:
 
 
 def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
-    """Yields the names of the tensors that a chunk has elements of, with their indices along the front axes."""
+    """Yields the name of each tensor that a chunk has elements of, and the tensor's index in the chunk's front axes."""
     box, count = chunk.box, len(chunk.of.axes)
     for index in product(*(range(length) for length in box.sizes[:count])):
         at = tuple(start + place for start, place in zip(box.offsets[:count], index, strict=True))
@@ -217,7 +221,7 @@ def _held(chunk: _Chunk) -> Iterator[tuple[str, Shape]]:
 
 
 class _Opened:
-    """Finds the bytes of chunks on first use, because each chunk's file must be opened for that."""
+    """Finds the bytes of a tensor's chunks when they are first needed, because their files must be opened for that."""
 
     def __init__(self, chunks: Mapping[str, Sequence[tuple[Shape, _Chunk]]]) -> None:
         self._chunks = chunks

@@ -1,1 +1,1 @@
-"""Per-rank folders that verl wrote up to version 0.4."""
+"""Reads the per-rank folders that verl wrote up to version 0.4."""

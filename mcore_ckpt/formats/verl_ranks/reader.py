@@ -1,4 +1,4 @@
-"""Reads the model from the per-rank folders of verl up to 0.4: maps each rank's names to global tensors."""
+"""Reads the model from the per-rank folders of verl up to 0.4, and maps each rank's names to global names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_SECTIONS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 class _Ranks(NamedTuple):
-    """The ranks in a folder's name."""
+    """The tensor-, pipeline- and expert-parallel ranks in a folder's name."""
 
     tp: int
     pp: int
@@ -42,7 +42,7 @@ class _Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor as one rank has it, with its sections as in `Cut`."""
+    """One rank's part of a tensor, and the tensor's sections (see `Cut`)."""
 
     tensor: PtTensor
     sections: tuple[int, ...]
@@ -55,21 +55,21 @@ class _Held:
 def open_verl_ranks(
     folder: Path, expected: Mapping[str, Shape], sections: Mapping[str, tuple[int, ...]] = _NO_SECTIONS
 ) -> ShardReader:
-    """Opens `model/mp_rank_*/model.pt` and names the global tensors by the layer spec that they were saved with.
+    """Opens `model/mp_rank_*/model.pt`. Global names follow the layer spec that the tensors were saved with.
 
-    Each file numbers its layers from 0; the global numbers follow from the number of layers of each virtual stage.
-    Each expert-parallel rank numbers its experts from 0.
+    Each file numbers its layers from 0. The global numbers are computed from the number of layers of each virtual
+    stage. Each expert-parallel rank numbers its experts from 0.
 
     Args:
         folder: the role's folder.
-        expected: the global shapes of the model's tensors, by any of their names, without padding of the vocabulary.
-            They tell which tensors are cut, which the names do not tell for experts with their own tensor-parallel
-            size and for the down-projections of latent attention.
-        sections: the sections, as in `Cut`, of tensors that have any. Gate and up need none, because their shapes
-            tell.
+        expected: the global shapes of the model's tensors, without padding of the vocabulary, each under any of the
+            tensor's synonyms. The shapes show how the tensors are cut. The names do not show this for experts with
+            their own tensor-parallel size and for the down-projections of latent attention.
+        sections: the sections (see `Cut`) of tensors that have any. Gate and up need not be listed, because the shape
+            shows that they are fused.
 
     Raises:
-        CheckpointNotFoundError: there are no such folders.
+        CheckpointNotFoundError: the folder has no such files.
         CheckpointCorruptError: a file is missing or damaged, or the files belong to different checkpoints.
         CheckpointMismatchError: a tensor cannot be a part of the expected one, or the folders' names are ambiguous.
     """
@@ -92,7 +92,7 @@ def _without_copied_head(
     infos: Mapping[str, TensorInfo],
     expected: Mapping[str, Shape],
 ) -> ShardReader:
-    """Leaves out the copy of a tied embedding, which the last of several pipeline ranks has as its output layer."""
+    """Leaves out the output layer if it is only a copy of the tied embedding, on the last of several pipeline ranks."""
     if (
         MCORE_HEAD not in infos
         or MCORE_HEAD in expected
@@ -102,7 +102,7 @@ def _without_copied_head(
         return reader
     if not same_bytes(reader, MCORE_HEAD, MCORE_EMBEDDING):
         raise CheckpointMismatchError(
-            f"{reader.place}: config.json says that the embeddings are tied (tie_word_embeddings), but {MCORE_HEAD} "
+            f"{reader.place}: config.json declares tied embeddings (tie_word_embeddings), but {MCORE_HEAD} "
             f"differs from {MCORE_EMBEDDING}: set tie_word_embeddings to false in config.json"
         )
     return reader.without([MCORE_HEAD])
@@ -112,7 +112,7 @@ def _without_copied_head(
 
 
 def _read_all(folder: Path) -> dict[_Ranks, list[Chunk]]:
-    """Reads each rank's virtual chunks."""
+    """Reads each rank's chunks."""
     dirs = rank_dirs(folder)
     if not dirs:
         raise CheckpointNotFoundError(f"{folder}: has no model/mp_rank_*/model.pt: not a per-rank checkpoint of verl")
@@ -130,10 +130,10 @@ def _ranks(numbers: tuple[int, ...], is_pipeline: bool) -> _Ranks:
 
 
 def _second_is_pipeline(folder: Path, dirs: Mapping[str, tuple[int, ...]], read: Mapping[str, Sequence[Chunk]]) -> bool:
-    """True if the second number of `mp_rank_00_001` is a pipeline rank, False if it is an expert rank.
+    """Returns True if the second number of `mp_rank_00_001` is a pipeline rank, False if it is an expert rank.
 
-    megatron omits the pipeline rank, or the expert rank, from the name if its size is 1. Every expert-parallel rank
-    has the final norm, but only one pipeline rank has it.
+    megatron leaves the pipeline rank out of the name without pipeline parallelism, and the expert rank without expert
+    parallelism. Every expert-parallel rank has the final norm, but only one pipeline rank has it.
     """
     having = [name for name in dirs if any(_FINAL_NORM in chunk for chunk in read[name])]
     seconds, with_norm = {dirs[name][1] for name in dirs}, {dirs[name][1] for name in having}
@@ -142,15 +142,15 @@ def _second_is_pipeline(folder: Path, dirs: Mapping[str, tuple[int, ...]], read:
     if len(with_norm) == 1:
         return True
     raise CheckpointMismatchError(
-        f"{folder / 'model'}: it cannot be told whether the second number of {sorted(dirs)[-1]} is the pipeline or the "
-        f"expert rank: {_FINAL_NORM} is in {sorted(having)}, not in one or all of them. Rename the folders to "
-        "mp_rank_TT_PPP_EEE, with both numbers"
+        f"{folder / 'model'}: it is unclear whether the second number of {sorted(dirs)[-1]} is the pipeline or the "
+        f"expert rank, because {_FINAL_NORM} is in {sorted(having)}. Rename the folders to mp_rank_TT_PPP_EEE, with "
+        "both numbers"
     )
 
 
 def _chunks(folder: Path) -> list[Chunk]:
     file = model_file(folder)
-    assert file is not None, "rank_dirs has seen it"
+    assert file is not None, "rank_dirs returns only folders with a model file"
     saved = read_pt(file)
     return [
         _chunk(f"{file}: chunk {number}", chunk)
@@ -172,9 +172,9 @@ def _chunk(where: str, saved: Any) -> Chunk:
 
 
 def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
-    """Returns the tensor-parallel size, and refuses a checkpoint without the folder of some rank.
+    """Returns the tensor-parallel size. Raises CheckpointCorruptError if the folder of a rank is missing.
 
-    Not every pair of an expert-parallel and a tensor-parallel rank must exist.
+    Not every combination of an expert-parallel and a tensor-parallel rank has to exist.
     """
     tp, pp, ep = (max(numbers) + 1 for numbers in zip(*ranks, strict=True))
     dense = {(rank.tp, rank.pp) for rank in ranks}
@@ -196,7 +196,10 @@ def _check_ranks(folder: Path, ranks: Sequence[_Ranks]) -> int:
 
 
 def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> dict[str, dict[_Ranks, _Held]]:
-    """Groups the ranks' tensors by global name: all ranks of an expert; of others, one per tensor-parallel rank."""
+    """Groups the ranks' tensors by global name.
+
+    An expert's tensor is kept for every rank that has it. Any other tensor is kept once per tensor-parallel rank.
+    """
     found: dict[str, dict[_Ranks, _Held]] = {}
     for ranks, number, chunk, names in _named_chunks(folder, chunks):
         for local, tensor in chunk.items():
@@ -205,7 +208,7 @@ def _by_global_name(folder: Path, chunks: Mapping[_Ranks, Sequence[Chunk]]) -> d
             except KeyError as error:
                 raise CheckpointCorruptError(f"{tensor.path}: chunk {number}: {error.args[0]}") from None
             holders = found.setdefault(name, {})
-            # Two pipeline ranks have a tied embedding, or the embedding that multi-token prediction uses.
+            # Two pipeline ranks can have the same embedding, if it is tied or if multi-token prediction uses it.
             if expert_of(name) or all(other.tp != ranks.tp for other in holders):
                 holders[ranks] = _Held(tensor, _sections(local, chunk))
     return found
@@ -221,7 +224,7 @@ def _named_chunks(
             "of different checkpoints?"
         )
     first = 0
-    # Layer numbers go through all pipeline ranks before they reach the first rank's next virtual stage.
+    # Layers are numbered through the first virtual stage of all pipeline ranks, then through the second, and so on.
     for number in range(vpp.pop()):
         for stage in sorted({ranks.pp for ranks in chunks}):
             of_stage = {ranks: of_rank[number] for ranks, of_rank in chunks.items() if ranks.pp == stage}
@@ -255,7 +258,10 @@ def _experts(chunk: Chunk, ep: int) -> Iterator[ExpertNumbers]:
 
 
 def _sections(name: str, chunk: Chunk) -> tuple[int, ...]:
-    """The sections of a tensor: two for fused gate and up, which has twice as many rows as `linear_fc2` has columns."""
+    """Returns the sections of a tensor: two for fused gate and up.
+
+    The fused tensor has twice as many rows as `linear_fc2` has columns.
+    """
     match = _FC1.fullmatch(name)
     behind = None if match is None else chunk.get(f"{match[1]}linear_fc2.weight{match[2]}")
     if behind is None or len(behind.shape) != 2:
@@ -275,7 +281,7 @@ def _put_together(
                 f"{first.tensor.path} has {list(first.tensor.shape)} {first.tensor.dtype}: are they files of different "
                 "checkpoints?"
             )
-    # Experts may be cut into fewer parts than other tensors; as many ranks then have them.
+    # Experts can be cut into fewer parts than other tensors: into as many parts as there are ranks with the expert.
     size = len(held) if expert_of(name) else tp
     cut, shape = _cut(name, first, size, wanted)
     if cut.axis is None:
@@ -307,7 +313,7 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
     for cut, shape in possible:
         if has_vocabulary_rows(name) and shape[0] > wanted[0] and shape[1:] == wanted[1:]:
             return cut, shape
-    # verl named the files by tensor-parallel rank, so if experts were cut into more parts, one overwrote the others.
+    # verl named the files by tensor-parallel rank. Experts that were cut into more parts overwrote each other's files.
     lost = "; if experts were cut into more parts than other tensors, verl kept only one" if expert_of(name) else ""
     raise CheckpointMismatchError(
         f"{held.tensor.path}: tensor {name}: has {list(local)} on one of {size} ranks, which is no part of "
@@ -316,7 +322,7 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
 
 
 def _is_value_head(name: str, shape: Shape) -> bool:
-    """True for a value head, which has the output layer's name and is not cut; config.json need not mention it."""
+    """Returns True for a value head. It has the output layer's name, is not cut, and may be absent from config.json."""
     return name == MCORE_HEAD and shape[:1] == (1,)
 
 

@@ -36,24 +36,25 @@ def _place(local_path: str | Path) -> _Place:
     step = parse_step(path.parent.name)
     if step is not None and is_role(path.name):
         return _Place(path, path.parent.parent, path.name, step)
-    # SaveLoadMeta has no step number. CheckpointManager.save commits such a folder as safely, but no step lists it.
+    # SaveLoadMeta has no step number. CheckpointManager.save commits such a folder just as safely, but no listing of
+    # steps contains it.
     return _Place(path, path.parent, SINGLE_ROLE, 0)
 
 
 class Checkpointer:
-    """Saves and loads one engine. Every rank of the engine makes one and calls the same methods.
+    """Saves and loads one engine. Every rank of the engine makes a Checkpointer, and all ranks call the same methods.
 
-    A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. Any other folder is committed as safely and
-    replaces what was there.
+    A path `<root>/global_steps_{N}/<name>` is an engine's role in a step. Any other folder is committed just as safely,
+    and replaces an older folder at the same path.
 
     Args:
         model: the engine's list of virtual chunks.
-        optimizer, lr_scheduler: the engine's, or None.
+        optimizer, lr_scheduler: the engine's objects, or None.
         hf_config, processing_class: a transformers config and tokenizer or processor, or None.
-        config: options. Each call says itself what is saved or loaded.
+        config: options. `save_contents` and `load_contents` have no effect, because each call gives the contents.
 
-    Raises InvalidArgumentError: the config says which steps stay, which the RecoverHandler decides, or names a remote
-    store, where the steps would lack their recover_info.
+    Raises InvalidArgumentError: the config has `max_to_keep` or `keep_every`, although the RecoverHandler decides which
+    steps stay; or it has `roles`; or it names a remote store, where the steps would lack their recover_info.
 
     Example:
         >>> engine.checkpointer = Checkpointer(engine.model, engine.optimizer, engine.lr_scheduler)  # doctest: +SKIP
@@ -80,7 +81,7 @@ class Checkpointer:
         for field in ("max_to_keep", "keep_every", "remote", "roles"):
             if getattr(self._config, field) is not None:
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
-        # Kept from save to save, because it holds a plan and host memory as large as the state.
+        # The manager is kept between saves, because it holds a plan and as much host memory as the state needs.
         self._manager: CheckpointManager | None = None
         self._made_for: tuple[Path, str, tuple[str, ...]] | None = None
         self._export: HfExport | None = None
@@ -92,11 +93,11 @@ class Checkpointer:
         with_optimizer: bool = True,
         with_rng: bool = True,
     ) -> None:
-        """Saves into exactly this folder. With `async_save` the checkpoint is committed some time after the return.
+        """Saves into exactly this folder. With `async_save` the commit follows some time after this method returns.
 
         Raises:
-            CheckpointError: see `CheckpointManager.save`; a checkpoint that was there before stays.
-            ValueError: there is nothing to save.
+            CheckpointError: see `CheckpointManager.save`. An older checkpoint in this folder stays.
+            ValueError: there is nothing to save, because all three flags are False.
         """
         enable_loggers()
         place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
@@ -110,9 +111,9 @@ class Checkpointer:
         with_optimizer: bool = True,
         with_rng: bool = True,
     ) -> None:
-        """Loads exactly this folder, saved under any parallel layout; also a `torch_dist` folder that AReaL saved.
+        """Loads exactly this folder. The LR scheduler is loaded together with the optimizer.
 
-        The LR scheduler is loaded together with the optimizer.
+        The checkpoint may have been saved under another parallel layout. AReaL's own `torch_dist` folders load, too.
 
         Raises CheckpointError: see `CheckpointManager.load`.
         """
@@ -126,16 +127,16 @@ class Checkpointer:
             loader.close()
 
     def export(self, path: str | Path, processing_class: Any = None, wait: bool = True) -> None:
-        """Writes the model in HuggingFace's format into exactly this folder, which appears when it is complete.
+        """Writes the model in HuggingFace's format into exactly this folder, which appears once it is complete.
 
         Args:
-            path: the folder. An existing one is replaced.
-            processing_class: the tokenizer or processor to write beside the weights; the default is the engine's.
-            wait: True waits until the folder is there, False until the model may change again.
+            path: the folder. An existing folder is replaced.
+            processing_class: the tokenizer or processor to write beside the weights; the default is the engine's own.
+            wait: True waits until the folder is there. False waits only until the model may change again.
 
         Raises:
             UnsupportedError: there is no table for this architecture. Nothing has been done.
-            CheckpointError: this export, or the one before, failed.
+            CheckpointError: this export or the previous one failed.
         """
         enable_loggers()
         self._end_export()
@@ -153,14 +154,14 @@ class Checkpointer:
     def wait_async_saves(self) -> None:
         """Waits until no save and no export is under way. Every rank calls it.
 
-        Raises CheckpointError: one of them failed, and no earlier call raised that.
+        Raises CheckpointError: a save or an export failed, and no earlier call has raised its error.
         """
         self._end_export()
         if self._manager is not None:
             self._manager.wait()
 
     def close(self) -> None:
-        """Ends what is under way and frees the host memory that saves use. It may be called again.
+        """Waits for saves and exports under way, and frees their host memory. It may be called more than once.
 
         Raises CheckpointError: see `wait_async_saves`.
         """

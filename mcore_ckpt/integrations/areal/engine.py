@@ -20,22 +20,23 @@ from mcore_ckpt.integrations.areal.checkpointer import Checkpointer
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec, SaveLoadMeta
 
-# Each class below has AReaL's engine as its second base. A common base here would break `super()`.
+# For type checkers only. At run time a base of AReaL's here would break `super()`, because each engine class below has
+# one of AReaL's engines as its second base.
 _Engine: Any = areal.MegatronEngine if TYPE_CHECKING else object
 
 logger = logging.getLogger(__name__)
 
-# A value of `SaveLoadMeta.weight_format`, the only field in which our Saver can send its wish to workers in other
-# processes.
+# A value of `SaveLoadMeta.weight_format`. Only through this field can our Saver request an async export from workers in
+# other processes.
 HF_ASYNC = "hf_async"
 
 
 class CheckpointedEngine(_Engine):
-    """Gives one of AReaL's Megatron engines our checkpointer. It comes first in the list of bases.
+    """A mixin that gives one of AReaL's Megatron engines our checkpointer. It must be the first base.
 
     Attributes:
-        checkpoint_config: options that a subclass may set. `async_save` comes from AReaL
-            (`actor.megatron.async_save`).
+        checkpoint_config: options that a subclass may set. AReaL's own option (`actor.megatron.async_save`) overrides
+            `async_save`.
     """
 
     checkpoint_config: ClassVar[CheckpointConfig] = CheckpointConfig()
@@ -43,7 +44,7 @@ class CheckpointedEngine(_Engine):
 
     def _create_optimizer(self, ft_spec: FinetuneSpec) -> None:
         super()._create_optimizer(ft_spec)
-        # AReaL makes no checkpointer for an engine without an optimizer (ref), nor for adapters; neither do we.
+        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model) or with adapters.
         if self.checkpointer is not None:
             config = dataclasses.replace(self.checkpoint_config, async_save=self.mcore_config.async_save)
             self.checkpointer = Checkpointer(
@@ -56,13 +57,13 @@ class CheckpointedEngine(_Engine):
             )
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Saves as AReaL's engine does. The weight format "hf_async" returns as soon as the model may change."""
+        """Saves like AReaL's engine. With the weight format "hf_async" it returns as soon as the model may change."""
         wait = meta.weight_format != HF_ASYNC
         if wait and meta.weight_format != "hf":
             super().save(meta)
             return
         stock = dataclasses.replace(meta, weight_format="hf")
-        # AReaL writes adapters with Megatron-Bridge.
+        # AReaL's engine handles these cases. It writes adapters with Megatron-Bridge.
         if meta.with_optim or self.config.use_lora or not isinstance(self.checkpointer, Checkpointer):
             super().save(stock)
             return
@@ -70,11 +71,11 @@ class CheckpointedEngine(_Engine):
             with self._offload_aware_context():
                 self.checkpointer.export(meta.path, meta.processor or meta.tokenizer, wait=wait)
         except UnsupportedError as error:
-            logger.warning("exporting as AReaL does, into a folder that appears before it is complete: %s", error)
+            logger.warning("AReaL's own engine exports, into a folder that appears before it is complete: %s", error)
             super().save(stock)
 
     def wait_async_saves(self) -> None:
-        """Waits until no save and no export is under way. Raises CheckpointError: one of them failed."""
+        """Waits until no save and no export is under way. Raises CheckpointError if one of them failed."""
         if self.checkpointer is not None:
             self.checkpointer.wait_async_saves()
 
@@ -100,6 +101,6 @@ class MegatronDPOEngine(CheckpointedEngine, areal.MegatronDPOEngine):
 
 
 def is_checkpointed(engine: Any) -> bool:
-    """True for an engine of these classes, and for a controller of such engines in other processes."""
+    """True for a CheckpointedEngine, and for a controller of such engines in other processes."""
     engine_class = getattr(engine, "train_engine", type(engine))
     return isinstance(engine_class, type) and issubclass(engine_class, CheckpointedEngine)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Evaluator(areal.Evaluator):
-    """Evaluates when it is due, with AReaL's configuration and calls. Every rank makes one and waits for the others."""
+    """An Evaluator with AReaL's configuration and calls. Every rank makes one. The constructor waits for all ranks."""
 
     def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
         self.config = config
-        self.ft_sepc = ft_spec  # sic
+        self.ft_sepc = ft_spec  # sic: AReaL's name
         self._schedule = Schedule(frequency_of(config))
         self._agree = agree_with(rendezvous("areal/evaluator", timeout_s))
-        # With `eval_before_train` the first call evaluates, but not after a restart.
+        # With `eval_before_train` the first call of `evaluate` evaluates, except in a run that was resumed.
         self._is_first = config.eval_before_train
 
     def state_dict(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class Evaluator(areal.Evaluator):
         return self._schedule.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues with these counters, at the frequency that the config has now.
+        """Continues counting from these counters. The frequency is the one that the config has now.
 
         Raises ValueError if the counters are invalid.
         """

@@ -1,4 +1,4 @@
-"""Exports a HuggingFace folder under exactly the name in AReaL's documents; it appears when it is complete."""
+"""Exports a HuggingFace folder, which appears once it is complete, under exactly the name that AReaL documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mcore_ckpt.steps import remove_leftovers_beside
 
 logger = logging.getLogger(__name__)
 
-# Hidden folders of an export: saved but not moved yet, still being saved, and an older one that was moved aside.
+# Hidden folders of an export. `export` is saved, but not yet moved. `replaced` is an older export that was moved aside.
+# `export.staging-...` is still being saved.
 _HIDDEN = re.compile(
     r"\.{1,2}(?P<name>epoch\d+epochstep\d+globalstep\d+)\.(?P<what>export|replaced|export\.staging-.*)"
 )
@@ -26,16 +27,16 @@ _looked_at: set[Path] = set()
 
 
 class HfExport:
-    """One export, which begins when this object is made. Every rank makes one and calls `end`.
+    """One export, which begins when this object is made. Every rank makes such an object and calls `end`.
 
-    The model is saved beside its place, as a checkpoint that holds only `hf_model`. Then rank 0 moves the folder with
-    the weights into place.
+    The model is first saved beside its final place, as a checkpoint that holds only `hf_model`. Then rank 0 moves the
+    folder with the weights into place.
 
     Args:
-        manager: a manager whose `save_contents` is only `hf_model`. `end` closes it.
+        manager: a manager whose `save_contents` has only `hf_model`. `end` closes it.
         path: the folder to write.
 
-    Raises CheckpointError: nothing has been written.
+    Raises CheckpointError: the save failed. Nothing has been exported.
     """
 
     def __init__(self, manager: CheckpointManager, path: Path) -> None:
@@ -58,7 +59,7 @@ class HfExport:
             self._mover.start()
 
     def end(self) -> None:
-        """Returns when the folder is in place. Raises CheckpointError on all ranks if the export failed."""
+        """Waits until the folder is in place. Raises CheckpointError on all ranks if the export failed."""
         try:
             if self._mover is not None:
                 self._mover.join()
@@ -82,7 +83,7 @@ class HfExport:
 
 
 def _finish_earlier(root: Path) -> None:
-    """Finishes or removes what dead processes left of exports below a folder. Does so once in a process."""
+    """Finishes or removes exports that dead processes left below a folder. A process does so once for each folder."""
     if root in _looked_at:
         return
     _looked_at.add(root)
@@ -92,7 +93,7 @@ def _finish_earlier(root: Path) -> None:
             continue
         try:
             _finish(entry, hidden["what"], root / hidden["name"])
-        except OSError as error:  # an error here would leave the other ranks waiting in the export
+        except OSError as error:  # if rank 0 raised it, the other ranks would wait in the export
             logger.warning("%s is left as it is: %s", entry, error)
 
 
@@ -104,13 +105,13 @@ def _finish(entry: Path, what: str, path: Path) -> None:
         os.rename(entry, path)
         return
     if what == "export" and (entry / HUGGINGFACE_DIR).is_dir():
-        logger.warning("%s: the export was interrupted when it was complete, and is put in place now", path)
+        logger.warning("%s: the export was interrupted after it was complete, and is put in place now", path)
         _put(entry / HUGGINGFACE_DIR, path)
     shutil.rmtree(entry, ignore_errors=True)
 
 
 def _put(folder: Path, path: Path) -> None:
-    """Moves a folder into place. All files of an older one go, or weights of two models would lie in one folder."""
+    """Moves a folder into place. An older folder is removed as a whole, so that weights of two models never mix."""
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

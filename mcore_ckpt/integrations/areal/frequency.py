@@ -1,4 +1,4 @@
-"""Translates AReaL's frequencies (1.0.4, `_Timer` and EpochStepTimeFreqCtl) for this package's schedules."""
+"""Translates AReaL's frequencies (1.0.4, `_Timer` and EpochStepTimeFreqCtl) into those of this package's schedules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def ends_epoch(ft_spec: FinetuneSpec, epoch_step: int) -> int:
 
 
 def agree_with(agreement: Agreement) -> Agree:
-    """Returns the function with which the ranks that run the trainer agree that something is due.
+    """Returns the function with which the processes that run the trainer agree whether something is due.
 
-    In AReaL's single controller that is one process, otherwise all ranks.
+    With AReaL's single controller there is only one such process. Otherwise all ranks run the trainer.
     """
     return partial(agree, agreement)

@@ -9,8 +9,8 @@ import sys
 def enable_loggers() -> None:
     """Enables the loggers of this package again.
 
-    AReaL (1.0.4, `areal.utils.logging.getLogger`) disables all existing loggers whenever it makes one. Without this
-    call nobody would read that a checkpoint was skipped or that none was found.
+    AReaL (1.0.4, `areal.utils.logging.getLogger`) disables all existing loggers whenever it makes a new one. Without
+    this call nobody would see the warnings that a checkpoint was skipped or that none was found.
     """
     for name, module in list(sys.modules.items()):
         logger = getattr(module, "logger", None) if name.startswith("mcore_ckpt.") else None

@@ -35,15 +35,16 @@ _OFF = ("off", "disabled")
 
 
 class RecoverHandler(areal.RecoverHandler):
-    """Saves the weights of all engines and recover_info as one step: all of it counts, or none.
+    """Saves the weights of all engines and recover_info as one step. Loads only steps that have all of it.
 
-    Has the configuration and calls of AReaL's.
+    The configuration and the calls are those of AReaL's RecoverHandler.
 
     Args:
-        config: AReaL's. Its present frequencies apply, whatever a step was saved with.
-        ft_spec: AReaL's.
-        keep: how many complete steps stay on disk. With more than one, `load` skips a damaged step for an older one.
-        others: engines to load that `load` is not given: PPOTrainer saves its critic, but loads only its actor.
+        config: AReaL's configuration. After a restart its present frequencies apply, not those of the saved step.
+        ft_spec: AReaL's FinetuneSpec.
+        keep: how many complete steps stay on disk. If there is more than one, `load` can skip a damaged step.
+        others: further engines for `load` to load. AReaL's PPOTrainer saves its critic, but passes only its actor to
+            `load`.
         timeout_s: how long any wait for another rank may take, in seconds.
 
     Raises ValueError: a frequency is not above 0.
@@ -79,11 +80,13 @@ class RecoverHandler(areal.RecoverHandler):
         processor: Any = None,
         base_model_path: str | None = None,
     ) -> None:
-        """Saves a step if that is due. It counts when the last engine has committed, perhaps beside the training.
+        """Saves a step if a save is due. The step is complete once the last engine has committed.
+
+        With async saves that happens in the background.
 
         Raises:
             UnsupportedError: an engine is not ours. Nothing has been saved.
-            CheckpointError: an engine failed, or see `RecoverySteps.open`. The step before stays.
+            CheckpointError: an engine could not save, or `RecoverySteps.open` failed. The previous step stays.
         """
         enable_loggers()
         if self.config.mode in _OFF:
@@ -139,13 +142,13 @@ class RecoverHandler(areal.RecoverHandler):
         """Loads the newest complete step.
 
         Returns:
-            AReaL's RecoverInfo of the step. None means to start from the beginning: recovery is off, or no step was
-            ever completed here (`RecoverySteps.find`).
+            AReaL's RecoverInfo of the step. None if training starts from the beginning, because recovery is off or no
+            step was ever completed here (`RecoverySteps.find`).
 
         Raises:
             CheckpointNotFoundError: there are steps, but none is complete. The message lists them. Nothing has changed.
             CheckpointCorruptError: no step can be loaded. The message gives the reason for each.
-            CheckpointMismatchError: the step is intact, but of another model.
+            CheckpointMismatchError: the step is intact, but belongs to another model.
         """
         enable_loggers()
         if self.config.mode in _OFF:
@@ -153,7 +156,7 @@ class RecoverHandler(areal.RecoverHandler):
             return None
         self._ensure_recover_supported(engine)
         if inference_engine is not None and weight_update_meta is None:
-            raise ValueError("weight_update_meta is missing: the inference engine would go on with its old weights")
+            raise ValueError("weight_update_meta is missing: without it the inference engine keeps its old weights")
         engines = {**self._others, **self._normalize_recover_engines(engine)}
         progress = self._load_newest(engines)
         if progress is None:
@@ -182,7 +185,7 @@ class RecoverHandler(areal.RecoverHandler):
             return self._load_stock(engines)
         reasons: list[str] = []
         for step in steps:
-            # Otherwise another process's retention could delete the step between two engines.
+            # Without this lock, retention of another process could delete the step between the loads of two engines.
             with reading(step.role_dir(name) for name in (*engines, INFO_ROLE)):
                 try:
                     progress = self._read(partial(recover_info.read, step.role_dir(INFO_ROLE)))
@@ -214,7 +217,7 @@ class RecoverHandler(areal.RecoverHandler):
             raise
         except Exception as error:  # an error of an engine in another process arrives as text
             raise CheckpointError(
-                f"{step.role_dir(name)}: the engine could not load it: {error}. To continue from an older "
+                f"{step.role_dir(name)}: the engine could not load this checkpoint: {error}. To continue from an older "
                 f"step, if {step.path.parent} has one, move {step.path.name} away"
             ) from error
 
@@ -262,13 +265,15 @@ class RecoverHandler(areal.RecoverHandler):
     def _warn_of_what_is_there(self) -> None:
         steps = [status.step for status in complete_steps(self._root)]
         if steps:
-            logger.warning("%s has step %d, but recover.mode is off: training starts anew", self._root, steps[-1])
+            logger.warning(
+                "%s has step %d, but recover.mode is off, so training starts from the beginning", self._root, steps[-1]
+            )
 
 
 def _refuse_others(engines: Mapping[str, Any]) -> None:
     others = [f"{name} ({type(engine).__name__})" for name, engine in engines.items() if not is_checkpointed(engine)]
     if others:
         raise UnsupportedError(
-            f"{', '.join(others)}: not an engine of mcore_ckpt.integrations.areal, so what it saves could not be "
-            "recovered from: use one, or AReaL's own RecoverHandler"
+            f"{', '.join(others)}: not an engine of mcore_ckpt.integrations.areal, so training could not recover from "
+            "what it saves: use an engine of that module, or AReaL's own RecoverHandler"
         )

@@ -1,7 +1,7 @@
 """Saves and reads `recover_info`, the state of AReaL's trainer that is not in its engines, as one role of each step.
 
-The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them, except for the data position: a `.pt` file
-of plain values takes the place of AReaL's pickle.
+The files have the names that AReaL (1.0.4, `RecoverInfo.dump`) gives them. Only the data position is different: a `.pt`
+file of plain values replaces AReaL's pickle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_ckpt.steps import RoleReader, RoleWriter, commit_role
 
 INFO_ROLE = "recover_info"
 STEP_FILE = "step_info.json"
-# No JSON file or pickle of AReaL's that is larger is read into memory (bytes).
+# The size in bytes of the largest JSON file or pickle of AReaL's that is read into memory.
 JSON_BYTES = 256 << 20
 JSON_FILES = {
     "step": STEP_FILE,
@@ -35,7 +35,7 @@ STEP_FIELDS = ("epoch", "epoch_step", "global_step", "steps_per_epoch")
 
 @dataclass(frozen=True)
 class Progress:
-    """One rank's progress of a training.
+    """The progress of a training, as one rank stores it.
 
     Attributes:
         step: the fields of AReaL's StepInfo.
@@ -53,19 +53,20 @@ class Progress:
 
 
 def dataloader_file(rank: int, world: int) -> str:
-    """Returns the file of one rank's data loader. Each rank has one, because their positions may differ."""
+    """Returns the file name of one rank's data loader state. Each rank has a file, because the positions can differ."""
     return "dataloader_info.pt" if world == 1 else f"dataloader_info_{rank:05d}.pt"
 
 
 def encode(progress: Progress, rank: int) -> dict[str, bytes]:
-    """Returns the JSON files by name. Raises UnsupportedError for values that JSON does not have."""
+    """Returns the contents of the JSON files, by file name. Raises UnsupportedError for values that JSON lacks."""
     encoded = {}
     for field, name in JSON_FILES.items():
         try:
             encoded[name] = json.dumps(getattr(progress, field), indent=4).encode()
         except (TypeError, ValueError) as error:
             raise UnsupportedError(
-                f"rank {rank}: the {field} state cannot go to {name}: {error}. Use numbers, strings, lists and dicts"
+                f"rank {rank}: the {field} state cannot be stored in {name}: {error}. Use numbers, strings, lists and "
+                "dicts"
             ) from error
     return encoded
 
@@ -78,20 +79,20 @@ def write(
     read_progress: Callable[[], Progress],
     before: Callable[[], object],
 ) -> None:
-    """Commits `recover_info` of a step. Every rank calls it. The step counts once the engines have saved, too.
+    """Commits `recover_info` of a step. Every rank calls it. The step is complete once its engines are committed, too.
 
     Args:
-        agreement: this rank's membership.
-        role_dir: `recover_info` in the step's folder.
+        agreement: connects this rank with the other ranks that write `recover_info`.
+        role_dir: the folder `recover_info` in the step's folder.
         step: the step's number.
         roles: the engines that the step consists of.
-        read_progress: returns this rank's progress. Rank 0's JSON states are kept. If it raises on one rank, all ranks
-            raise.
+        read_progress: returns this rank's progress. Of the JSON states, those of rank 0 are stored. If the function
+            raises on one rank, all ranks raise.
         before: runs on rank 0 before anything is written.
 
     Raises:
         UnsupportedError: a state holds more than plain values.
-        CheckpointError: the same type on all ranks.
+        CheckpointError: the commit failed. All ranks raise the same type.
     """
 
     def write_files(files: RoleWriter) -> None:
@@ -109,12 +110,12 @@ def read(folder: Path, rank: int) -> Progress:
     """Reads what `write` committed, and checks every file's size and CRC.
 
     Args:
-        folder: `recover_info` of a step.
-        rank: the rank whose data loader state is wanted. If fewer ranks saved, their states are dealt out in turn.
+        folder: the folder `recover_info` of a step.
+        rank: the rank whose data loader state to read. If fewer ranks saved, the state of rank `rank % saved ranks`.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CheckpointCorruptError: a file is missing, damaged, or not what its name says.
+        CheckpointNotFoundError: nothing is committed there.
+        CheckpointCorruptError: a file is missing, damaged, or has other contents than its name says.
     """
     role = RoleReader(folder)
     values = {field: parse_json(role.read(name, JSON_BYTES), folder / name) for field, name in JSON_FILES.items()}
@@ -125,7 +126,7 @@ def read(folder: Path, rank: int) -> Progress:
     check_step(values["step"], folder / STEP_FILE)
     if values["step"]["global_step"] != role.manifest.step:
         raise CheckpointCorruptError(
-            f"{folder / STEP_FILE}: is of another step than the manifest's, {role.manifest.step}"
+            f"{folder / STEP_FILE}: is of another step than the manifest, which is of step {role.manifest.step}"
         )
     return Progress(**values, dataloader=state["dataloader"])
 
@@ -135,5 +136,5 @@ def check_step(value: Mapping[str, Any], path: Path) -> None:
     counts = [value.get(name) for name in STEP_FIELDS]
     if set(value) != set(STEP_FIELDS) or not all(type(count) is int and count >= 0 for count in counts):
         raise CheckpointCorruptError(
-            f"{path}: has {reprlib.repr(dict(value))}, not {', '.join(STEP_FIELDS)}, each of them 0 or more"
+            f"{path}: has {reprlib.repr(dict(value))}, but must have {', '.join(STEP_FIELDS)}, each of them 0 or more"
         )

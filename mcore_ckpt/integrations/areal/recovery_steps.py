@@ -1,14 +1,14 @@
-"""Keeps the steps that a training recovers from: the weights of all engines and `recover_info`, together in each step.
+"""Saves, finds and deletes recovery steps. Each has the weights of all engines and `recover_info`.
 
     <root>/                                     AReaL's recover_info folder
     ├── latest_checkpointed_iteration.txt       the tracker, for people
-    ├── step_info.json                          for people: AReaL's documents tell them to look there
+    ├── step_info.json                          for people, because AReaL's documents name it
     └── global_steps_{N}/
         ├── recover_info/                       written first; its manifest lists the engines
         └── default/  critic/  ...              one folder for each engine
 
-A step counts when all its roles are committed, in whatever order and by whatever process. So new weights are never
-paired with an old data position, and nobody needs to wait for a save that runs beside the training.
+A step is complete once all its roles are committed, in any order and by any process. So new weights are never paired
+with an old data position, and nothing has to wait for a save that runs in the background.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RecoveryStep:
-    """A step from which all engines that were asked for can be loaded.
+    """A step that the training saves, or that it can recover from.
 
     Attributes:
         step: the step's number.
@@ -63,7 +63,8 @@ class RecoveryStep:
 class RecoverySteps:
     """Saves, finds and deletes the steps below one root that a training can recover from.
 
-    Every rank that runs the trainer makes one, which waits for the others, and calls its methods.
+    Every rank that runs the trainer makes such an object, and calls its methods. The constructor waits for the other
+    ranks.
 
     Args:
         root: the folder of the steps.
@@ -71,9 +72,9 @@ class RecoverySteps:
         timeout_s: how long any wait for another rank may take, in seconds.
 
     Attributes:
-        agreement: this rank's membership.
+        agreement: connects this rank with the other ranks that run the trainer.
         current: the step that this training last saved or recovered from; None at the beginning. The caller sets it
-            once the step's engines have all been loaded, or have all saved.
+            once all of the step's engines have been loaded, or all have been saved.
     """
 
     def __init__(self, root: Path, keep: int, timeout_s: float) -> None:
@@ -88,8 +89,8 @@ class RecoverySteps:
     def find(self, roles: Sequence[str]) -> list[RecoveryStep]:
         """Returns the complete steps that have these engines, the newest first; none if no save was ever completed.
 
-        Raises CheckpointNotFoundError: there are steps, or were, but none is complete with these engines. The message
-        lists what is there.
+        Raises CheckpointNotFoundError: there are or were steps, but none is complete with these engines. The message
+        lists the steps.
         """
         wanted = [*roles, INFO_ROLE]
 
@@ -101,24 +102,25 @@ class RecoverySteps:
         return [RecoveryStep(step, Path(path)) for step, path in found["steps"]]
 
     def open(self, step: int, read_progress: Callable[[], Progress], roles: Sequence[str]) -> RecoveryStep:
-        """Commits recover_info of a step. The step counts once these engines have saved into it.
+        """Commits recover_info of a step. The step is complete once these engines are committed to it, too.
 
         Args:
             step: the step's number.
             read_progress: returns this rank's part of recover_info.
-            roles: the engines.
+            roles: the names of the engines.
 
         Raises:
-            CheckpointError: the root has steps of an earlier run that this training has not recovered from, so the two
-                would mix. Nothing has been changed.
-            CommitError, UnsupportedError: recover_info could not be saved. The steps before count as before.
+            CheckpointError: the root has steps of an earlier run that this training has not recovered from, so the
+                steps of two runs would mix. Or the step is older than the current one. In both cases nothing has been
+                changed. Or the step is pinned.
+            CommitError, UnsupportedError: recover_info could not be saved. Earlier steps stay complete.
         """
         folder = step_dir(self._root, step)
         write(self.agreement, folder / INFO_ROLE, step, roles, read_progress, before=partial(self._prepare, step))
         return RecoveryStep(step, folder)
 
     def delete_old(self) -> None:
-        """Deletes older steps if the current one is complete. Logs an OSError, for which no save should fail."""
+        """Deletes older steps if the current one is complete. Only logs an OSError, because it must not fail a save."""
         if self.agreement.is_coordinator and self.current is not None:
             try:
                 self._delete_old(self.current)
@@ -137,7 +139,7 @@ class RecoverySteps:
         if self.current is not None and step < self.current:
             raise CheckpointError(
                 f"{self._root}: this training continued from step {self.current}, and is about to save step {step}. A "
-                "restart would then take the newer step, of a course that this training left. Save to another folder, "
+                "restart would then load the newer step, which is not part of this training. Save to another folder, "
                 "or move the newer step away"
             )
         if not self._has_saved:
@@ -148,7 +150,7 @@ class RecoverySteps:
                 raise CheckpointError(
                     f"{path}: is pinned, and training is about to save this step again: unpin it, or move it away"
                 )
-            logger.warning("%s: removing what an earlier run has left of step %d", path, step)
+            logger.warning("%s: removing what an earlier run left of step %d", path, step)
             discard_step(path)
 
     def _delete_old(self, step: int) -> None:
@@ -157,13 +159,15 @@ class RecoverySteps:
             return  # it is still being saved
         for status in complete:
             if status.step > step and not status.pinned:
-                logger.warning("%s: deleting it: training went on from an older step, to %d", status.path, step)
+                logger.warning(
+                    "%s: deleting it, because training continued from an older step, to step %d", status.path, step
+                )
                 delete_step(status)
         delete_old_steps(self._root, self._policy, step)
         self._copy_step_file(step)
 
     def _copy_step_file(self, step: int) -> None:
-        """Puts the step's step_info.json beside the tracker, where AReaL's documents tell people to look."""
+        """Copies the step's step_info.json to the place beside the tracker that AReaL's documents name."""
         if set(stock_files.found(self._root)) - {STEP_FILE}:
             stock_files.move_aside(self._root)
         source = step_dir(self._root, step) / INFO_ROLE / STEP_FILE
@@ -178,11 +182,11 @@ def engines_of(step: RecoveryStep) -> list[str]:
 
 
 def nothing_loaded(steps: Sequence[RecoveryStep], reasons: Sequence[str]) -> CheckpointCorruptError:
-    """Returns the error that none of the steps could be loaded."""
+    """Returns the error to raise if none of the steps could be loaded."""
     listed = "".join(f"\n  tried: {reason}" for reason in reasons)
     return CheckpointCorruptError(
-        f"{steps[0].path.parent}: no step can be loaded, and the engines may now hold parts of several steps: training "
-        f"must not go on from here. To start from the beginning, move the folder away{listed}"
+        f"{steps[0].path.parent}: no step can be loaded, and the engines may now hold parts of several steps, so "
+        f"training must not continue. To start from the beginning, move the folder away{listed}"
     )
 
 
@@ -191,7 +195,7 @@ def _resumable(root: Path, roles: Sequence[str]) -> list[StepStatus]:
         return resumable_steps(root, roles)
     except CheckpointNotFoundError:
         statuses = list_steps(root)
-        # The first complete step writes the tracker. Without one, no save was ever completed.
+        # The first complete step writes the tracker. Without a tracker, no save was ever completed.
         if os.path.lexists(root / TRACKER_FILE) or any(s.is_complete or s.problems for s in statuses):
             raise
         reasons = "".join(f"\n  {status.reason}" for status in statuses)

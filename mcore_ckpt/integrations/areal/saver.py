@@ -24,17 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 def export_name(epoch: int, step: int, global_step: int) -> str:
-    """Returns the folder name of one export. AReaL's `Saver.get_model_save_path` would make it at once, empty."""
+    """Returns the folder name of one export. AReaL's `Saver.get_model_save_path` would also make the empty folder."""
     return f"epoch{epoch}epochstep{step}globalstep{global_step}"
 
 
 class Saver(areal.Saver):
-    """Exports a model when it is due. Has the configuration, paths and calls of AReaL's.
+    """Exports models when they are due, with the configuration, paths and calls of AReaL's Saver.
 
-    Every rank makes one and waits for the others. Each role has its own schedule. A folder appears when it is complete.
+    Every rank makes a Saver. The constructor waits for the other ranks. Each role has its own schedule. A folder
+    appears once it is complete.
 
-    `mode` "sync" returns when the folder is there. "async" lets training go on once the weights are copied; with
-    engines that are not ours it warns and exports synchronously, as AReaL's does. "auto" does the same without warning.
+    With `mode` "sync", `save` returns when the folder is there. With "async" and "auto" it returns once the weights are
+    copied, but exports engines that are not ours synchronously, like AReaL's Saver. "async" then logs a warning.
     """
 
     def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
@@ -50,7 +51,7 @@ class Saver(areal.Saver):
         return self._schedules.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues with these counters, at the frequency that the config has now.
+        """Continues counting from these counters. The frequency is the one that the config has now.
 
         Raises ValueError if the counters are invalid.
         """
@@ -58,7 +59,7 @@ class Saver(areal.Saver):
 
     @property
     def is_async(self) -> bool:
-        """True if an export may be under way. Trainers then do not wait for the other ranks after `save`."""
+        """True if an export can be under way. AReaL's trainers then do not wait for the other ranks after `save`."""
         return bool(self._exporting)
 
     def save(
@@ -74,7 +75,7 @@ class Saver(areal.Saver):
     ) -> None:
         """Exports the engine's model if an export is due.
 
-        Raises CheckpointError: this export failed, or an earlier one that ran beside the training.
+        Raises CheckpointError: this export failed, or an earlier export failed in the background.
         """
         enable_loggers()
         if is_checkpointed(engine):
@@ -97,14 +98,16 @@ class Saver(areal.Saver):
             self._exporting[name] = engine
 
     def maybe_wait_for_staging(self) -> None:
-        """Does nothing: the weights have been copied when `save` returns."""
+        """Does nothing, because the weights have already been copied when `save` returns."""
 
     def finalize(self) -> None:
-        """Waits for exports and for saves of the RecoverHandler. AReaL's controllers only log what fails at their end.
+        """Waits for exports and for the RecoverHandler's saves.
+
+        Without this call AReaL's controllers, when they end, would only log the failure of an export or save.
 
         Raises:
             CheckpointError: an export or a save failed.
-            Exception: what AReaL raises for a failure of an engine in another process.
+            Exception: what AReaL raises if an engine in another process fails.
         """
         engines, self._engines, self._exporting = self._engines, {}, {}
         for engine in engines.values():

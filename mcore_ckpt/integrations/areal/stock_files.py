@@ -1,4 +1,4 @@
-"""Reads the recovery files that AReaL itself (1.0.4) wrote, to move a run here. The files stay for the way back."""
+"""Reads AReaL's own recovery files (1.0.4), to move a run to this package. The files stay, so a run can move back."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MOVED_TO = "of_areal"
 
 
 def found(folder: Path) -> list[str]:
-    """Returns which of AReaL's own files a recover_info folder has. STEP_FILE may be ours."""
+    """Returns the names of AReaL's own files in a recover_info folder. A STEP_FILE can be ours, too."""
     return [name for name in (*JSON_FILES.values(), DATALOADER_FILE) if os.path.lexists(folder / name)]
 
 
 def read_stock(folder: Path, rank: int) -> Progress:
-    """Reads the recover_info that AReaL wrote, without running anything in its pickle.
+    """Reads the recover_info that AReaL wrote. Never executes code from its pickle.
 
     Args:
         folder: AReaL's recover_info folder.
-        rank: the rank whose data loader state is wanted, if each rank had its own.
+        rank: the rank whose data loader state to read, if each rank has one of its own.
 
     Raises CheckpointCorruptError: a file is missing, damaged, or holds more than plain values.
     """
@@ -38,13 +38,13 @@ def read_stock(folder: Path, rank: int) -> Progress:
         dataloader = dataloader[rank % len(dataloader)]
     for timer in ("checkpoint", "evaluator"):
         values[timer] = _schedule(values[timer])
-    # AReaL has one counter for all roles, so it fits no role's schedule.
+    # AReaL has one counter for all roles. It does not fit the schedule of any single role.
     values["saver"] = {}
     return Progress(**values, dataloader=dataloader)
 
 
 def move_aside(folder: Path) -> None:
-    """Moves AReaL's own files aside, or AReaL would pair a new step_info.json with its old pickle. Raises OSError."""
+    """Moves AReaL's files aside, so that AReaL never pairs our step_info.json with its old pickle. Raises OSError."""
     target = folder / _MOVED_TO
     make_folder(target)
     for name in found(folder):
@@ -54,7 +54,7 @@ def move_aside(folder: Path) -> None:
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates `EpochStepTimeFreqCtl.state_dict` for a Schedule. It does not say how many seconds have passed."""
+    """Translates `EpochStepTimeFreqCtl.state_dict` for a Schedule. AReaL stores no seconds, so they start at 0."""
     return {"epochs": _counted(state.get("epoch")), "steps": _counted(state.get("step")), "secs": 0.0}
 
 
@@ -77,6 +77,6 @@ def _unpickled(path: Path) -> Any:
         return Unpickler(_read(path)).load()
     except PickleError as error:
         raise CheckpointCorruptError(
-            f"{path}: holds more than plain values, or is damaged: {error}. Nothing was run. If you trust it, write it "
-            "again with pickle from dicts, lists and numbers alone"
+            f"{path}: holds more than plain values, or is damaged: {error}. Nothing was run. If you trust the file, "
+            "pickle its contents again as plain dicts, lists and numbers"
         ) from None

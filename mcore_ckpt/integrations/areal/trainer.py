@@ -5,8 +5,8 @@
     class Trainer(CheckpointedTrainer, PPOTrainer):
         pass
 
-A trainer makes these objects in `__init__` and recovers from a failure there. So each one is replaced at the moment
-when the trainer assigns it.
+A trainer makes these objects in `__init__`, and already recovers there. So each object must be replaced as soon as the
+trainer assigns it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Replaced(Generic[T]):
-    """An attribute that holds our object as soon as AReaL assigns its own."""
+    """A descriptor. When AReaL assigns its own object to the attribute, the attribute gets ours instead."""
 
     def __init__(self, make: Callable[[Any, Any], T]) -> None:
         self._make = make
@@ -46,7 +46,7 @@ class _Replaced(Generic[T]):
 
 
 def _handler(trainer: Any, stock: Any) -> Any:
-    """Returns our handler if all trained engines are ours. Other engines write no manifest, so no step would count."""
+    """Returns our handler if all trained engines are ours. Others write no manifest, so no step would be complete."""
     engines = {name: getattr(trainer, name, None) for name in ("actor", "critic")}
     engines = {name: engine for name, engine in engines.items() if engine is not None}
     others = [name for name, engine in engines.items() if not ours.is_checkpointed(engine)]
@@ -54,17 +54,18 @@ def _handler(trainer: Any, stock: Any) -> Any:
         return stock
     if others:
         raise UnsupportedError(
-            f"{', '.join(others)} is not of the megatron backend, but another engine of this trainer is: recovery "
-            "needs them alike; give both a megatron backend, or use AReaL's own trainer"
+            f"{', '.join(others)} is not of the megatron backend, but another engine of this trainer is. Recovery "
+            "needs the same backend for all of them: give all of them the megatron backend, or use AReaL's own trainer"
         )
     critic = {"critic": engines["critic"]} if "critic" in engines else {}
     return RecoverHandler(stock.config, stock.ft_spec, keep=trainer.steps_to_keep, others=critic)
 
 
 class CheckpointedTrainer:
-    """Replaces the objects of one of AReaL's trainers. It comes first in the list of bases.
+    """A mixin that replaces these objects of one of AReaL's trainers. It must be the first base.
 
-    Engines of other backends than megatron stay AReaL's own. A trainer with only such engines keeps AReaL's recovery.
+    Engines with another backend than megatron stay AReaL's own. A trainer with only such engines keeps AReaL's
+    recovery.
 
     Attributes:
         steps_to_keep: how many complete steps stay on disk to recover from. A subclass may set it.
@@ -72,12 +73,12 @@ class CheckpointedTrainer:
 
     steps_to_keep = 1
 
-    evaluator = _Replaced(lambda trainer, stock: Evaluator(stock.config, stock.ft_sepc))
+    evaluator = _Replaced(lambda trainer, stock: Evaluator(stock.config, stock.ft_sepc))  # sic: AReaL's name
     saver = _Replaced(lambda trainer, stock: Saver(stock.config, stock.ft_spec))
     recover_handler = _Replaced(_handler)
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        """Makes PPOTrainer's actor, reference and teacher."""
+        """Makes the actor, the reference model and the teacher of PPOTrainer."""
         if alloc.backend != "megatron":
             return super()._create_train_engine(actor_config, alloc)  # type: ignore[misc]
         return self._started(ours.MegatronPPOActor, actor_config, alloc)
@@ -88,11 +89,11 @@ class CheckpointedTrainer:
         return self._started(ours.MegatronPPOCritic, critic_config, alloc)
 
     def _create_actor(self, actor_config: Any) -> Any:
-        """Makes the only engine of the trainers of SFT, reward models and DPO."""
+        """Makes the actor, the only engine that the SFT, reward-model and DPO trainers have."""
         alloc = self.actor_alloc  # type: ignore[attr-defined]
         if alloc.backend != "megatron":
             return super()._create_actor(actor_config)  # type: ignore[misc]
-        # Our class has the name of the engine class that the trainer would take.
+        # Our class has the same name as the engine class that the trainer would use.
         return self._started(getattr(ours, _engine_name(type(self))), actor_config, alloc)
 
     def _started(self, engine_class: Any, config: Any, alloc: Any) -> Any:
@@ -115,4 +116,6 @@ def _engine_name(trainer: type) -> str:
     for base in trainer.__mro__:
         if base.__name__ in _ENGINE_OF_TRAINER:
             return _ENGINE_OF_TRAINER[base.__name__]
-    raise TypeError(f"{trainer.__name__}: is none of AReaL's {', '.join(_ENGINE_OF_TRAINER)}: override _create_actor")
+    raise TypeError(
+        f"{trainer.__name__} derives from none of AReaL's {', '.join(_ENGINE_OF_TRAINER)}: override `_create_actor`"
+    )

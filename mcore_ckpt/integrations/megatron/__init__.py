@@ -7,10 +7,9 @@
         save_checkpoint,
     )
 
-Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16, and what has been added to
-it until 2026-08). The functions read Megatron's global arguments (`args.save`, `args.load`, ...) if
-`megatron.training` is installed, else those that were given to `configure`. An argument that cannot be honoured is
-refused by name. None is ignored silently.
+Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16, and additions until
+2026-08). The functions read the arguments that were given to `configure` (`args.save`, `args.load`, ...), or Megatron's
+global arguments if none were given. An argument that cannot be honoured is refused by name, never silently ignored.
 """
 
 from __future__ import annotations
@@ -45,10 +44,9 @@ from mcore_ckpt.integrations.megatron.rerun import read_rerun_state, write_rerun
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_VERSION = (
-    3.0  # Megatron-LM's `set_checkpoint_version`; it stands for the order of query, key and value since 2021
-)
-_KEY = "megatron"  # the key of these functions' own state in extra_state
+# For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that it has used since 2021.
+CHECKPOINT_VERSION = 3.0
+_KEY = "megatron"  # the key in extra_state of what these functions save
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,10 @@ class _Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _Saving:
-    """The manager that saves, and what it was made for. Only one, since its host memory is as large as the state."""
+    """The manager that saves, and what it was made for.
+
+    There is only one, because its host memory is as large as the training state.
+    """
 
     manager: CheckpointManager
     made_for: tuple[Any, ...]
@@ -91,16 +92,17 @@ def configure(
     hf_config: Any = None,
     processing_class: Any = None,
 ) -> None:
-    """Sets what Megatron's arguments do not say. Call it once on every rank, before the first save or load.
+    """Sets what Megatron's arguments do not contain. Call it once on every rank, before the first save or load.
 
     Args:
-        args: any object with attributes named as Megatron-LM names its arguments: `save`, `load`, `ckpt_step`,
+        args: any object whose attributes have the names of Megatron-LM's arguments: `save`, `load`, `ckpt_step`,
             `finetune`, `no_load_optim`, `no_load_rng`, `no_save_optim`, `no_save_rng`, `async_save`,
-            `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`; those left
-            out have Megatron-LM's defaults. `consumed_train_samples`, `skipped_train_samples` and
-            `consumed_valid_samples` are read at each save and set by a load. The default is what
-            `megatron.training.get_args()` returns at each call.
-        config: our own options; `args` decides contents and `async_save`.
+            `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`. Missing
+            attributes have Megatron-LM's defaults. Each save reads `consumed_train_samples`, `skipped_train_samples`
+            and `consumed_valid_samples`, and each load sets them. None: what `megatron.training.get_args()` returns at
+            each call.
+        config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
+            and with `save_retain_interval` sets which steps stay.
         role, hf_config, processing_class: see CheckpointManager.
 
     Example:
@@ -138,17 +140,18 @@ def save_checkpoint(
     """Saves to `<args.save>/global_steps_{iteration}/{role}`. Every rank calls it.
 
     Args:
-        iteration: at least 0.
+        iteration: the iteration's number, at least 0.
         model: the list of virtual chunks, or one model, wrapped or not.
-        optimizer, opt_param_scheduler: or None.
-        num_floating_point_operations_so_far: `load_checkpoint` returns it.
-        train_data_iterator: kept with the rerun state if a step is to be run again; and what its iterable's
-            `save_state` returns, if `args.dataloader_save` is set: see `loaded_dataloader_state`.
+        optimizer, opt_param_scheduler: megatron's objects, or None.
+        num_floating_point_operations_so_far: a number for `load_checkpoint` to return.
+        train_data_iterator: the training's data iterator. If a step is to be run again, the rerun state contains the
+            iterator's state. If `args.dataloader_save` is set, the save also keeps what the `save_state` of the
+            iterator's iterable returns (see `loaded_dataloader_state`).
         pipeline_rank, expert_rank, tensor_rank, pipeline_parallel, expert_parallel, tp_group, pp_group, dp_cp_group,
-            dp_group, expt_dp_group: this rank's own, as in megatron's `parallel_state`, or None.
-        checkpointing_context, preprocess_common_state_dict_fn: ignored, because nothing has to be kept from save to
-            save, and the ranks' states may differ.
-        non_persistent_ckpt, release, rng_state_key_prefix: refused.
+            dp_group, expt_dp_group: None, or the values that megatron's `parallel_state` has on this rank.
+        checkpointing_context: ignored, because nothing has to be kept between saves.
+        preprocess_common_state_dict_fn: ignored, because the ranks' states may differ.
+        non_persistent_ckpt, release, rng_state_key_prefix: refused if set.
 
     Raises:
         UnsupportedError: an argument cannot be honoured. Nothing has been done.
@@ -160,7 +163,7 @@ def save_checkpoint(
     manager = _saving_manager(args, _Trainer(_as_list(model), optimizer, opt_param_scheduler))
 
     def state() -> dict[str, Any]:
-        # Checks that may fail on one rank only run inside `save`, which then raises on all ranks.
+        # These checks can fail on a single rank. They run inside `save`, so that `save` raises on all ranks.
         check_place(
             {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank},
             {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel},
@@ -195,27 +198,29 @@ def load_checkpoint(
     expt_dp_group: Any = None,
     rng_state_key_prefix: str = "",
 ) -> tuple[int, float]:
-    """Loads the newest checkpoint of the folder `args.<load_arg>`, or that of `args.ckpt_step`. Every rank calls it.
+    """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`. Every rank calls it.
 
-    If the newest checkpoint is one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist), the run continues
-    from that.
+    The newest checkpoint may be one that Megatron-LM wrote itself (`iter_0000100`, format torch_dist).
 
     Args:
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
-        optimizer, opt_param_scheduler: or None.
-        load_arg: the argument that names the folder.
-        tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group: this rank's own, or None.
+        optimizer, opt_param_scheduler: megatron's objects, or None.
+        load_arg: the name of the argument that names the folder.
+        tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group: None, or the groups that megatron's `parallel_state`
+            has on this rank.
         checkpointing_context: ignored.
-        strict: False is refused, and so are skip_load_to_model_and_opt and rng_state_key_prefix.
+        strict: must be True.
+        skip_load_to_model_and_opt, rng_state_key_prefix: refused if set.
 
     Returns:
-        The iteration (0 with `args.finetune`) and num_floating_point_operations_so_far; (0, 0) if there is nothing to
-        load and never was.
+        The iteration (0 with `args.finetune`) and num_floating_point_operations_so_far. Both are 0 if there never was a
+        checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete; or there is none, and
-            `args.exit_on_missing_checkpoint` is set (Megatron-LM ends the process then, with status 0).
-        UnsupportedError: an argument that cannot be honoured.
+        CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is none although
+            `args.exit_on_missing_checkpoint` is set (Megatron-LM then exits with status 0), or although
+            `args.pretrained_checkpoint` names a second folder.
+        UnsupportedError: an argument cannot be honoured.
         CheckpointError: see CheckpointManager.load.
     """
     args = _settings.arguments()
@@ -224,14 +229,14 @@ def load_checkpoint(
     args.refuse_unsupported()
     folders = [str(folder) for folder in (args[load_arg], args["pretrained_checkpoint"]) if folder]
     if not folders:
-        logger.warning("args.%s names no folder: training starts from the beginning", load_arg)
+        logger.warning("args.%s names no folder, so training starts from the beginning", load_arg)
         return 0, 0
     trainer = _Trainer(_as_list(ddp_model), optimizer, opt_param_scheduler)
     found = _find_together(
         folders, args, trainer, lambda: check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
     )
     if not found:
-        logger.warning("%s: there is no checkpoint: training starts from the beginning", folders[0])
+        logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])
         return 0, 0
     if found["folder"] != str(args[load_arg]):
         args["finetune"] = True  # as Megatron-LM does, for code that reads the arguments later
@@ -242,13 +247,13 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
     """Waits for an async save. Megatron-LM's loop calls it at each iteration and at the end (`async_utils.py`).
 
     Args:
-        blocking: returns when no save is under way. Without it there is nothing to do, because a save commits on a
-            thread of its own.
-        terminate: waits, too, and frees the memory that saves need.
+        blocking: True waits until no save is under way. False does nothing, because a save commits on a thread of its
+            own.
+        terminate: True also waits, and then frees the memory that saves use.
 
     Raises:
-        CheckpointError: with `blocking` or `terminate`, the save that was under way failed; raised on all ranks.
-            Without them the next save or load raises it.
+        CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate` this
+            function does not raise it, but the next save or load does.
     """
     if terminate:
         _close()
@@ -257,12 +262,12 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 
 
 def loaded_dataloader_state() -> Any:
-    """Returns the data loader state of the checkpoint loaded last, for this rank; or None.
+    """Returns this rank's data loader state from the checkpoint that was loaded last; None if it has no such state.
 
-    It is what `train_data_iterator.iterable.save_state()` returned.
+    The state is what `train_data_iterator.iterable.save_state()` returned for the save.
 
-    Megatron-LM writes it below `args.dataloader_save`, in separate files that may be of another iteration than the
-    weights. Here it is part of the checkpoint.
+    Megatron-LM writes the state below `args.dataloader_save`, in separate files that can be of another iteration than
+    the weights. Here the state is part of the checkpoint.
     """
     return _dataloader_state
 
@@ -272,7 +277,7 @@ def _as_list(model: Any) -> list[Any]:
 
 
 def _layout() -> dict[str, int]:
-    """Returns the sizes that a rerun state is bound to. Megatron-LM drops the state if one of them has changed."""
+    """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if one of them has changed."""
     topology = read_topology(1)[1]
     return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
 
@@ -298,14 +303,15 @@ def _close() -> None:
 
 
 def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
-    """Returns the data loader's state, which Megatron-LM reads in `maybe_save_dataloader_state`; or None."""
+    """Reads the data loader's state like Megatron-LM's `maybe_save_dataloader_state`; None if it is not to be saved."""
     if train_data_iterator is None or not args["dataloader_save"]:
         return None
     iterable: Any = getattr(train_data_iterator, "iterable", None)
     if not hasattr(iterable, "save_state"):
         raise UnsupportedError(
             f"args.dataloader_save is set, but train_data_iterator, a {type(train_data_iterator).__name__}, has no "
-            "iterable with a save_state: leave it out, or hand over a data iterator that has (Megatron Energon's)"
+            "iterable with a save_state: leave the argument out, or pass a data iterator that has such an iterable "
+            "(Megatron Energon's)"
         )
     return iterable.save_state()
 
@@ -314,7 +320,7 @@ def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
 
 
 def _find_together(folders: list[str], args: Arguments, trainer: _Trainer, check: Callable[[], None]) -> dict[str, Any]:
-    """Returns what all ranks load, as rank 0 finds it; empty if there never was a checkpoint.
+    """Returns on all ranks what rank 0 has found to load; empty if there never was a checkpoint.
 
     If `check` raises on one rank, all ranks raise.
     """
@@ -347,7 +353,7 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
     theirs = found.get("theirs")
     if theirs is not None:
         layout = _layout()
-        # Megatron-LM keeps generators by tensor and pipeline rank.
+        # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
         has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
         if keeps_rng or not has_rng:
             words = tuple(word for word in config.load_contents if word != "extra")
@@ -360,7 +366,7 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
         manager.close()
     state = found["state"] if theirs is not None else _state_of(result)
     if theirs is None and (keeps_rng or state["no_save_rng"]):
-        # `extra` has what this function returns, and the generators, too.
+        # `extra` had to be loaded for what this function returns, but it has replaced the generators, too.
         write_rng(generators)
     return _take_over(state, args)
 
@@ -368,7 +374,7 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
 def _state_of(result: LoadResult) -> dict[str, Any]:
     state = (result.extra_state or {}).get(_KEY)
     if state is None:
-        logger.warning("%s was not saved by save_checkpoint: it has no counters of Megatron-LM's", result.report.path)
+        logger.warning("%s was not saved by save_checkpoint, so it lacks Megatron-LM's counters", result.report.path)
         return {"iteration": result.step, "num_floating_point_operations_so_far": 0, "no_save_rng": False}
     return dict(state)
 
@@ -381,7 +387,7 @@ def _take_over(state: dict[str, Any], args: Arguments) -> tuple[int, float]:
         return 0, operations
     for name in COUNTERS:
         args[name] = state.get(name, 0)
-    # update_num_microbatches fails where nobody has set the calculator up.
+    # update_num_microbatches fails if the calculator has not been set up.
     if microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         microbatches.update_num_microbatches(args["consumed_train_samples"], verbose=True)
     if state.get("rerun_state_machine") is not None and state["layout"] == _layout():

@@ -1,4 +1,4 @@
-"""Reads the arguments that Megatron-LM's functions take from its global arguments, or that a loop sets itself."""
+"""Reads Megatron-LM's arguments, from those that a loop has given to `configure` or from Megatron-LM's global ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """The arguments of `configure`; see there."""
+    """The arguments of `configure`, which describes them."""
 
     args: Any = None
     config: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -41,9 +41,9 @@ class LoopSettings:
     processing_class: Any = None
 
     def arguments(self) -> Arguments:
-        """Returns the arguments given to `configure`, or Megatron-LM's.
+        """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
 
-        Raises InvalidStateError if there are neither.
+        Raises InvalidStateError if none were given and `megatron.training` is not installed.
         """
         if self.args is not None:
             return Arguments(self.args)
@@ -59,7 +59,7 @@ class LoopSettings:
 
 
 class Arguments:
-    """Megatron-LM's arguments by name, with its defaults for missing ones."""
+    """Megatron-LM's arguments by name. A missing argument has Megatron-LM's default."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -71,7 +71,7 @@ class Arguments:
         setattr(self._namespace, name, value)
 
     def folder(self, name: str) -> str:
-        """Returns the folder in an argument. Raises InvalidArgumentError if the argument is empty."""
+        """Returns the folder that an argument names. Raises InvalidArgumentError if the argument is empty."""
         if not self[name]:
             raise InvalidArgumentError(f"args.{name} is {self[name]!r}: name the folder of all checkpoints")
         return str(self[name])
@@ -97,10 +97,10 @@ class Arguments:
         return replace(config, save_contents=("model",), load_contents=words)
 
     def refuse_unsupported(self) -> None:
-        """Raises UnsupportedError if the arguments ask for non-persistent checkpoints."""
+        """Raises UnsupportedError if the arguments request non-persistent checkpoints."""
         if self["non_persistent_ckpt_type"] is not None:
             raise UnsupportedError(
                 f"args.non_persistent_ckpt_type is {self['non_persistent_ckpt_type']!r}: non-persistent checkpoints "
-                "have no folder of their own here. Save as often with args.async_save and configure(config="
-                "CheckpointConfig(max_to_keep=1, keep_every=...)), which deletes them as the next one is committed"
+                "have no folder of their own here. Save just as often with args.async_save and configure(config="
+                "CheckpointConfig(max_to_keep=1, keep_every=...)), which deletes each of them after the next commit"
             )

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a loop of Megatron-LM resumes from: one of ours, or one that Megatron-LM wrote."""
+"""Finds the checkpoint that a Megatron-LM loop resumes from. It is one of ours, or one that Megatron-LM wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_s
 
 
 def find(root: Path, role: str, step: int | None) -> dict[str, Any] | None:
-    """Returns what to load below a folder, as JSON values. Only rank 0 calls it.
+    """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
     Args:
         root: the folder of all checkpoints.
@@ -22,28 +22,28 @@ def find(root: Path, role: str, step: int | None) -> dict[str, Any] | None:
         step: the step to load; None for the newest.
 
     Returns:
-        {"step": step} for a step of ours, {"theirs": folder, "state": {...}, "tp", "pp"} for one of Megatron-LM's,
-        None if there never was a checkpoint.
+        {"step": step} for a step of ours; {"theirs": folder, "state": {...}, "tp": size, "pp": size} for a checkpoint
+        of Megatron-LM's; None if there never was a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: there are checkpoints, but none is complete; or the step asked for is not there.
+        CheckpointNotFoundError: there are checkpoints, but none is complete; or `step` is given, but missing.
         CheckpointCorruptError: Megatron-LM's checkpoint cannot be read.
     """
     ours = [status.step for status in complete_steps(root) if role in status.committed]
-    # Of Megatron-LM's folders, only the one that the tracker names is known to be complete. A step that the caller asks
-    # for is taken as it is.
+    # Of Megatron-LM's folders, only the one that the tracker names is known to be complete. If the caller gives a step,
+    # its folder is not checked.
     tracked = step or read_tracker(root)
     if tracked is not None and tracked not in ours and (step or not ours or ours[-1] < tracked):
         theirs = megatron_dir(root, tracked)
         if theirs.is_dir():
             return {"theirs": str(theirs), **_state_of_theirs(theirs)}
     found = resumable_steps(root, (role,), step or None)
-    # Let the manager find the newest step, because it skips damaged ones.
+    # The manager finds the newest step itself, because it skips damaged ones.
     return {"step": step or None} if found else None
 
 
 def _state_of_theirs(path: Path) -> dict[str, Any]:
-    """Returns the state that all ranks share, in the form of our `save_checkpoint`. Runs nothing in the checkpoint."""
+    """Returns the state that all ranks share, in the form of our `save_checkpoint`. Never executes code in a file."""
     common = TorchDistFiles(path, torch_dist_folders(path)).common
     args = vars(common["args"]) if "args" in common else {}
     state = {
@@ -54,7 +54,7 @@ def _state_of_theirs(path: Path) -> dict[str, Any]:
     }
     return {
         "state": state,
-        # Megatron-LM keeps the random number generators by these ranks.
+        # The saved random number generators fit only these sizes.
         "tp": args.get("tensor_model_parallel_size", 1),
         "pp": args.get("pipeline_model_parallel_size", 1),
     }

@@ -1,4 +1,4 @@
-"""Refuses by name the arguments of Megatron-LM's functions that cannot be honoured."""
+"""Refuses the arguments of Megatron-LM's functions that cannot be honoured, and names them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mcore_ckpt.ranks import read_topology
 
 
 def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_prefix: str) -> None:
-    """Raises UnsupportedError for any checkpoint other than the whole state of the training."""
+    """Raises UnsupportedError if anything other than a checkpoint of the whole training state is requested."""
     if non_persistent_ckpt:
         raise UnsupportedError(
-            "save_checkpoint(non_persistent_ckpt=True): there are no checkpoints of another kind here. Save as often "
-            "with args.async_save and max_to_keep, keep_every in configure(config=CheckpointConfig(...))"
+            "save_checkpoint(non_persistent_ckpt=True): there is only one kind of checkpoint here. Save just as often "
+            "with args.async_save, and set max_to_keep and keep_every in configure(config=CheckpointConfig(...))"
         )
     if release:
         raise UnsupportedError(
-            "save_checkpoint(release=True): what is released is a HuggingFace model here: use mcore-ckpt merge"
+            "save_checkpoint(release=True) is not supported: release a HuggingFace model, which mcore-ckpt merge writes"
         )
     if rng_state_key_prefix:
         raise UnsupportedError(
             f"rng_state_key_prefix={rng_state_key_prefix!r}: several models in one checkpoint are not supported: "
-            "configure another role for each"
+            "configure a separate role for each model"
         )
 
 
@@ -32,7 +32,8 @@ def refuse_partial_loads(strict: bool, skip_load_to_model_and_opt: bool) -> None
     """Raises UnsupportedError for a load of only a part of the checkpoint."""
     if not strict:
         raise UnsupportedError(
-            "load_checkpoint(strict=False): a checkpoint fits the model, or is refused: leave the argument out"
+            "load_checkpoint(strict=False): a checkpoint that does not fit the model is always refused: leave the "
+            "argument out"
         )
     if skip_load_to_model_and_opt:
         raise UnsupportedError(
@@ -54,8 +55,8 @@ def check_place(ranks: dict[str, int | None], parallel: dict[str, bool | None]) 
     for name, value in {**ranks, **parallel}.items():
         if value is not None and value != own[name]:
             raise UnsupportedError(
-                f"save_checkpoint({name}={value}): megatron's parallel_state says {own[name]} for this rank, and that "
-                "is what is saved: leave the argument out"
+                f"save_checkpoint({name}={value}): megatron's parallel_state has {own[name]} on this rank, and saves "
+                "follow parallel_state: leave the argument out"
             )
 
 
@@ -76,6 +77,6 @@ def check_groups(tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, 
         found, wanted = dist.get_process_group_ranks(group), dist.get_process_group_ranks(own())
         if found != wanted:
             raise UnsupportedError(
-                f"{name} is of ranks {found}, megatron's parallel_state has {wanted} for this rank: other groups than "
-                "those of parallel_state are not supported"
+                f"{name} has the ranks {found}, but megatron's parallel_state has {wanted} on this rank: only the "
+                "groups of parallel_state are supported"
             )

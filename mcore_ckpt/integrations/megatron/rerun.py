@@ -1,6 +1,6 @@
 """Translates the state of megatron-core's rerun state machine (0.16.1) into plain values and back.
 
-Its `state_dict` has enums and named tuples in it, which a checkpoint opens under `weights_only` cannot hold.
+The machine's `state_dict` has enums and named tuples, which `torch.load(weights_only=True)` refuses to open.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import rerun_state_machine as machines
 
-# The named tuples by the name that is stored; they hold only plain values.
+# The named tuples, by the names that are stored. Their fields are plain values.
 _TUPLES = {"Caller": machines.Caller, "Call": machines.Call}
 _ENUMS = {
     "RerunMode": machines.RerunMode,
@@ -20,12 +20,12 @@ _TAG = "class of megatron.core.rerun_state_machine"
 
 
 def read_rerun_state(data_iterator: Any) -> Any:
-    """Returns the state of a step that is to be run again; None if there is none, as in nearly all checkpoints.
+    """Returns the state of a step that is to be run again; None if there is no such step, which is nearly always so.
 
     Args:
-        data_iterator: the training's data iterator, or the list of those of its virtual stages.
+        data_iterator: the training's data iterator, or a list with one iterator for each virtual stage.
     """
-    # In a loop without such a machine, get_rerun_state_machine would make one and log that.
+    # If there is no machine yet, get_rerun_state_machine would make one and log that it did.
     if machines._GLOBAL_RERUN_STATE_MACHINE is None:
         return None
     # torch_dist is the only one of Megatron's formats for which `state_dict` returns a state.
@@ -34,7 +34,7 @@ def read_rerun_state(data_iterator: Any) -> Any:
 
 
 def write_rerun_state(state: Any) -> None:
-    """Restores the state. A machine that is switched off, the default, ignores the state and logs that."""
+    """Restores the state. A machine that is switched off (the default) ignores the state and logs that it does."""
     machines.get_rerun_state_machine().load_state_dict(_decode(state))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints for ROLL: set `checkpoint_config.type`, and take `worker_cls` and, best, the pipeline from here.
+"""Checkpoints for ROLL. Set `checkpoint_config.type`, and use the worker classes and preferably the pipelines below.
 
     checkpoint_config:
       type: mcore_ckpt
@@ -6,7 +6,7 @@
     actor_train:
       worker_cls: mcore_ckpt.integrations.roll.RLVRActorWorker
 
-Importing this module, in the driver and in each worker, registers the type. See docs/integrations.md.
+The driver and each worker import this module, which registers the type. See docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 
 uploader_registry[TYPE] = CheckpointUploader
 
-# ROLL's classes by their name here, each with our base that comes before it. A class is made when it is first used,
-# because it imports a part of ROLL that others do not need.
+# The classes of this module by name. Each has two bases: one of ours, then a class of ROLL. A class is made when it is
+# first used, because it imports a part of ROLL that the other classes do not need.
 #
-# All of them exist in ROLL (commit 8eb27cc of 2026-08, tests/integrations/facts/roll.json). Tests run only
-# RLVRActorWorker, CriticWorker, SFTWorker and RLVRPipeline, over a stand-in for ROLL.
+# The classes of ROLL exist in its commit 8eb27cc of 2026-08 (tests/integrations/facts/roll.json). The tests run only
+# RLVRActorWorker, CriticWorker, SFTWorker and RLVRPipeline, on a stand-in for ROLL.
 _CLASSES = {
     "ActorWorker": (CheckpointWorker, "roll.pipeline.base_worker", "ActorWorker"),
     "CriticWorker": (CheckpointWorker, "roll.pipeline.base_worker", "CriticWorker"),

@@ -1,9 +1,9 @@
 """Commits the driver's role of a ROLL checkpoint, and finds complete checkpoints.
 
-`checkpoint-{N}` is a step with one role for each cluster and one for the driver, which is committed last. The step
-counts when all roles are committed. The driver's files are the data position (`worker_state_pipeline.json`: step,
-metrics, the state of the prompts' schedulers). Weights of one step with the data position of another would train on
-some prompts twice and on others never.
+`checkpoint-{N}` is a step with one role for each cluster and one for the driver. ROLL saves the driver's role last. The
+step is complete once all roles are committed. The driver's files contain the data position
+(`worker_state_pipeline.json`: step, metrics, the state of the prompts' schedulers). If weights of one step were paired
+with the data position of another, training would use some prompts twice and others never.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
     Args:
         root: the folder of all steps.
         ckpt_id: `checkpoint-{N}`.
-        source: the folder that has the files.
-        roles: the clusters whose roles the step consists of; None for those that are committed or being saved.
+        source: the folder with the driver's files.
+        roles: the clusters that the step consists of; None for those whose roles are committed or being saved.
         timeout_s: see CheckpointConfig.
 
     Raises:
@@ -53,7 +53,7 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
         return sorted(roles_begun(step_path) - {PIPELINE_ROLE}) if roles is None else roles
 
     commit_role(
-        # The driver is one process without a process group. The clusters' own trainers hold their locks.
+        # The driver is one process without a process group. The clusters' trainer locks protect its role, too.
         single_process_agreement(PIPELINE_ROLE, timeout_s),
         step_path / PIPELINE_ROLE,
         step,
@@ -65,16 +65,17 @@ def commit_pipeline(root: Path, ckpt_id: str, source: Path, roles: Sequence[str]
 
 
 def copy_files(source: Path, files: RoleWriter) -> None:
-    """Writes all files below a folder, under their paths in it. Raises OSError."""
+    """Writes all files below a folder, under their paths relative to that folder. Raises OSError."""
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         files.write(path.relative_to(source).as_posix(), path.read_bytes())
 
 
 def uncommit_earlier_save(step_path: Path, role: str) -> None:
-    """Takes back what an earlier run committed to a step, before a role is saved to that step again.
+    """Undoes what an earlier run committed to a step, before a role is saved to that step again.
 
-    That happens after a rollback, and after a crash before the step was complete. Otherwise the step would count with
-    roles that were saved at different times. The driver's role goes first, because it is the last to be saved again.
+    A step is saved again after a rollback, or after a crash that left it incomplete. Without this function the step
+    would be complete as soon as it has all roles, although they are of different saves. The driver's role is removed
+    first, because it is saved again last.
 
     Raises OSError.
     """
@@ -89,21 +90,21 @@ def newest_valid(root: Path, verify: bool) -> Path | None:
 
     Args:
         root: the folder of all steps.
-        verify: read all files and check their CRCs. Without it only the sizes are checked. A load checks the CRCs of
-            all that it reads in any case.
+        verify: True reads all files and checks their CRCs. False checks only the sizes. A load always checks the CRCs
+            of what it reads.
 
     Raises:
         CheckpointNotFoundError: there are checkpoints, but none of them is complete and intact.
     """
     if _first_was_interrupted(root):
-        logger.warning("%s: the first checkpoint was never complete: training starts from the beginning", root)
+        logger.warning("%s: the first checkpoint was never complete, so training starts from the beginning", root)
         return None
     reasons = []
     for status in resumable_steps(root, (PIPELINE_ROLE,)):
         problem = _problem(status, verify)
         if problem is None:
             return status.path
-        logger.warning("%s is skipped for an older checkpoint: %s", status.path, problem)
+        logger.warning("%s is skipped, and older checkpoints are tried: %s", status.path, problem)
         reasons.append(problem)
     if reasons:
         raise CheckpointNotFoundError("\n  ".join([f"{root}: no checkpoint is valid", *reasons]))
@@ -111,7 +112,7 @@ def newest_valid(root: Path, verify: bool) -> Path | None:
 
 
 def _first_was_interrupted(root: Path) -> bool:
-    """True if there are roles of steps, but no step was ever complete, which would have written a tracker."""
+    """True if roles are committed, but no step was ever complete. A complete step would have written the tracker."""
     statuses = list_steps(root)
     began = any(status.committed for status in statuses) and not any(status.problems for status in statuses)
     driver = any(PIPELINE_ROLE in status.committed for status in statuses)
@@ -129,9 +130,9 @@ def _problem(status: StepStatus, verify: bool) -> str | None:
 def role_folder(load_dir: Path, role: str) -> Path | None:
     """Returns a role's folder in the checkpoint that ROLL names; None if the checkpoint is not ours.
 
-    ROLL gives `<checkpoint>` to actors and `<checkpoint>/<cluster>` to critics and students.
+    ROLL passes `<checkpoint>` to actors and `<checkpoint>/<cluster>` to critics and students.
 
-    Raises CheckpointNotFoundError: the checkpoint is ours, but not complete.
+    Raises CheckpointNotFoundError: the checkpoint is ours, but not complete, or it does not have the role.
     """
     step_path = load_dir.parent if load_dir.name == role else load_dir
     if parse_step(step_path.name) is None or not step_path.is_dir():
@@ -141,5 +142,5 @@ def role_folder(load_dir: Path, role: str) -> Path | None:
         return None
     if not status.is_complete or role not in status.committed:
         missing = f"{step_path}: complete, but without {role}" if status.is_complete else status.reason
-        raise CheckpointNotFoundError(f"{missing}: resume_from_checkpoint: true takes the newest complete one")
+        raise CheckpointNotFoundError(f"{missing}. To load the newest complete one, use resume_from_checkpoint: true")
     return status.role_dir(role)

@@ -1,4 +1,4 @@
-"""Reads ROLL's `checkpoint_config`, which holds ROLL's own options and ours. Every worker and the driver get it."""
+"""Reads ROLL's `checkpoint_config`, which has ROLL's own options and ours. The driver and every worker receive it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
 
-# These options come from ROLL's own ones: save_only_model, save_hf_model, async_upload, max_ckpt_to_keep, the clusters.
-# A remote store is refused, because the copies would lack the driver's role.
+# ROLL sets these in other ways: save_only_model, save_hf_model, async_upload, max_ckpt_to_keep, the list of clusters. A
+# remote store is refused, because the copies would lack the driver's role.
 _SAID_ELSEWHERE = {
     "save_contents",
     "load_contents",
@@ -37,11 +37,11 @@ class RollOptions:
     """The options in one `checkpoint_config`.
 
     Attributes:
-        root: `output_dir`, the folder of `checkpoint-{N}`.
-        async_upload: training goes on while a checkpoint is written. On by default, as in ROLL.
-        verify_on_resume: `resume_from_checkpoint: true` reads all of a checkpoint before it takes it.
-        keep_every: with `max_ckpt_to_keep`, steps that are multiples of this stay, too.
-        config: our options.
+        root: `output_dir`, the folder that contains each `checkpoint-{N}`.
+        async_upload: True if training continues while a checkpoint is written. This is the default, as in ROLL.
+        verify_on_resume: True if `resume_from_checkpoint: true` reads all of a checkpoint before choosing it.
+        keep_every: with `max_ckpt_to_keep`, steps that are multiples of this number stay, too.
+        config: the options of this package.
     """
 
     root: Path
@@ -51,8 +51,8 @@ class RollOptions:
     config: CheckpointConfig
 
     def policy(self, pipeline_config: Any) -> PreservationPolicy:
-        """Returns which steps stay by `max_ckpt_to_keep`."""
-        count = getattr(pipeline_config, "max_ckpt_to_keep", 0)  # 0 keeps all
+        """Returns the policy that follows from `max_ckpt_to_keep` and `keep_every`."""
+        count = getattr(pipeline_config, "max_ckpt_to_keep", 0)  # 0 keeps all steps
         return PreservationPolicy(count, self.keep_every) if count else PreservationPolicy()
 
 
@@ -62,7 +62,9 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     unknown = sorted(given.keys() - _KNOWN)
     if unknown:
         known = ", ".join(sorted(_KNOWN))
-        raise InvalidArgumentError(f"checkpoint_config has {', '.join(map(repr, unknown))}: the options are {known}")
+        raise InvalidArgumentError(
+            f"checkpoint_config has unknown options ({', '.join(map(repr, unknown))}): the known ones are {known}"
+        )
     output_dir = given.get("output_dir")
     if not output_dir:
         raise InvalidArgumentError("checkpoint_config has no output_dir: name a folder that all nodes share")
@@ -80,8 +82,8 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
 
 
 def step_of(ckpt_id: str) -> int:
-    """Returns the step of ROLL's `checkpoint-{N}`. Raises InvalidArgumentError."""
+    """Returns the N of ROLL's `checkpoint-{N}`. Raises InvalidArgumentError for any other name."""
     step = parse_step(ckpt_id)
     if step is None:
-        raise InvalidArgumentError(f"ckpt_id is {ckpt_id!r}: ROLL names its checkpoints checkpoint-{{step}}")
+        raise InvalidArgumentError(f"ckpt_id is {ckpt_id!r}, but ROLL's checkpoints have names such as checkpoint-100")
     return step

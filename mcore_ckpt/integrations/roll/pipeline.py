@@ -19,23 +19,24 @@ from mcore_ckpt.steps import delete_old_steps, step_status
 
 logger = logging.getLogger(__name__)
 
-TYPE = "mcore_ckpt"  # in checkpoint_config.type
-_RNG_FILE = "rng_state_pipeline.pth"  # WorkerState.save_rng_state
+TYPE = "mcore_ckpt"  # the value of checkpoint_config.type that selects this package
+_RNG_FILE = "rng_state_pipeline.pth"  # written by WorkerState.save_rng_state
 
 
 class CheckpointUploader:
     """The uploader that ROLL makes for a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
 
-    `CheckpointStrategy` writes the clusters' roles into place. Only the driver's role is uploaded.
+    It uploads only the driver's role, because `CheckpointStrategy` writes the clusters' roles to their place itself.
 
     Args:
-        output_dir: the folder of `checkpoint-{N}`; no timestamp is added to it.
-        args, kwargs: the rest of `checkpoint_config`.
+        output_dir: the folder that contains each `checkpoint-{N}`. No timestamp is added to its name.
+        args: must be empty.
+        kwargs: the other options in `checkpoint_config`.
     """
 
     def __init__(self, output_dir: str, *args: Any, **kwargs: Any) -> None:
         if args:
-            raise InvalidArgumentError(f"arguments {args} have no names: pass checkpoint_config as keywords")
+            raise InvalidArgumentError(f"arguments {args} have no names: pass checkpoint_config as keyword arguments")
         self.options = read_options({"output_dir": output_dir, **kwargs})
         self.roles: tuple[str, ...] | None = None
 
@@ -43,8 +44,8 @@ class CheckpointUploader:
         """Commits the driver's role of a checkpoint.
 
         Raises:
-            UnsupportedError: the files are not the driver's: a strategy of ROLL's own saved them.
-            CommitError: the role could not be written. The checkpoint is not complete, and the one before stays.
+            UnsupportedError: the files are not the driver's, but were saved by ROLL's own strategy.
+            CommitError: the role could not be written. The checkpoint stays incomplete, and the previous one is kept.
         """
         source = Path(local_state_path) / PIPELINE_ROLE
         if not source.is_dir():
@@ -57,28 +58,29 @@ class CheckpointUploader:
     def get_latest_ckpt(self) -> str | None:
         """Returns the newest complete checkpoint; None if there never was one.
 
-        Raises CheckpointNotFoundError if there are checkpoints, but none is complete: no run starts anew in silence.
+        Raises CheckpointNotFoundError if there are checkpoints, but none is complete. A run must not silently start
+        from the beginning then.
         """
         found = newest_valid(self.options.root, self.options.verify_on_resume)
         return None if found is None else str(found)
 
 
 class CheckpointPipeline:
-    """Corrects how one of ROLL's pipelines saves and resumes. It comes first in the list of bases.
+    """A mixin that corrects how a pipeline of ROLL saves and resumes. It must be the first base.
 
     ROLL's `BasePipeline` only logs an uploader's errors, deletes the local folders of its workers instead of old
     checkpoints, and never restores the driver's random number generators. Here `do_checkpoint` raises the errors,
-    `max_ckpt_to_keep` counts checkpoints, and `run` restores the generators.
+    `max_ckpt_to_keep` applies to checkpoints, and `run` restores the generators.
     """
 
-    # Of BasePipeline.
+    # Attributes of BasePipeline.
     pipeline_config: Any
     checkpoint_manager: Any
     resume_from_checkpoint: Any
 
     def __init__(self, pipeline_config: Any) -> None:
-        # Resolve `true` once, before the workers get the config: otherwise each would look for itself, and CriticWorker
-        # and StudentWorker would take `true` for a path.
+        # Resolve `true` once, before the workers receive the config. Otherwise each worker would look for a checkpoint
+        # itself, and CriticWorker and StudentWorker would treat `true` as a path.
         if pipeline_config.resume_from_checkpoint is True:
             uploader = CheckpointUploader(**pipeline_config.checkpoint_config)
             pipeline_config.resume_from_checkpoint = uploader.get_latest_ckpt() or False
@@ -98,9 +100,9 @@ class CheckpointPipeline:
         return super().run()  # type: ignore[misc]
 
     def _cleanup_old_checkpoints(self) -> None:
-        """Waits for the upload and deletes old steps. `do_checkpoint` calls it once it has started its upload.
+        """Waits for the upload and deletes old steps. `do_checkpoint` calls it after it has started the upload.
 
-        Raises the error of the upload; CommitError if it does not end in time.
+        Raises the upload's error, or a CommitError if the upload does not end in time.
         """
         uploads: _Uploads = self.checkpoint_manager
         step = uploads.finish()
@@ -112,7 +114,7 @@ class CheckpointPipeline:
 
 
 class _Uploads:
-    """Takes the place of ROLL's `CheckpointManager`, whose `upload` prints an error and returns."""
+    """A replacement for ROLL's `CheckpointManager`, whose `upload` only prints an error. Here `finish` raises it."""
 
     def __init__(self, uploader: CheckpointUploader) -> None:
         self.uploader = uploader
@@ -129,12 +131,12 @@ class _Uploads:
             self._ended.put((ckpt_id, None))
 
     def finish(self) -> int:
-        """Waits for the upload, which may run on another thread, and returns its step. Raises the upload's error."""
+        """Waits for the upload, which can run on another thread, and returns its step. Raises the upload's error."""
         timeout_s = self.uploader.options.config.timeout_s
         try:
             ckpt_id, error = self._ended.get(timeout=timeout_s)
         except queue.Empty:
-            raise CommitError(f"the driver's part of a checkpoint was not written within {timeout_s:g} s") from None
+            raise CommitError(f"the driver's role of a checkpoint was not written within {timeout_s:g} s") from None
         if error is not None:
             raise error
         return step_of(ckpt_id)
@@ -147,12 +149,12 @@ def _refuse_incomplete(path: Path) -> None:
     status = step_status(path)
     if (status.committed or status.declared) and not status.is_complete:
         raise CheckpointNotFoundError(
-            f"{status.reason}: resume_from_checkpoint: true takes the newest complete checkpoint"
+            f"{status.reason}. To load the newest complete checkpoint, use resume_from_checkpoint: true"
         )
 
 
 def _write_rng(path: Path) -> None:
-    """Restores the generators that `WorkerState.save_rng_state` wrote, without running anything in the file."""
+    """Restores the generators that `WorkerState.save_rng_state` wrote. Never executes code from the file."""
     if not path.exists():
         return
     from mcore_ckpt.formats import load_safely

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointStrategy:
-    """Saves and loads in the place of `MegatronTrainStrategy` (2026-08), before which it comes in the list of bases."""
+    """A mixin that saves and loads in place of ROLL's `MegatronTrainStrategy` (2026-08). It must be the first base."""
 
-    # Of MegatronTrainStrategy.
+    # Attributes of MegatronTrainStrategy.
     worker: Any
     worker_config: Any
     megatron_train_args: Any
@@ -38,9 +38,9 @@ class CheckpointStrategy:
     _saved: Path | None = None
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Initializes the strategy. Also loads the checkpoint to resume from, if the worker would not load it."""
+        """Initializes the strategy. Also loads the checkpoint to resume from if the worker does not load it itself."""
         super().initialize(*args, **kwargs)  # type: ignore[misc]
-        self._refuse_adapters()  # now, instead of at the first save hours later
+        self._refuse_adapters()  # the first save, hours later, would be too late
         resume = self.worker.pipeline_config.resume_from_checkpoint
         if not resume or not getattr(self.worker, "leaves_loading_to_strategy", False):
             return
@@ -58,20 +58,21 @@ class CheckpointStrategy:
         local_state_path: str | None = None,
         **kwargs: Any,
     ) -> dict[str, float]:
-        """Saves this cluster's role of `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
+        """Saves this cluster's role in `<checkpoint_config.output_dir>/<ckpt_id>`. Every rank of the cluster calls it.
 
         Args:
-            save_dir, local_state_path: not used. ROLL would write there first, and an uploader would copy it.
+            save_dir, local_state_path: not used. ROLL's own strategy writes there, and an uploader copies the files.
             global_step: the N of `ckpt_id`.
             ckpt_id: `checkpoint-{N}`.
-            tag: "checkpoint".
-            kwargs: with `is_last_step`, returns when the role is committed, whatever `async_upload` says.
+            tag: must be "checkpoint".
+            kwargs: `is_last_step=True` waits until the role is committed, whatever `async_upload` is.
 
         Returns:
-            Seconds by name: "load" until offloaded states were back, "save" until training may go on.
+            Seconds by name. "load" is how long it took to bring offloaded states back, "save" how long the save itself
+            held the training up.
 
         Raises:
-            CommitError: the save failed, or the checkpoint before never became complete because the driver's role is
+            CommitError: this save failed, or the previous checkpoint is not complete because the driver's role is
                 missing.
             LockedError: another trainer saves to this folder. Nothing has been done.
             CheckpointError: see CheckpointManager.save.
@@ -90,31 +91,32 @@ class CheckpointStrategy:
 
         def answer() -> dict[str, Any]:
             self._check_last(step_path)
-            # Take the lock before anything is taken back: a second trainer, started by mistake, must not touch the
-            # checkpoints of the first one.
+            # Take the lock before an earlier save is undone. A second trainer that was started by mistake must not
+            # touch the checkpoints of the first one.
             lock.take(options.config.timeout_s / 2)
             uncommit_earlier_save(step_path, role)
             return {}
 
         try:
-            manager.agree(f"beginning {ckpt_id} of {role}", {"ckpt_id": ckpt_id}, answer)
+            manager.agree(f"starting to save {role} in {ckpt_id}", {"ckpt_id": ckpt_id}, answer)
             handle = manager.save(global_step, roles=(role, PIPELINE_ROLE), path=step_path / role)
         finally:
-            lock.release()  # the manager has its own share
+            lock.release()  # the manager has a share of its own in the lock
         self._saved = step_path
         if kwargs.get("is_last_step") or not options.async_upload:
             handle.wait()
         return {"load": loaded - started, "save": time.perf_counter() - loaded}
 
     def load_checkpoint(self, load_dir: str, tag: str = "checkpoint", **kwargs: Any) -> None:
-        """Loads this cluster's role of a checkpoint, under any parallel layout. Every rank of the cluster calls it.
+        """Loads this cluster's role of a checkpoint. Every rank of the cluster calls it.
 
-        A checkpoint that ROLL's own strategy wrote is loaded by that strategy.
+        The checkpoint may have been saved under another parallel layout. If ROLL's own strategy wrote it, that strategy
+        loads it.
 
         Args:
             load_dir: `.../checkpoint-{N}`, or the cluster's folder in it.
-            tag: "checkpoint".
-            kwargs: passed to ROLL's own strategy.
+            tag: must be "checkpoint".
+            kwargs: passed to ROLL's own strategy, if that loads.
 
         Raises:
             CheckpointNotFoundError: the checkpoint is not complete.
@@ -129,7 +131,7 @@ class CheckpointStrategy:
 
         path = manager.agree(f"looking at {load_dir}", {"load_dir": str(load_dir)}, answer)["path"]
         if path is None:
-            logger.info("%s is not a checkpoint of mcore_ckpt: ROLL's own strategy loads it", load_dir)
+            logger.info("%s is not a checkpoint of mcore_ckpt, so ROLL's own strategy loads it", load_dir)
             super().load_checkpoint(load_dir, tag=tag, **kwargs)  # type: ignore[misc]
             return
         self.load_states()
@@ -140,7 +142,7 @@ class CheckpointStrategy:
         return read_options(self.worker_config.checkpoint_config)
 
     def _manager_of(self, options: RollOptions) -> CheckpointManager:
-        """Returns the manager. Made on first use, when the model exists, and kept because its host memory is reused."""
+        """Returns the manager, which is made on first use, when the model exists, and kept to reuse its host memory."""
         if self._manager is None:
             self._refuse_adapters()
             args = self.megatron_train_args
@@ -169,12 +171,12 @@ class CheckpointStrategy:
         for model in self.models_unwrapped:
             if hasattr(model, "peft_config"):
                 raise UnsupportedError(
-                    f"{self.worker.cluster_name} trains a {type(model).__name__}: adapters of PEFT are not supported "
-                    "in ROLL; save them with ROLL's own strategy"
+                    f"{self.worker.cluster_name} trains a {type(model).__name__}, but PEFT adapters are not supported "
+                    "in ROLL: save them with ROLL's own strategy"
                 )
 
     def _hf_config(self) -> Any:
-        """Returns the published model's config, for `huggingface/`. mcore_adapter keeps only megatron's config."""
+        """Returns the published model's config, for `huggingface/`. mcore_adapter only has megatron's config."""
         path = self.worker_config.model_args.model_name_or_path
         if not path:
             return None
@@ -185,40 +187,42 @@ class CheckpointStrategy:
 
             path = download_model(path)
         try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would prompt at the terminal
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
         except (OSError, ValueError) as error:
-            # For instance, a model with code of its own. Its checkpoints do not need the config.
+            # For example, the model has Python code of its own. Its checkpoints do not need the config.
             if self.megatron_train_args.save_hf_model:
                 raise
-            logger.warning("%s: no HuggingFace config goes beside the checkpoints: %s", path, error)
+            logger.warning("%s: no HuggingFace config is written beside the checkpoints: %s", path, error)
             return None
 
     def _check_last(self, step_path: Path) -> None:
-        """Raises CommitError on rank 0 if the last checkpoint lacks the driver's role: ROLL only logs that failure."""
+        """Raises CommitError on rank 0 if the last checkpoint lacks the driver's role. ROLL only logs that failure."""
         last = self._saved
         if last is None or last == step_path or not last.exists() or self._options().config.if_failed == "warn":
             return
         status = step_status(last)
         if PIPELINE_ROLE not in status.committed:
             raise CommitError(
-                f"{last} never became a checkpoint: the driver has not committed its role ({PIPELINE_ROLE}). Its "
-                "log has the reason"
+                f"{last} never became a checkpoint: the driver has not committed its role ({PIPELINE_ROLE}). The "
+                "driver's log has the reason"
             )
 
 
 def _check_tag(tag: str) -> None:
     if tag != "checkpoint":
-        raise UnsupportedError(f"tag is {tag!r}: there is one kind of checkpoint, 'checkpoint'")
+        raise UnsupportedError(f"tag is {tag!r}: the only kind of checkpoint here is 'checkpoint'")
 
 
 class CheckpointWorker:
-    """Gives one of ROLL's workers a strategy that saves and loads with this package. It comes first among the bases.
+    """A mixin that gives a worker of ROLL a strategy that saves and loads with this package.
 
-    A worker makes its strategy and loads with it in one method, `initialize`, and `create_strategy` knows only ROLL's
-    own strategies (`roll/distributed/strategy/factory.py`). So the strategy is replaced when the worker assigns it.
+    It must be the first base. A worker makes its strategy in `initialize` and loads with it in the same method, and
+    ROLL's `create_strategy` (`roll/distributed/strategy/factory.py`) knows only ROLL's own strategies. Therefore the
+    strategy is replaced at the moment when the worker assigns it.
 
     Attributes:
-        leaves_loading_to_strategy: the worker never calls `load_checkpoint`, so the strategy does when it initializes.
+        leaves_loading_to_strategy: True if the worker never calls `load_checkpoint`. The strategy then loads when it is
+            initialized.
     """
 
     leaves_loading_to_strategy = False
@@ -235,7 +239,7 @@ class CheckpointWorker:
 
             if not isinstance(strategy, MegatronTrainStrategy):
                 raise UnsupportedError(
-                    f"strategy_name is {strategy.strategy_name!r}: checkpoints of mcore_ckpt are for 'megatron_train'"
+                    f"strategy_name is {strategy.strategy_name!r}, but mcore_ckpt supports only 'megatron_train'"
                 )
             strategy = _with_checkpoints(strategy)
         self._strategy = strategy
@@ -244,7 +248,7 @@ class CheckpointWorker:
 def _with_checkpoints(strategy: Any) -> Any:
     """Returns a strategy with the same attributes, of a subclass that saves and loads with this package.
 
-    It is another object, because Python does not let `__class__` be assigned with ROLL's several bases.
+    It is a new object, because Python refuses to assign `__class__` for a class with several bases, such as ROLL's.
     """
     cls = type(strategy)
     made: Any = object.__new__(type(f"Checkpoint{cls.__name__}", (CheckpointStrategy, cls), {"__module__": __name__}))
@@ -253,9 +257,10 @@ def _with_checkpoints(strategy: Any) -> Any:
 
 
 class ResumingWorker(CheckpointWorker):
-    """Loads the checkpoint, too, for a worker that never calls `load_checkpoint`, such as ROLL's SFT worker.
+    """A CheckpointWorker for workers that never call `load_checkpoint`, such as ROLL's SFT worker.
 
-    Its pipeline resumes at the checkpoint's step all the same, and would train the initial weights on the last data.
+    The pipeline of such a worker resumes at the checkpoint's step anyway. Without a load it would train the initial
+    weights on the data after that step.
     """
 
     leaves_loading_to_strategy = True

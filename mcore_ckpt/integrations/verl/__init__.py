@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LanguageModelEngine", "McoreCkptConfig", "MegatronCheckpointManager", "ValueModelEngine"]
 
-# Unlike the manager, these have base classes of verl's and need verl to be installed.
+# Unlike the manager, these classes derive from classes of verl, so verl must be installed.
 __getattr__ = lazy_names(
     __name__, {"config": ("McoreCkptConfig",), "engines": ("LanguageModelEngine", "ValueModelEngine")}
 )

@@ -25,32 +25,35 @@ _OwnOptions: Any = dataclasses.make_dataclass(
 
 @dataclasses.dataclass
 class McoreCkptConfig(_OwnOptions, McoreCheckpointConfig):
-    """verl's McoreCheckpointConfig with those fields of mcore_ckpt.CheckpointConfig that it lacks.
+    """verl's McoreCheckpointConfig, extended by fields of mcore_ckpt.CheckpointConfig.
 
-    Name it as `actor_rollout_ref.actor.checkpoint._target_` (or `critic.checkpoint._target_`, or SFT's
-    `checkpoint._target_`). Then each process that gets the options takes our engines, and nothing else needs to be set.
+    Give this class as `actor_rollout_ref.actor.checkpoint._target_` (or `critic.checkpoint._target_`, or SFT's
+    `checkpoint._target_`). Then each process that receives the options uses our engines, and nothing else needs to be
+    set.
     """
 
     def __post_init__(self) -> None:
         choose_engines()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Ray pickles the options of an SFT run for its workers (verl 0.9.1, sft_trainer_ray) and skips __post_init__.
+        # Ray pickles the options of an SFT run for its workers (verl 0.9.1, sft_trainer_ray). Unpickling does not call
+        # __post_init__.
         self.__dict__.update(state)
         choose_engines()
 
 
 def choose_engines() -> None:
-    """Registers our engines, and makes verl take them unless VERL_ENGINE_VENDOR names others.
+    """Registers our engines, and makes verl use them unless VERL_ENGINE_VENDOR names other engines.
 
-    The environment is the only way: verl's `EngineRegistry.get_engine_cls` (0.9.1) does not look at the options.
+    The environment variable is the only way, because verl's `EngineRegistry.get_engine_cls` (0.9.1) ignores the
+    options.
     """
     from mcore_ckpt.integrations.verl import engines  # noqa: F401  (registers them)
 
     if os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR) != VENDOR:
         logger.warning(
-            "VERL_ENGINE_VENDOR is %r, so verl takes those engines, and the options of mcore_ckpt do nothing: "
-            "unset it, or set it to %r",
+            "VERL_ENGINE_VENDOR is %r, so verl does not use the engines of mcore_ckpt, and the options of mcore_ckpt "
+            "have no effect: unset the variable, or set it to %r",
             os.environ["VERL_ENGINE_VENDOR"],
             VENDOR,
         )

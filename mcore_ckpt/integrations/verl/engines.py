@@ -1,4 +1,7 @@
-"""Gives verl's megatron engines our checkpoints. Importing it registers them, for VERL_ENGINE_VENDOR=mcore_ckpt."""
+"""Makes verl's megatron engines save and load with this package.
+
+Importing this module registers the engines. verl uses them if VERL_ENGINE_VENDOR is `mcore_ckpt`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from mcore_ckpt.integrations.verl.vendor import VENDOR
 
 
 class _WithCheckpoints:
-    """Replaces what one of verl's engines does with checkpoints. It comes first in the list of bases."""
+    """A mixin that makes one of verl's engines save and load with this package. It must be the first base."""
 
     def initialize(self: Any) -> None:
         super().initialize()  # type: ignore[misc]
-        # verl's own manager has only stored its arguments so far. It is None without training. The name is verl's.
+        # verl's own manager is None without training. Otherwise it has only stored its arguments so far. (The spelling
+        # of the attribute is verl's.)
         stock = getattr(self, "checkpoint_mananager", None)
         if stock is None:
             return
@@ -46,15 +50,19 @@ class _WithCheckpoints:
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves as verl's engine does, but leaves offloaded state where it is: the rollout needs the GPU memory now."""
+        """Saves like verl's engine, but leaves offloaded state in host memory.
+
+        verl's engine first loads the state back to the GPU, whose memory the rollout needs now.
+        """
         manager = self.checkpoint_mananager
         if any(chunk.ddp_config.overlap_param_gather for chunk in self.module):
-            # Offloaded parameters may hold old values of other ranks' shards, which have to be gathered on the GPU.
+            # Offloaded parameters can hold old values of other ranks' shards. The new values must be gathered on the
+            # GPU, so verl's method loads the parameters there first.
             super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)  # type: ignore[misc]
         else:
             manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
         if 0 < self.optimizer_config.total_training_steps <= global_step:
-            # Ray kills the workers when the trainer returns.
+            # This is the last save, and Ray kills the workers when the trainer returns.
             manager.wait()
 
     def load_checkpoint(
@@ -64,18 +72,18 @@ class _WithCheckpoints:
         del_local_after_load: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Loads as verl's engine does, but does not delete the checkpoint by default.
+        """Loads like verl's engine, but does not delete the checkpoint by default.
 
-        verl's default is to delete it, and verl's SFT trainer leaves the argument out.
+        verl's engine deletes it by default, and verl's SFT trainer does not pass the argument.
         """
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load, **kwargs)  # type: ignore[misc]
 
 
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR)
 class LanguageModelEngine(_WithCheckpoints, MegatronEngineWithLMHead):
-    """verl's engine of actors and SFT with our checkpoints."""
+    """verl's engine for actors and SFT, which here saves and loads with this package."""
 
 
 @EngineRegistry.register(model_type="value_model", backend="megatron", device="cuda", vendor=VENDOR)
 class ValueModelEngine(_WithCheckpoints, MegatronEngineWithValueHead):
-    """verl's engine of critics with our checkpoints."""
+    """verl's engine for critics, which here saves and loads with this package."""

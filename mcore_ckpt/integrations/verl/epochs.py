@@ -1,4 +1,4 @@
-"""Lets an SFT run that was saved at the end of an epoch resume with the next one (verl-project/verl issue 7401)."""
+"""Lets an SFT run that was saved at the end of an epoch resume with the next epoch (verl-project/verl issue 7401)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 class ResumesAtEpochEnd:
-    """Corrects how verl's SFTTrainer resumes at the end of an epoch. It comes first in the list of bases.
+    """A mixin that corrects how verl's SFTTrainer resumes at the end of an epoch. It must be the first base.
 
-    This is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. At the end of an epoch the data loader's
-    state says that all batches have been taken. verl's CheckpointHandler loads that state into the loader of the next
-    epoch, which then ends before its first batch. The run skips an epoch, or ends at once and reports success.
+    It is for verl 0.9.1, `verl.trainer.sft_trainer` and `sft_trainer_ray`. The data loader's state at the end of an
+    epoch records that all batches have been used. verl's CheckpointHandler loads that state into the loader of the next
+    epoch, which then ends before its first batch. So the run skips an epoch, or ends immediately and reports success.
     """
 
-    # Of SFTTrainer.
+    # Attributes of SFTTrainer.
     resume_global_step: int
     steps_per_epoch: int
     total_training_steps: int
@@ -24,7 +24,8 @@ class ResumesAtEpochEnd:
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
         step = self.resume_global_step
-        # At the very last step the exhausted loader must stay: the trainer checks for its end only after a step.
+        # After the very last step the exhausted loader must stay. With a new loader the trainer would train one more
+        # step, because it checks whether it is done only after a step.
         if 0 < step < self.total_training_steps and step % self.steps_per_epoch == 0:
             # A new loader is enough, because the trainer computes the epoch from the step.
             self._build_dataloader()

@@ -1,4 +1,4 @@
-"""Replaces the checkpoint manager that verl's engines and workers hold."""
+"""The checkpoint manager that replaces the one in verl's engines and workers."""
 
 from __future__ import annotations
 
@@ -21,35 +21,39 @@ from mcore_ckpt.steps import complete_steps, delete_step, step_status
 
 logger = logging.getLogger(__name__)
 
-# All managers in this process. If actor and critic share it, which is verl's default, each knows that a step has both.
+# All managers in this process. If actor and critic share the process, which is verl's default, the manager of each role
+# sees here that a step has both roles.
 _managers: WeakSet[MegatronCheckpointManager] = WeakSet()
 
 
 class MegatronCheckpointManager:
-    """Takes the place of verl's class of this name. Every rank makes one.
+    """A checkpoint manager that replaces verl's class of the same name. Every rank makes one.
 
     It touches nothing on disk before the first save or load, because only these calls name the folder.
 
     Args:
         model: the list of virtual chunks.
-        optimizer: megatron's, or None.
-        optimizer_scheduler: megatron's, or None. Its position is loaded together with the optimizer.
-            `use_checkpoint_opt_param_scheduler` decides only whose schedule continues from there.
-        checkpoint_config: `save_contents`, `load_contents` (None: model, optimizer, extra), `async_save`, and what
-            McoreCkptConfig adds.
-        checkpoint_contents: verl 0.4's `save_contents` and `load_contents` in one.
+        optimizer: megatron's optimizer, or None.
+        optimizer_scheduler: megatron's LR scheduler, or None. Its position is loaded together with the optimizer.
+            verl's option `use_checkpoint_opt_param_scheduler` decides only whether the saved schedule or the configured
+            one continues from that position.
+        checkpoint_config: verl's options `save_contents`, `load_contents` (None means model, optimizer and extra) and
+            `async_save`, and the options that McoreCkptConfig adds.
+        checkpoint_contents: the option of verl 0.4 that replaces both `save_contents` and `load_contents`.
         role: "actor" or "critic".
-        hf_config: written beside the checkpoint, and needed for `hf_model`.
-        processing_class: a tokenizer or processor to write beside it; `tokenizer` in verl 0.4.
-        frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then they have
-            been copied when `save_checkpoint` returns, whatever `async_mode` is.
-        peft_cls: with LoRA, only the adapters are saved and loaded. The base model comes from its own files.
-        use_megatron_fsdp: refused.
-        of_verl: other arguments that verl passes and a checkpoint does not need.
+        hf_config: a transformers config to write beside the checkpoint. `hf_model` needs it.
+        processing_class: a tokenizer or processor to write beside the checkpoint.
+        tokenizer: the name of `processing_class` in verl 0.4.
+        frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then
+            `save_checkpoint` returns only after it has copied them, whatever `async_mode` is.
+        peft_cls: given for a model with LoRA adapters. Only the adapters are then saved and loaded, because the trainer
+            loads the base model from its own files.
+        use_megatron_fsdp: must be False.
+        of_verl: other arguments that verl passes. They are ignored, because a checkpoint does not need them.
 
     Raises:
-        UnsupportedError: Megatron-FSDP, or `hf_model` of a model with adapters.
-        InvalidArgumentError: options that contradict each other or have impossible values.
+        UnsupportedError: `use_megatron_fsdp` is True, or a model with adapters is to be saved as `hf_model`.
+        InvalidArgumentError: options contradict each other or have impossible values.
     """
 
     def __init__(
@@ -79,8 +83,8 @@ class MegatronCheckpointManager:
         self._options["skip_frozen"] = peft_cls is not None
         if peft_cls is not None and "hf_model" in self._options.get("save_contents", ()):
             raise UnsupportedError(
-                "save_contents has 'hf_model', and the model has adapters, whose HuggingFace form is not written: "
-                "leave the word out, and call the bridge's save_hf_adapter where it is needed"
+                "save_contents has 'hf_model', but the model has adapters, and saves cannot write adapters in "
+                "HuggingFace's format: leave the word out, and call the bridge's save_hf_adapter where you need them"
             )
         if frees_memory:
             self._options["async_mode"] = "snapshot"
@@ -93,7 +97,7 @@ class MegatronCheckpointManager:
             "processing_class": tokenizer if processing_class is None else processing_class,
         }
         self._manager: CheckpointManager | None = None
-        self._config = self._with(None, None)  # now, so that wrong options raise here and not at the first save
+        self._config = self._with(None, None)  # wrong options must raise here, not at the first save
         self._delete_later: Place | None = None
         _managers.add(self)
 
@@ -106,21 +110,22 @@ class MegatronCheckpointManager:
     ) -> None:
         """Saves to exactly `local_path`. Every rank calls it.
 
-        Returns when the checkpoint is committed; with `async_save`, as soon as the training state may change or be
-        offloaded.
+        Returns when the checkpoint is committed. With `async_save` it returns as soon as the training state may change
+        or be offloaded.
 
         Args:
             local_path: `<root>/global_step_{N}/{role}`, or the step's folder itself (SFT). The tracker in the root
                 names the step once all its roles are committed.
-            hdfs_path: the same place in a remote store that fsspec knows. The upload runs beside the training.
-            global_step: N.
-            max_ckpt_to_keep: how many steps stay, counted on disk; None keeps all. At `hdfs_path` all stay.
+            hdfs_path: the same folder in a remote store that fsspec can reach. The upload runs in the background.
+            global_step: the N in `local_path`.
+            max_ckpt_to_keep: how many complete steps stay on disk, including those of earlier runs. None keeps all
+                steps. The remote store always keeps all steps.
 
         Raises:
-            CheckpointError: this save, or an earlier one with `async_save`, failed; the same on all ranks.
+            CheckpointError: this save failed, or an earlier async save did. All ranks raise the same error.
         """
         place = Place.of(local_path, self.role)
-        # As in verl, a number that is not positive keeps all.
+        # As in verl, 0 or a negative number keeps all steps.
         max_to_keep = max_ckpt_to_keep if max_ckpt_to_keep and max_ckpt_to_keep > 0 else None
         manager = self._manager_of(place, self._with(hdfs_path, max_to_keep))
         manager.save(int(global_step), path=place.folder, roles=self._roles(place))
@@ -133,24 +138,25 @@ class MegatronCheckpointManager:
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Loads `local_path`, which this package or verl's own managers wrote. Every rank calls it.
+        """Loads the checkpoint in `local_path`, which this package or verl's own manager wrote. Every rank calls it.
 
         Args:
-            local_path: as in `save_checkpoint`.
+            local_path: see `save_checkpoint`.
             hdfs_path: where to load from if `local_path` does not exist.
-            del_local_after_load: delete the step as soon as a newer one is complete. Deleted earlier, a crash would
-                leave nothing to resume from.
+            del_local_after_load: True deletes the loaded step, but only once a newer step is complete. Otherwise a
+                crash in between would leave nothing to resume from.
 
         Raises:
-            CheckpointNotFoundError: there is none, or its trainer died while saving the step. The message names the
-                newest complete one, which the tracker names from then on if it named this one.
-            CheckpointCorruptError: it is damaged; as above.
-            CheckpointMismatchError: it does not fit the model; nothing has been changed.
+            CheckpointNotFoundError: there is no checkpoint, or its trainer died while saving the step. The message
+                names the newest complete step. If the tracker named the step that cannot be loaded, it names the
+                complete step from then on.
+            CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed.
         """
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)
         if self._manager is not None and self._manager.root == place.root and not hdfs_path:
-            # Keep the manager's `max_to_keep`, which its saves have set.
+            # Keep the `max_to_keep` that earlier saves have given this manager.
             config = replace(self._config, load_contents=config.load_contents)
         manager = self._manager_of(place, config)
         request = {"path": str(place.folder)}
@@ -170,7 +176,7 @@ class MegatronCheckpointManager:
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             has_copies = self._config.remote is not None
             outcome = (self._manager or manager).agree(
-                "going back", request, lambda: {"advice": resume.send_back(place, has_copies)}
+                "going back to an older step", request, lambda: {"advice": resume.send_back(place, has_copies)}
             )
             raise type(error)(f"{error}; {outcome['advice']}") from error
         if del_local_after_load:
@@ -188,7 +194,8 @@ class MegatronCheckpointManager:
         load_hf(
             self._trainer["model"],
             seen["weights"],
-            # The optimizer's fp32 main parameters, if they are loaded, are the same weights in higher precision.
+            # If the optimizer is loaded below, its fp32 main parameters come from the checkpoint. They are the same
+            # weights in higher precision.
             optimizer=None if "optimizer" in rest else self._trainer["optimizer"],
             timeout_s=self._config.timeout_s,
         )
@@ -198,7 +205,7 @@ class MegatronCheckpointManager:
     def wait(self) -> None:
         """Waits until no save and no upload is under way. Every rank calls it.
 
-        Raises CheckpointError: the save failed, and no earlier call raised that.
+        Raises CheckpointError: a save failed, and no earlier call has raised its error.
         """
         if self._manager is not None:
             self._manager.wait()
@@ -214,7 +221,7 @@ class MegatronCheckpointManager:
             self._manager = None
 
     def _manager_of(self, place: Place, config: CheckpointConfig) -> CheckpointManager:
-        """Returns the manager, and makes a new one if the root or the options have changed."""
+        """Returns the manager. Makes a new one if there is none, or if the root or the options have changed."""
         if self._manager is not None and (self._manager.root, self._config) != (place.root, config):
             manager, self._manager = self._manager, None
             manager.close()
@@ -226,14 +233,14 @@ class MegatronCheckpointManager:
     def _with(self, hdfs_path: str | None, max_to_keep: int | None) -> CheckpointConfig:
         options = {**self._options, "max_to_keep": max_to_keep}
         if hdfs_path:
-            # verl counts only local folders, and never deletes remote copies.
+            # verl applies max_ckpt_to_keep only to local folders, and never deletes remote copies.
             options.update(remote=remote_root(hdfs_path), prune_remote=False)
         if max_to_keep is None:
-            options.pop("keep_every", None)  # verl keeps all
+            options.pop("keep_every", None)  # refused without max_to_keep, and not needed then, because all steps stay
         return CheckpointConfig(**options)
 
     def _roles(self, place: Place) -> tuple[str, ...]:
-        """Returns the roles that the step consists of. It counts when all are committed."""
+        """Returns the roles that the step consists of. The step is complete once all of them are committed."""
         if place.is_flat:
             return (self.role,)
         if self._config.roles is not None:
@@ -242,7 +249,7 @@ class MegatronCheckpointManager:
         return tuple(sorted({self.role, *(other.role for other in here)}))
 
     def _delete_loaded(self, loaded: Place, saved: Place) -> None:
-        """Deletes the step that was loaded, once there is a newer one. Raises OSError."""
+        """Deletes the step that was loaded if a newer step is complete. Raises OSError."""
         if loaded.step_path is None or loaded.step is None:
             return
         others = [status for status in complete_steps(saved.root) if status.path != loaded.step_path]
@@ -254,7 +261,7 @@ class MegatronCheckpointManager:
         if not loaded.step_path.exists():
             self._delete_later = None  # the other role's manager or retention has deleted it
         elif not status.is_complete:
-            logger.warning("%s stays though it was to be deleted: %s", loaded.step_path, status.reason)
+            logger.warning("%s was to be deleted, but stays: %s", loaded.step_path, status.reason)
             self._delete_later = None
         elif delete_step(status) is None:
             self._delete_later = None

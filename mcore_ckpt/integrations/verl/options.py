@@ -1,6 +1,6 @@
 """Translates verl's checkpoint options into those of a CheckpointConfig.
 
-The options are `actor.checkpoint`, `critic.checkpoint` and, for SFT, `checkpoint`.
+verl's options are in `actor.checkpoint`, `critic.checkpoint` and, for SFT, `checkpoint`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
-# max_to_keep comes with each save, and adapters are verl's own option (model.lora).
+# verl passes max_to_keep to each save, and skip_frozen follows from verl's own option for adapters (model.lora).
 NOT_OPTIONS = ("max_to_keep", "skip_frozen")
 
 
@@ -25,7 +25,8 @@ def read_options(options: Any) -> dict[str, Any]:
     """Returns the options that are set, by name.
 
     Args:
-        options: a DictConfig, a dataclass of verl's or ours, a dict or any object; None for verl's defaults.
+        options: a DictConfig, verl's or our dataclass, a dict, or any object that has options as attributes. None has
+            no options.
     """
     found = {}
     for name in (*VERLS_OWN, *(field.name for field in own_options())):

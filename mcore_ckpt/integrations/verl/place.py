@@ -11,11 +11,11 @@ from mcore_ckpt.checkpoint import parse_step, step_root
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one `local_path`.
+    """The root and the step that one `local_path` belongs to.
 
     Attributes:
         folder: the folder that the path names.
-        root: the folder of the steps, where the tracker is. PPO saves to `<root>/global_step_{N}/actor`, SFT to
+        root: the folder of all steps and of the tracker. PPO saves to `<root>/global_step_{N}/actor`, SFT to
             `<root>/global_step_{N}` itself.
         step_path: the step's folder; None if the path is not in a step.
     """
@@ -40,20 +40,20 @@ class Place:
 
     @property
     def is_flat(self) -> bool:
-        """True if the step's folder is also its only role's folder, as for SFT."""
+        """True if the step's folder is also the folder of its only role, as in SFT."""
         return self.folder == self.step_path
 
     def in_step(self, step: int) -> Place | None:
         """Returns the same place in another step of the root; None if this place is not in a step."""
         if self.step_path is None:
             return None
-        # Use the same prefix as this step's folder, because verl finds steps only under its own name for them.
+        # Keep the prefix of this step's folder name, because verl finds only steps with that prefix.
         step_path = self.root / f"{self.step_path.name.removesuffix(str(self.step))}{step}"
         return Place(step_path / self.folder.relative_to(self.step_path), self.root, step_path)
 
 
 def remote_root(hdfs_path: str) -> str:
-    """Returns the URL of the folder of steps, given that of a role in a step (`trainer.default_hdfs_dir`)."""
+    """Returns the URL of the folder of all steps, given the path of a step or of a role in a step."""
     folder = hdfs_path.rstrip("/")
     # verl treats a path without a scheme as a local folder (`hdfs_io.copy`).
     url = folder if "://" in folder else Path(os.path.abspath(folder)).as_uri()

@@ -1,6 +1,6 @@
 """Registers our engines when verl is imported (entry point `verl.plugins`).
 
-Does so only if VERL_ENGINE_VENDOR asks for them, because their import takes seconds.
+It does so only if VERL_ENGINE_VENDOR names them, because importing them takes seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Checks that the step verl resumes from is complete, and corrects the tracker if it is not.
+"""Checks that the step that verl resumes from is complete. If it is not, this module corrects the tracker.
 
-verl follows its tracker, which its SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`) writes before an async save
-is committed. When verl asks for the checkpoint it has already taken the step's number from the folder name, so another
-step must not be loaded in its place. Instead the tracker is corrected, and the next start finds a complete step.
+verl resumes from the step that its tracker names. But verl's SFT trainer (0.9.1, `CheckpointHandler.save_checkpoint`)
+writes the tracker before an async save is committed, so that step can be incomplete. When verl loads the checkpoint, it
+has already read the step's number from the folder name, so no other step can be loaded instead. Therefore only the
+tracker is corrected, and the next run starts from a complete step.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from mcore_ckpt.steps import (
 
 logger = logging.getLogger(__name__)
 
-# Files with the state of the data loader: PPO has one, SFT one for each data-parallel rank.
+# Files with the state of the data loader. PPO has one file, SFT has one for each data-parallel rank.
 _DATA_FILE = re.compile(r"data(_\d+)?\.pt")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """True if a folder is a checkpoint of ours, or of another program that we can read, intact or not."""
+    """True if a folder is a checkpoint of ours or of another program that we can read, even if it is damaged."""
     return (folder / MANIFEST_FILE).exists() or kind_of(folder) is not None
 
 
 def why_not_whole(place: Place) -> str | None:
     """Returns what a step lacks because its trainer died while saving it.
 
-    One role of such a step could be loaded. But the trainer would then fail at the next role, or begin its data anew
-    without an error.
+    A single role of such a step could be loaded. But then the trainer would fail at the next role, or would silently
+    start its data from the beginning.
 
     Returns:
-        None if nothing is missing, if there is no other step to go back to, or if the tracker does not name this step:
-        a step that was asked for by its path is taken as it is.
+        What the step lacks. None if nothing is missing, if there is no other step to go back to, or if the tracker does
+        not name this step. In the last case the user gave the path of the step, which is then loaded as it is.
     """
     if place.step_path is None or read_tracker(place.root) != place.step:
         return None
@@ -60,43 +61,44 @@ def why_not_whole(place: Place) -> str | None:
     if not data:
         return f"{place.step_path}: the state of the data loader is missing"
     truncated = _truncated(data)
-    return f"{truncated[0]}: is cut, so the trainer died while it wrote it" if truncated else None
+    return f"{truncated[0]}: is cut off, because the trainer died while writing it" if truncated else None
 
 
 def step_to_go_back_to(place: Place) -> int | None:
-    """Returns the newest other complete step; if any step has the state of the data loader, the newest of those."""
+    """Returns the newest other complete step. Steps with the state of the data loader are preferred to all others."""
     found = [step for step in sorted(step_dirs(place.root), reverse=True) if _is_whole(place, step)]
     with_data = [step for step in found if (other := place.in_step(step)) and _data_files(other.step_path)]
     return next(iter(with_data or found), None)
 
 
 def send_back(place: Place, has_copies: bool) -> str:
-    """Corrects a tracker that names a step that cannot be loaded. Returns advice for the message.
+    """Corrects the tracker if it names the step that cannot be loaded. Returns advice for the error message.
 
     Args:
         place: the place that cannot be loaded.
-        has_copies: True if a remote store may have other steps, which verl does not find by the tracker.
+        has_copies: True if a remote store can have other steps. verl does not find them through the tracker.
 
     Raises OSError: the tracker cannot be changed.
     """
     step, tracker_path = step_to_go_back_to(place), place.root / TRACKER_FILE
     newest = "there is no other checkpoint here" if step is None else f"the newest complete step is {step}"
     if step is None and has_copies:
-        return f"{newest}; to resume from a copy in the remote store name its step's folder (trainer.resume_from_path)"
+        return f"{newest}; to resume from a copy in the remote store, set trainer.resume_from_path to its step's folder"
     if place.step is None or read_tracker(place.root) != place.step:
         return newest
     there = [status.path.name for status in list_steps(place.root) if holds_something(status)]
     if step is None and there:
-        # These steps are damaged, or of another role or program. Only the user may decide to start anew beside them.
+        # These steps are damaged, or belong to another role or program. Only the user may decide to ignore them and to
+        # start from the beginning.
         return (
             f"{newest} that {place.folder.name} can be loaded from, but there are {', '.join(there)}: load one by its "
-            f"path, or delete or move them and {tracker_path} to begin from the beginning"
+            f"path, or delete or move these folders and {tracker_path} to start from the beginning"
         )
     if step is None:
         remove_tracker(place.root)
-        return f"{newest}. {tracker_path} named this one and is removed: the next start begins from the beginning"
+        return f"{newest}. {tracker_path} named this one and was removed, so the next run starts from the beginning"
     write_tracker(place.root, step)
-    return f"{newest}, which {tracker_path} names from now on: start again to go on from there"
+    return f"{newest}, which {tracker_path} names from now on: start again to continue from that step"
 
 
 def _is_whole(place: Place, step: int) -> bool:
@@ -104,7 +106,7 @@ def _is_whole(place: Place, step: int) -> bool:
     if other is None or other.step_path is None or step == place.step or not is_checkpoint(other.folder):
         return False
     status = step_status(other.step_path)
-    # A checkpoint of another program has no manifest, so its presence has to do.
+    # A checkpoint of another program has no manifest that would show whether it is complete. Its presence must suffice.
     is_complete = status.is_complete if status.declared else True
     return is_complete and not _truncated(_data_files(other.step_path))
 
@@ -116,5 +118,5 @@ def _data_files(step_path: Path | None) -> list[Path]:
 
 
 def _truncated(files: list[Path]) -> list[Path]:
-    # torch.save writes the zip directory last, so a file that was cut has none.
+    # torch.save writes the zip directory last, so a file that is cut off has none.
     return [file for file in files if not zipfile.is_zipfile(file)]

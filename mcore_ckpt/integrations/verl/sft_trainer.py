@@ -1,8 +1,8 @@
-"""Runs verl's SFT trainer on every rank, and resumes correctly a run that was saved at the end of an epoch.
+"""Runs verl's SFT trainer on every rank, and correctly resumes a run that was saved at the end of an epoch.
 
-Configuration and command line are verl's:
+The configuration and the command line are verl's, except that this module replaces `verl.trainer.sft_trainer`:
 
-torchrun --nproc_per_node 8 -m mcore_ckpt.integrations.verl.sft_trainer ...    (for -m verl.trainer.sft_trainer ...)
+    torchrun --nproc_per_node 8 -m mcore_ckpt.integrations.verl.sft_trainer ...
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs verl's SFT trainer with Ray, and resumes correctly a run that was saved at the end of an epoch.
+"""Runs verl's SFT trainer with Ray, and correctly resumes a run that was saved at the end of an epoch.
 
-Configuration and command line are verl's:
+The configuration and the command line are verl's, except that this module replaces `verl.trainer.sft_trainer_ray`:
 
-python -m mcore_ckpt.integrations.verl.sft_trainer_ray ...    (for -m verl.trainer.sft_trainer_ray ...)
+    python -m mcore_ckpt.integrations.verl.sft_trainer_ray ...
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from mcore_ckpt.formats import TorchDistFiles, kind_of, torch_dist_folders
 
-# The folders of `get_hf_model_checkpoint_path` in verl 0.9, and in 0.5 to 0.7.
+# The folder that `get_hf_model_checkpoint_path` returns in verl 0.9, and the one in 0.5 to 0.7.
 _WEIGHTS = ("model/huggingface", "huggingface")
 
 
 def huggingface_weights(folder: Path) -> Path | None:
-    """Returns the folder of the HuggingFace weights; None if the `torch_dist` shards beside it hold the model, too.
+    """Returns the folder of the HuggingFace weights; None if there is none, or if `torch_dist` shards hold the model.
 
-    With a bridge and without `use_dist_checkpointing`, verl writes no shards of the model; for a model with adapters,
-    it writes shards of the adapters only.
+    With a bridge and without `use_dist_checkpointing`, verl writes no shards of the model. For a model with adapters it
+    writes only shards of the adapters.
 
     Raises CheckpointCorruptError: the list of shards is damaged.
     """
@@ -26,5 +26,5 @@ def huggingface_weights(folder: Path) -> Path | None:
 
 def _has_model(folder: Path) -> bool:
     names = TorchDistFiles(folder, torch_dist_folders(folder)).names
-    # Names begin with `optimizer.`, or with `chained_0.optimizer.` if several optimizers are chained.
+    # Names of optimizer state begin with `optimizer.`, or with `chained_0.optimizer.` in a chained optimizer.
     return not all("optimizer" in name.split(".")[:2] for name in names)

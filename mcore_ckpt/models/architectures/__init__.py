@@ -1,6 +1,6 @@
 """The built-in HuggingFace architectures: one module per family of models.
 
-To add one, write a module that exports `ARCHITECTURES` and list it here.
+To add an architecture, write a module that exports the tuple `ARCHITECTURES`, and add this tuple to the one below.
 """
 
 from mcore_ckpt.models.architecture import Architecture

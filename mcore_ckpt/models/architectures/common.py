@@ -15,7 +15,7 @@ MODEL = (
     Row("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
     Row(MCORE_HEAD, {HF_HEAD: "vocab hidden"}, when="!tied !value"),
     Row(MCORE_HEAD, {"score.weight": "1 hidden"}, when="value"),
-    # ...ForTokenClassification has a bias. mcore's value heads have none.
+    # The head of a ...ForTokenClassification has a bias. mcore's value heads have none.
     Row("", {"score.bias": "1"}, when="value score_bias"),
 )
 
@@ -67,7 +67,7 @@ DENSE_MLP = (
 
 ROUTER = (
     Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
-    # In mcore this is a buffer, always in fp32 (TopKRouter, 0.16.1).
+    # mcore keeps this tensor in a buffer that is always fp32 (TopKRouter, 0.16.1).
     Row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe expert_bias"),
 )
 
@@ -103,7 +103,7 @@ STACKED_EXPERTS = (
 
 
 def shared_experts(name: str) -> tuple[Row, ...]:
-    """Returns the rows of the experts that every token passes, below `mlp.{name}`, and of their gate, if any."""
+    """Returns the rows of shared experts and of their gate. Their HuggingFace names begin with `mlp.{name}`."""
     return (
         Row(
             "mlp.shared_experts.linear_fc1.weight",
@@ -120,7 +120,7 @@ def shared_experts(name: str) -> tuple[Row, ...]:
 
 
 # Published checkpoints repeat the embedding and the head in each layer of multi-token prediction. In mcore these layers
-# use the model's own (MultiTokenPredictionBlock, 0.16.1).
+# use the embedding and the head of the model (MultiTokenPredictionBlock, 0.16.1).
 MTP = (
     Row("enorm.weight", {"enorm.weight": "hidden"}),
     Row("hnorm.weight", {"hnorm.weight": "hidden"}),
@@ -133,7 +133,7 @@ MTP = (
 
 
 def sizes_of(config: HfConfig) -> dict[str, int]:
-    """Reads the sizes that every decoder has. Raises UnsupportedError if one is missing or impossible."""
+    """Reads the sizes that every decoder has. Raises UnsupportedError if a size is missing or impossible."""
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     groups = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
     if heads % groups:
@@ -173,19 +173,19 @@ def facts_of(config: HfConfig) -> set[str]:
 
 
 def uniform_layers(config: HfConfig) -> tuple[frozenset[str], ...]:
-    """Returns the facts of decoder layers that are all of one kind: an empty set for each layer."""
+    """Returns the facts of decoder layers that are all of the same kind: an empty set for each layer."""
     return (frozenset[str](),) * integer(config, "num_hidden_layers")
 
 
 def moe_layers(is_moe: Sequence[bool]) -> tuple[frozenset[str], ...]:
-    """Returns the facts of decoder layers: "moe" for each layer that is a mixture of experts."""
+    """Returns the facts of decoder layers: {"moe"} for each mixture of experts, an empty set for each other layer."""
     return tuple(frozenset({"moe"}) if moe else frozenset[str]() for moe in is_moe)
 
 
 def read_mixture(config: HfConfig, *facts: str) -> ModelFacts:
-    """Reads the facts of a model whose layers all are mixtures of experts of the size `intermediate_size`.
+    """Reads the facts of a model in which every layer is a mixture of experts of the size `intermediate_size`.
 
-    `facts` are further facts that are true of the model.
+    `facts` are additional facts that are true of the whole model.
     """
     sizes = sizes_of(config)
     sizes |= {"experts": first_integer(config, "num_local_experts", "num_experts"), "moe_ffn": sizes["ffn"]}
@@ -194,7 +194,7 @@ def read_mixture(config: HfConfig, *facts: str) -> ModelFacts:
 
 
 def integer(config: Mapping[str, Any], name: str) -> int:
-    """Reads a required positive number. Raises UnsupportedError if it is missing or not positive."""
+    """Reads a required positive integer. Raises UnsupportedError if the field is missing or holds anything else."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedError(f"config.json: {name} is {value!r}, not a positive number")
@@ -202,5 +202,8 @@ def integer(config: Mapping[str, Any], name: str) -> int:
 
 
 def first_integer(config: Mapping[str, Any], *names: str) -> int:
-    """Reads a required positive number that has several names. Raises UnsupportedError if none is present."""
+    """Reads a required positive integer from the first of several fields that is present.
+
+    Raises UnsupportedError if no field is present, or if the value is not a positive integer.
+    """
     return integer(config, next((name for name in names if config.get(name) is not None), names[0]))

@@ -1,4 +1,7 @@
-"""DeepSeek-V3 and R1, Moonlight and Kimi-K2: latent attention; sigmoid scores with a bias choose the experts."""
+"""DeepSeek-V3 and R1, Moonlight and Kimi-K2.
+
+They have latent attention, and their routers choose experts by sigmoid scores with a bias.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def read_deepseek_experts(config: HfConfig) -> ModelFacts:
     if config.get("n_shared_experts"):
         facts.add("shared")
         sizes["shared_ffn"] = integer(config, "n_shared_experts") * sizes["moe_ffn"]
-    # mcore builds multi-token-prediction layers like the decoder's last layer (get_gpt_mtp_block_spec, 0.16.1).
+    # mcore gives multi-token-prediction layers the spec of the last decoder layer (get_gpt_mtp_block_spec, 0.16.1).
     mtp_layers = (layers[-1],) * (config.get("num_nextn_predict_layers") or 0)
     return ModelFacts(sizes, frozenset(facts), layers, mtp_layers)
 
@@ -73,7 +76,7 @@ _TABLE = Table(
 _CLASSES = ("DeepseekV3ForCausalLM", "DeepseekV3ForTokenClassification")
 _RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
 
-# Kimi-K2 is DeepSeek-V3 with another model_type.
+# Kimi-K2 has the architecture of DeepSeek-V3 under another model_type.
 ARCHITECTURES = tuple(
     Architecture(model_type, _CLASSES, _TABLE, _read, _RULES) for model_type in ("deepseek_v3", "kimi_k2")
 )

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its successors with the same model_type: Qwen's attention and DeepSeek's experts."""
+"""GLM-4.5 and its successors with the same model_type. They combine Qwen's attention with DeepSeek's experts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ARCHITECTURES = (
             *DENSE,
             Rope(default_partial=0.5),
             *SIGMOID_ROUTER,
-            # In Glm4MoeAttention attention_bias covers only queries, keys and values.
+            # In Glm4MoeAttention, attention_bias adds a bias only to the projections of queries, keys and values.
             Same("add_qkv_bias", "attention_bias", default=False),
             Same("qk_layernorm", "use_qk_norm", default=False),
         ),

@@ -1,4 +1,4 @@
-"""gpt-oss: biases in all linear layers, a learned offset in the softmax, a clamped GLU.
+"""gpt-oss, which has biases in all linear layers, a learned offset in the softmax and a clamped GLU.
 
 The published MXFP4 weights are quantized and therefore refused.
 """
@@ -25,10 +25,11 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 class Interleaved:
-    """Converts gate and up of gpt-oss' experts.
+    """Converts gate and up of gpt-oss's experts, both weights and biases.
 
-    HuggingFace interleaves an expert's outputs: even ones belong to the gate, odd ones to `up`. mcore's fc1 has the
-    whole gate first. HuggingFace's weights have the inputs along the first axis, mcore's have the outputs there.
+    HuggingFace interleaves the outputs of an expert: even outputs belong to the gate, odd outputs to `up`. mcore's fc1
+    has all outputs of the gate first, then all outputs of `up`. The first axis of a weight is that of the inputs in
+    HuggingFace, and that of the outputs in mcore.
     """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ class Interleaved:
 
 
 class Transposed:
-    """Transposes a weight: HuggingFace has the inputs along the first axis, mcore the outputs."""
+    """Transposes a weight. Its first axis is that of the inputs in HuggingFace, and that of the outputs in mcore."""
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
         return mcore.T.contiguous()

@@ -30,7 +30,7 @@ ARCHITECTURES = (
         ("LlamaForCausalLM", "LlamaForTokenClassification"),
         _TABLE,
         _read,
-        # These fields also give the output projections a bias, which megatron's add_qkv_bias does not.
+        # These fields also add biases to o_proj or to the MLP, but megatron's add_qkv_bias does not.
         (*DENSE, ROPE, Refused("attention_bias", False), Refused("mlp_bias", False)),
     ),
     Architecture(

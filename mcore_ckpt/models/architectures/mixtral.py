@@ -41,7 +41,7 @@ ARCHITECTURES = (
             SlidingWindow(),
             *EXPERT_COUNT,
             Same("moe_ffn_hidden_size", "intermediate_size"),
-            # The weights of the chosen experts always add up to 1, because the softmax covers them alone.
+            # The weights of the chosen experts always add up to 1, because the softmax covers only these experts.
             Constant("moe_router_pre_softmax", False),
         ),
     ),

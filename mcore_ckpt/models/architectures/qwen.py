@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and as mixtures of experts."""
+"""Qwen2, Qwen2.5 and Qwen3: dense models and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _MOE = Table(
     (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
     stacked=STACKED_EXPERTS,
 )
-# attention_bias also gives o_proj a bias. megatron's add_qkv_bias does not, so a bias is refused.
+# attention_bias also gives o_proj a bias, but megatron's add_qkv_bias does not. So attention_bias must be False.
 _QWEN3 = (Constant("qk_layernorm", True), Refused("attention_bias", False))
 _MIXTURE = (*SOFTMAX_ROUTER, Same("moe_ffn_hidden_size", "moe_intermediate_size"), SparseStep())
 

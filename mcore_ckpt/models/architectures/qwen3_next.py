@@ -1,4 +1,4 @@
-"""Qwen3-Next: linear attention (GatedDeltaNet) in most layers, attention with a gate in the others."""
+"""Qwen3-Next, which has linear attention (GatedDeltaNet) in most layers and gated attention in the other layers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def _read(config: HfConfig) -> ModelFacts:
 
 
 def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
-    """Orders the rows of GatedDeltaNet's input projection.
+    """Returns the order of the rows of GatedDeltaNet's input projection.
 
-    HuggingFace groups rows by key head: one tensor has each head's query, key, values and gates, another its betas and
-    alphas. mcore has all queries first, then all keys, and so on (`GatedDeltaNet.forward`, 0.16.1).
+    HuggingFace groups the rows by key head. One tensor has the query, key, values and gates of each head, and another
+    tensor has the betas and alphas of each head. mcore has the queries of all heads first, then the keys of all heads,
+    and so on (`GatedDeltaNet.forward`, 0.16.1).
     """
     heads, key = sizes["key_heads"], sizes["key_dim"]
     value, number = sizes["values"] // heads, sizes["value_heads"] // heads
@@ -57,10 +58,10 @@ def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
 
 
 class ZeroCentred:
-    """Shifts the weight of a norm by 1: mcore multiplies by 1 + weight, HuggingFace by weight.
+    """Shifts the weight of a norm by 1, because mcore multiplies by 1 + weight and HuggingFace by weight.
 
-    The shift is exact in both directions for weights in [0.5, 2], where those of norms are. Other weights are rounded
-    once to the dtype.
+    The shift is exact in both directions if HuggingFace's weight is in [0.5, 2], as the weights of norms are. Other
+    weights are rounded once to the dtype.
     """
 
     def to_hf(self, mcore: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ _LINEAR = (
     ),
     Row("self_attention.dt_bias", {"linear_attn.dt_bias": "value_heads"}, when="linear"),
     Row("self_attention.A_log", {"linear_attn.A_log": "value_heads"}, when="linear"),
-    # mcore centres the weights of all norms around zero, HuggingFace those of all norms but this one.
+    # mcore centres the weights of all norms around zero. HuggingFace centres those of all norms except this one.
     Row(
         "self_attention.out_norm.weight",
         {"linear_attn.norm.weight": "value_dim"},
@@ -115,7 +116,8 @@ _TABLE = Table(
     MODEL,
     (*NORMS, *_LINEAR, *_GATED, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
     stacked=STACKED_EXPERTS,
-    # config.json does not mention multi-token prediction, and transformers drops it too (Qwen3NextPreTrainedModel).
+    # config.json does not mention multi-token prediction, and transformers ignores its tensors, too
+    # (Qwen3NextPreTrainedModel).
     ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),
 )
 

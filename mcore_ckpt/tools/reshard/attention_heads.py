@@ -1,4 +1,4 @@
-"""Checks that the new tensor-parallel size divides the attention heads, as far as a HuggingFace config counts them."""
+"""Checks that the new tensor-parallel size divides the attention heads, if a HuggingFace config gives their number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mcore_ckpt.io.files import inside, read_small
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
 
-# For each weight that tensor parallelism cuts: the heads that it is made of, and the field of config.json that counts
-# them.
+# Maps each weight that tensor parallelism cuts to the heads that it is made of, and these to the field of config.json
+# that gives their number.
 _HEADS = {
     "linear_qkv.weight": {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"},
     "self_attention.in_proj.weight": {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"},
@@ -23,14 +23,14 @@ _HEADS = {
 
 
 def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], saved: Topology, new: Topology) -> None:
-    """Checks that the new tensor-parallel size divides the attention heads. It may divide a weight's rows without that.
+    """Checks that the new tensor-parallel size divides the attention heads.
 
-    megatron requires that the tensor-parallel size divides the number of attention heads, and that it divides the
-    number of key-value heads or is a multiple of it. In linear attention it must divide the numbers of key heads and of
-    value heads (TransformerConfig, 0.16.1).
+    A size that divides the rows of a weight does not always divide its heads. megatron requires that the size divides
+    the number of attention heads, and that it divides the number of key-value heads or is a multiple of that number. In
+    linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1).
 
     Args:
-        config: the model's HuggingFace configuration. A number that it does not state is not checked.
+        config: the model's HuggingFace configuration. A number that is not in the configuration is not checked.
         tensors: the tensors of the checkpoint.
         saved: the saved layout.
         new: the new layout.
@@ -61,4 +61,4 @@ def config_beside(role_dir: Path) -> dict[str, Any]:
         path = inside(role_dir, f"{file_names.HUGGINGFACE_DIR}/config.json")
         return fields.parse(read_small(path, limits.HF_JSON_BYTES))
     except (OSError, CheckpointCorruptError, fields.FieldError):
-        return {}  # saving it is optional, so a missing or damaged one must not stop a reshard
+        return {}  # the configuration is optional, so a missing or damaged one must not stop a reshard

@@ -17,7 +17,7 @@ from mcore_ckpt.tools.reshard.target import Target
 
 @dataclass(frozen=True)
 class Identity:
-    """The entries of a manifest that the written files do not tell.
+    """The entries of a manifest that cannot be derived from the written files.
 
     Attributes:
         step: the step.
@@ -25,7 +25,7 @@ class Identity:
         roles: all roles of the step.
         attempt: the id of the attempt that writes the checkpoint.
         contents: the contents of the checkpoint: `model`, `optimizer`, ...
-        versions: the versions, such as megatron's, that are those of the training and not of this process.
+        versions: package versions of the training, such as megatron's. They replace those of this process.
     """
 
     step: int
@@ -42,10 +42,10 @@ def build_manifest(
     """Makes the manifest of the written files.
 
     Args:
-        identity: the entries that the files do not tell.
+        identity: the entries that cannot be derived from the files.
         target: the layout of the checkpoint.
         indexed: the files that hold tensors.
-        small: the other files, each with the rank that counts as its writer.
+        small: the other files, each with the rank that the manifest records as its writer.
     """
     topology = target.topology
     names = tuple(sorted({name for entry in indexed for name in entry.names}, key=natural_order))

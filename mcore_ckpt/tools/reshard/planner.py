@@ -67,7 +67,7 @@ class Regions:
         wanted: gives the size of the vocabulary.
 
     Raises:
-        CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted` asks for.
+        CheckpointMismatchError: the checkpoint has fewer vocabulary rows than `wanted.vocab_size`.
     """
 
     def __init__(self, tensors: Iterable[SavedTensor], saved: Topology, new: Topology, wanted: WantedLayout) -> None:
@@ -87,8 +87,8 @@ class Regions:
         """Returns the local region of a tensor on the rank at the coordinates `at`.
 
         Raises:
-            CheckpointMismatchError: the new layout does not divide the tensor, the tensor is not cut as its name says,
-                or it is not known how it is cut.
+            CheckpointMismatchError: the new layout does not divide the tensor, the tensor is not cut as its name
+                implies, or it is not known how the tensor is cut.
         """
         rank = at.etp if tensor.expert else at.tp
         key = (tensor.name, rank)
@@ -110,7 +110,7 @@ class Regions:
         if has_vocabulary_rows(tensor.name) and self._rows is not None and shape[0] == self._saved_rows:
             shape = (self._rows, *shape[1:])
         if saved == new and shape == tensor.shape and rank in tensor.seen:
-            # The same cut as in the checkpoint works for every tensor, also for one whose name says nothing of its cut.
+            # The cut of the checkpoint can be kept for every tensor, even if its name does not show how it is cut.
             return tensor.seen[rank]
         try:
             return self._cut(tensor, saved).region(shape, rank, new)
@@ -149,7 +149,7 @@ class _Experts:
         return _Experts(counts, ep)
 
     def holds(self, name: str, ep_rank: int) -> bool:
-        """Returns True if an expert-parallel rank holds a tensor. Every rank holds the tensors that no expert owns."""
+        """Returns True if an expert-parallel rank holds a tensor. Each rank holds all tensors that no expert owns."""
         expert = expert_of(name)
         return expert is None or expert[1] // (self.counts[expert[0]] // self.ep) == ep_rank
 
@@ -250,8 +250,8 @@ class Planner:
     def _owned(self, at: RankCoordinates) -> Iterator[tuple[SavedTensor, Region]]:
         """Yields the parameters whose optimizer state a rank owns, each with the owned region.
 
-        The data-parallel ranks share the elements of the dense parameters of their (pp, tp) evenly, and those of the
-        experts of their (pp, etp, ep).
+        The data-parallel ranks of one (pp, tp) divide the elements of its dense parameters evenly. Those of one
+        (pp, etp, ep) do the same with the elements of its experts' parameters.
         """
         trained = [tensor for tensor in self._by_stage[at.pp] if tensor.main]
         dense = [tensor for tensor in trained if not tensor.expert]
@@ -339,7 +339,7 @@ def _by_stage(saved: SavedLayout, tensors: Iterable[SavedTensor], target: Target
         pp = tensor.pp if as_saved else placement.rank_of(tensor.name)
         if pp is None:
             raise CheckpointMismatchError(
-                f"{tensor.file}: tensor {tensor.name}: its name does not tell which of {target.topology.pp} pipeline "
+                f"{tensor.file}: tensor {tensor.name}: its name does not show which of {target.topology.pp} pipeline "
                 f"ranks has it: keep pp = {saved.topology.pp}, or load the checkpoint directly under the new layout"
             )
         by_stage[pp].append(tensor)

@@ -1,4 +1,4 @@
-"""Rewrites the roles of a step under another layout. All roles appear together, when they are complete."""
+"""Rewrites the roles of a step under another layout. All roles appear together, once all of them are written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class RoleReport:
-    """Report of one role.
+    """The report of one role.
 
     Attributes:
         role: the role.
@@ -57,12 +57,12 @@ class RoleReport:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """Report of one reshard.
+    """The report of one reshard.
 
     Attributes:
         step: the step.
         roles: the reports of the roles that have a model.
-        seconds: how long it took.
+        seconds: how long the reshard took.
     """
 
     step: int
@@ -77,7 +77,7 @@ class ReshardReport:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """One role with a model, planned and checked.
+    """The planned and checked rewrite of one role that has a model.
 
     Attributes:
         reader: the reader of the saved checkpoint.
@@ -103,7 +103,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _FilesRole:
-    """A role that consists of plain files (`steps/role_files.py`). No layout applies to it, so it is copied.
+    """A role that consists of plain files (`steps/role_files.py`). It has no layout, so its files are copied.
 
     Attributes:
         source: its folder.
@@ -119,20 +119,20 @@ def reshard(
 ) -> ReshardReport:
     """Rewrites a step into another folder of steps, under another layout.
 
-    It checks everything that it can check before it writes a byte. It replaces a checkpoint of the same step below
-    `root` only when all roles are written. If the CRC of a block that it reads is wrong, it stops and removes what it
-    has written.
+    It checks everything that it can check before it writes a byte. If `root` already has checkpoints of the same step,
+    it replaces them only after all roles are written. If the CRC of a block that it reads is wrong, it stops and
+    removes what it has written.
 
     Args:
         selection: the checkpoints to rewrite, from `select`.
         root: the folder of all steps to write into; it must differ from the one that is read.
         wanted: the wanted layout.
-        progress: called with the number of bytes written and the number to write.
+        progress: called with the number of bytes written so far and the number to write in all.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other, or the new checkpoint would replace the one that is read.
-        CheckpointError: the checkpoint is damaged, does not fit the layout, or cannot be written. `root` has no new
-            complete step.
+        CheckpointError: the checkpoint is damaged or does not fit the layout, or the new one cannot be written. `root`
+            has no new complete step.
 
     Example:
         >>> reshard(select(Path("ckpt")), Path("ckpt_tp4"), WantedLayout(tp=4))  # doctest: +SKIP
@@ -227,7 +227,7 @@ def _check_space(jobs: Sequence[_Job], root: Path) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise CommitError(
-            f"{root}: the checkpoint takes {needed} bytes, and {free} are free there: free space, or name another "
+            f"{root}: the checkpoint needs {needed} bytes, but only {free} are free there: free space, or name another "
             "folder"
         )
 

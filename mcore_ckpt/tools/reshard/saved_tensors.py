@@ -20,7 +20,7 @@ class SavedTensor:
         name: its global name.
         model: the kind that the model stores, MODEL or OPAQUE; None if only the optimizer stores the tensor.
         moments: the kinds of its optimizer state, without the main parameter.
-        main: True if the optimizer has a main parameter for it.
+        main: True if the optimizer has a main parameter for the tensor.
         aliased: True if this main parameter is the model's own tensor.
         seen: the local region of each tensor-parallel rank; for an expert's tensor, of each expert-tensor-parallel
             rank. Empty if `model` is OPAQUE.
@@ -49,10 +49,10 @@ class SavedTensor:
 
 
 def saved_tensors(reader: NativeReader) -> Iterator[SavedTensor]:
-    """Yields all tensors of a checkpoint, in the order of the manifest. It opens every index.
+    """Yields all tensors of a checkpoint, in the order of the manifest. It reads every index.
 
     Raises:
-        CheckpointCorruptError: an index is missing, cut or damaged.
+        CheckpointCorruptError: an index is missing or damaged.
     """
     for name in reader.manifest.tensors:
         if (found := _saved_tensor(reader, name)) is not None:

@@ -1,4 +1,4 @@
-"""Copies the files without named tensors, and gives each rank of the new layout its own small files."""
+"""Copies the files that hold no named tensors, and gives each rank of the new layout its own small files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Copy:
     Attributes:
         record: the file in the saved checkpoint.
         path: its path in the new checkpoint.
-        rank: the rank that counts as its writer in the new checkpoint.
+        rank: the rank that the new manifest records as its writer.
     """
 
     record: FileRecord
@@ -53,7 +53,7 @@ class SmallFiles:
 
 
 def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> SmallFiles:
-    """Plans which small files each rank of the new layout gets, as a load under another layout does.
+    """Plans which small files each rank of the new layout gets, by the same rules as a load under another layout.
 
     Each rank gets the files of the saved rank whose coordinates are its own modulo the saved sizes. If the random
     number generators cannot continue under the new layout, each rank gets the saved seed instead of their states.
@@ -88,7 +88,7 @@ def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> Sma
 
 
 def write_small_files(role_dir: Path, small: SmallFiles, staging: Path) -> Iterator[tuple[int, WrittenFile]]:
-    """Writes the small files durably, and yields each with the rank that counts as its writer.
+    """Writes the small files durably, and yields each with the rank that the manifest records as its writer.
 
     Args:
         role_dir: the folder of the saved checkpoint.

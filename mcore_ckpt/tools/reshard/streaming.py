@@ -27,7 +27,7 @@ class FileNames:
 
     Attributes:
         file: the file.
-        rank: the world rank that counts as its writer.
+        rank: the world rank that the manifest records as its writer.
         names: the names of the tensors in the file.
     """
 
@@ -38,14 +38,14 @@ class FileNames:
 
 @dataclass(frozen=True, eq=False)
 class _FileRange:
-    """A range of a file that is read and written at once. It satisfies `io.streams.FilePart`.
+    """A range of a file that is read as a whole and written as a whole. It satisfies `io.streams.FilePart`.
 
-    A large file is written as if several ranks shared it, one range each. This process acts for all of them.
+    A large file is written as if several ranks shared it, one range each. This process acts for all these writers.
 
     Attributes:
         file: the file.
-        plan: the plan of the writer's range.
-        writer: the number of the writer.
+        plan: the plan of this range.
+        writer: the number of the writer that has this range.
     """
 
     file: PlannedFile
@@ -59,7 +59,7 @@ class _FileRange:
 
 
 class _OwnExchange:
-    """Passes records from a file's writers to its owner within this process, which acts for all of them.
+    """Passes records from the writers of a file to the owner of the file. This process acts for all of them.
 
     Attributes:
         rank: the number of the writer that this process acts for.
@@ -83,7 +83,7 @@ def write_planned_files(
 ) -> Iterator[FileNames]:
     """Writes the files durably, and yields each when it is complete.
 
-    It takes two buffers of STREAM_BYTES and the memory that `read` takes, whatever the sizes of the files.
+    It needs two buffers of STREAM_BYTES and the memory that `read` needs, whatever the sizes of the files.
 
     Args:
         read: fills tensors with ranges of the checkpoint.
@@ -92,7 +92,7 @@ def write_planned_files(
         progress: called with the number of bytes that were written since the last call.
 
     Raises:
-        CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names file and tensor.
+        CheckpointCorruptError: a block is damaged, or a file cannot be read. The message names the file and the tensor.
         CommitError, OSError: writing failed.
     """
     exchange = _OwnExchange()
@@ -102,7 +102,8 @@ def write_planned_files(
 
 
 def _ranges(file: PlannedFile) -> list[_FileRange]:
-    # Plan the file only now and keep no plan: the plans of all files together are as large as the files' indexes.
+    # Plan each file only when it is needed and keep no plan, because the plans of all files together are as large as
+    # the indexes of the files.
     plan = plan_file(file.request, 0, StructureCache())
     cuts = cuts_of(plan.pt.records_end)
     share = Share(tuple(range(len(cuts) - 1)), cuts)
@@ -139,8 +140,8 @@ def _reads_of(placed: Placed[_FileRange]) -> Iterator[tuple[ReadRange, torch.Ten
 def _write(batch: Sequence[Placed[_FileRange]], staging: Path, exchange: _OwnExchange) -> Iterator[FileNames]:
     ranges = [placed.part for placed in batch]
     writes = [FileWrite(placed.part.plan, buffer=placed.buffer, offset=placed.offset) for placed in batch]
-    # One number serves the whole batch: a range of a file with several writers is alone in its batch, and the writer of
-    # a file that has only one is number 0.
+    # All ranges of the batch have the same writer number. If a file has several writers, each of its ranges is the only
+    # one in its batch. If a file has one writer, that writer has number 0.
     exchange.rank = ranges[0].writer
     with FileWriter(staging, writes, exchange) as writer:
         writer.start()

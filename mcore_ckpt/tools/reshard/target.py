@@ -15,7 +15,7 @@ from mcore_ckpt.sharding.placement import Stages
 
 @dataclass(frozen=True)
 class WantedLayout:
-    """The wanted sizes of the new layout. `resolve` says what a field that is None stands for.
+    """The wanted sizes of the new layout. See `resolve` for sizes that are None.
 
     Attributes:
         tp: the tensor-parallel size.
@@ -25,7 +25,7 @@ class WantedLayout:
         dp: the data-parallel size.
         ep: the expert-parallel size.
         etp: the tensor-parallel size of the experts.
-        world: the number of all ranks; it may be given instead of `dp`.
+        world: the number of all ranks; it can be given instead of `dp`.
         pipeline_layout: megatron's pipeline_model_parallel_layout, as text: "Et|t*2|t|tL".
         first_stage_layers: megatron's num_layers_in_first_pipeline_stage.
         last_stage_layers: megatron's num_layers_in_last_pipeline_stage.
@@ -53,7 +53,7 @@ class WantedLayout:
 
     @property
     def splits_layers(self) -> bool:
-        """True if a field says how the layers are divided among the stages."""
+        """True if any field determines how the layers are divided among the stages."""
         ends = (self.pipeline_layout, self.first_stage_layers, self.last_stage_layers)
         return any(end is not None for end in ends) or self.account_for_embedding or self.account_for_loss
 
@@ -84,9 +84,10 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
 
     A size that is not given stays as saved, with these exceptions:
 
-    - The number of ranks stays as saved if the other sizes divide it. Otherwise it is the smallest that they divide.
+    - The number of ranks stays as saved if the other sizes divide it. Otherwise it is the smallest number that they
+      divide.
     - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` is 1.
-    - `vpp` is 1 with one pipeline rank. With a pipeline layout it follows from the number of stages in that.
+    - `vpp` is 1 if there is one pipeline rank. If a pipeline layout is given, `vpp` follows from its number of stages.
 
     Args:
         wanted: the wanted sizes.
@@ -95,7 +96,7 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.
-        CheckpointMismatchError: the model's layers cannot be divided as `wanted` says.
+        CheckpointMismatchError: the model's layers cannot be divided in the wanted way.
     """
     _check_positive(wanted)
     topology = _topology(wanted, saved.topology, has_experts)
