@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 
-# More threads would not copy faster, because the memory bus is the limit, and training needs the cores.
+# The threads that copy host memory. More would not be faster, because the memory bus is the limit, and training needs
+# the cores.
 HOST_THREADS = min(4, os.cpu_count() or 1)
 
-# Host memory is prepared before the first save, in pieces of this size (one huge page), by a thread of this niceness.
-# Fetching a piece locks the memory map of the process, so larger pieces could delay allocations of the training.
+# Host memory is prepared before the first save, in steps of this size (one huge page), by a thread of this niceness.
+# The kernel locks the memory map of the process during a step, so larger steps could delay allocations of the training.
 PREPARE_BYTES = 2 << 20
 PREPARE_NICENESS = 10
 # The size to prepare is an estimate, so the buffer gets a spare address range: the estimate divided by SPARE_PART, but
-# at least SPARE_BYTES. The pages of the spare range are fetched only if a save needs them.
+# at least SPARE_BYTES. The spare range gets pages only if a save needs them.
 PREPARE_SPARE_PART = 4
 PREPARE_SPARE_BYTES = 64 << 20
-# If at most 1 / WAIT_FOR_PART of the host memory is not prepared yet, a save waits for it. Writing without host memory
-# would take longer.
+# If at most 1 / WAIT_FOR_PART of the host memory is not prepared yet, a save waits for the rest. That takes less
+# time than writing straight from the training state.
 WAIT_FOR_PART = 8
 
 # I/O threads sleep most of the time. With this many, some pieces are being written while others are copied and
@@ -26,13 +27,14 @@ IO_THREADS = 8
 # A disk reaches its full speed with pieces of this size. The pieces of all threads stay in the CPU's cache until they
 # are written.
 WRITE_BYTES = 4 << 20
-# Pieces for reading are larger, because the CPU looks at each byte only once.
+# Reads take larger pieces, which need not stay in the cache: the CPU reads each byte only once, for its CRC.
 READ_BYTES = 16 << 20
 
 # The shortest range of a shared file that one replica writes. Sharing shorter ranges takes more time than it saves.
 SHARE_BYTES = 16 << 20
 
-# Copies out of a GPU are reported in groups of this size, so that writing begins before the last copy is done.
+# The writer learns of finished copies out of a GPU in groups of this size, so that writing begins before the last copy
+# is done.
 COPY_GROUP_BYTES = 64 << 20
 
 # Memory that a load uses for tensors that it cannot fill in place: those of another dtype or not in row-major order.

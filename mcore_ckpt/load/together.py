@@ -63,13 +63,13 @@ def fill_together(
     fills: Sequence[TensorFill],
     fill: Callable[[Sequence[TensorFill]], int],
 ) -> int:
-    """Fills, on every rank, the tensors that this rank reads itself, then broadcasts them to their replicas.
+    """Each rank fills the tensors that it reads. With `load_replicas="broadcast"` it then sends them to the replicas.
 
     Args:
         agreement: this rank's agreement.
         replicas: the ranks that hold the same tensors as this one.
         topic: the name of this round, for messages.
-        fills: the fills of all tensors that this rank loads.
+        fills: one for each tensor that this rank loads.
         fill: fills tensors from the checkpoint and returns the number of bytes read.
 
     Returns:
@@ -106,7 +106,8 @@ def positions_taken(locator: Locator, keys: Iterable[ShardKey]) -> Runs:
 
 
 def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]) -> list[str]:
-    """Returns the names of the checkpoint's tensors that no rank takes. They would be lost silently.
+    """Returns the names of the checkpoint's tensors that no rank takes. Unless a caller refuses
+    them, they are lost silently.
 
     Args:
         locator: the locator of any rank.

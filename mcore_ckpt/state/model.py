@@ -157,7 +157,10 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
 
 
 def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
-    """Returns the layer inside an `AdapterWrapper` (Megatron-Bridge). `state_dict` has it under the wrapper's name."""
+    """Returns the layer inside an `AdapterWrapper` of Megatron-Bridge.
+
+    `state_dict` lists the layer's `_extra_state` under the wrapper's name, but only the layer can read and restore it.
+    """
     while type(owner).get_extra_state is torch.nn.Module.get_extra_state and hasattr(owner, "to_wrap"):
         owner = owner.to_wrap  # type: ignore[assignment]
     return owner
@@ -216,7 +219,8 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
         )
     replica_id = sharded.replica_id
     replica = bool(replica_id[0] if isinstance(replica_id, tuple) else 0)
-    # A copy on a later pipeline stage gets the name of the original, which is the key of its sharded tensor.
+    # A copy on a later pipeline stage gets the name of the original. Megatron gives this name as the key of the copy's
+    # ShardedTensor.
     key = ShardKey(sharded.key if replica else name, MODEL)
     is_buffer = not isinstance(tensor, torch.nn.Parameter)
     return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica, is_buffer)

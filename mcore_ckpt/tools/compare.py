@@ -293,7 +293,7 @@ class _Pair:
         left, right = ours.tensors.get(name), reference.tensors.get(name)
         remark = ""
         if name == HF_HEAD and left is None and (left := ours.tensors.get(HF_EMBEDDING)):
-            remark = "tied here: compared with the embedding"
+            remark = "tied in the model under test: compared with its embedding"
         elif name == HF_HEAD and right is None and (right := reference.tensors.get(HF_EMBEDDING)):
             remark = "tied in the reference: compared with its embedding"
         return _Pair(name, ours, reference, left, right, remark)
@@ -325,7 +325,7 @@ class _Pair:
             self.name,
             None if ours is None else _info(ours),
             None if reference is None else _info(reference),
-            remark="differs from the other model's embedding, too",
+            remark="only one model has it, and it differs from the other model's embedding",
         )
 
     @property

@@ -239,7 +239,7 @@ def test_what_cannot_be_moved_is_not_deleted(
         commit.publish(staging, folder, attempt)
     assert read_version(folder) == 2
     assert (staging / "adapter").is_dir()
-    assert "adapter could not be moved" in caplog.text
+    assert "could not be moved there, and stays" in caplog.text
     own(staging, dead_owner(2**22 + 1))
     leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert (folder / "adapter").is_dir()

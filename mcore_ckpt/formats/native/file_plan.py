@@ -23,7 +23,7 @@ from mcore_ckpt.sharding.plan import StoredShard
 
 
 class TensorParts(NamedTuple):
-    """Parts of tensors, as parallel tuples.
+    """Byte ranges of tensors, as parallel tuples.
 
     Bytes `[skip[i], skip[i] + nbytes[i])` of tensor number `tensor[i]` are written at byte `at[i]` of the file.
     """
@@ -67,7 +67,7 @@ class FilePlan:
 
     @cached_property
     def parts(self) -> TensorParts:
-        """The parts of tensors in this rank's range, in ascending order, none larger than COPY_GROUP_BYTES."""
+        """The byte ranges of tensors in this rank's range, in ascending order, none larger than COPY_GROUP_BYTES."""
         rows = []
         for number, slot in enumerate(self.pt.slots):
             low, high = max(slot.offset, self.start), min(slot.offset + slot.nbytes, self.stop)
@@ -153,7 +153,7 @@ def plan_file(request: WriteRequest, rank: int, structures: StructureCache) -> F
     """Plans a file for world rank `rank`, one of the ranks that can write it.
 
     Raises:
-        ValueError: the tensors are not listed in the order of their tree.
+        ValueError: the tensors are not listed in the order of the file's nested dict.
         UnsupportedError: a reader would refuse a tensor's name.
     """
     structure = structures.get(request)
@@ -204,8 +204,9 @@ def _new_skeleton(request: WriteRequest) -> PtSkeleton:
         tree[name] = {}
     for write, copy in zip(request.tensors, copies, strict=True):
         branch = tree
-        # Pickle recognizes a repeated string only if it is the same object. Without interning, two equal states would
-        # give different files if one of them had been loaded.
+        # Pickle recognizes a repeated string only if it is the same object, and a name that was loaded from a file is
+        # another object than the same name in the code. Without interning, a resumed run would write other bytes for
+        # the same state.
         *parents, leaf = map(sys.intern, write.path)
         for part in parents:
             branch = branch.setdefault(part, {})

@@ -1,6 +1,7 @@
 """AReaL's Megatron engines (1.0.4) with our checkpointer.
 
-AReaL's controllers start workers by the dotted path of these classes:
+Use these classes in place of AReaL's. A controller tells its workers the dotted path of the class, and each worker
+imports it:
 
     actor = MegatronPPOActor.as_controller(config, scheduler)
 """
@@ -20,8 +21,8 @@ from mcore_ckpt.integrations.areal.checkpointer import Checkpointer
 if TYPE_CHECKING:
     from areal.api import FinetuneSpec, SaveLoadMeta
 
-# For type checkers only. At run time a base of AReaL's here would break `super()`, because each engine class below has
-# one of AReaL's engines as its second base.
+# Only type checkers need a base here. At run time `CheckpointedEngine` is a mixin, and each engine class below names
+# AReaL's engine as its second base.
 _Engine: Any = areal.MegatronEngine if TYPE_CHECKING else object
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class CheckpointedEngine(_Engine):
             with self._offload_aware_context():
                 self.checkpointer.export(meta.path, meta.processor or meta.tokenizer, wait=wait)
         except UnsupportedError as error:
-            logger.warning("AReaL's own engine exports, into a folder that appears before it is complete: %s", error)
+            logger.warning("AReaL's own engine exports, and its folder is visible before it is complete: %s", error)
             super().save(stock)
 
     def wait_async_saves(self) -> None:

@@ -93,7 +93,7 @@ def _finish_earlier(root: Path) -> None:
             continue
         try:
             _finish(entry, hidden["what"], root / hidden["name"])
-        except OSError as error:  # if rank 0 raised it, the other ranks would wait in the export
+        except OSError as error:  # raising on rank 0 alone would let the other ranks wait in the export
             logger.warning("%s is left as it is: %s", entry, error)
 
 

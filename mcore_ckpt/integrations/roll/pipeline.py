@@ -26,10 +26,12 @@ _RNG_FILE = "rng_state_pipeline.pth"  # written by WorkerState.save_rng_state
 class CheckpointUploader:
     """The uploader that ROLL makes for a `checkpoint_config` of type mcore_ckpt, in the driver and in each worker.
 
-    It uploads only the driver's role, because `CheckpointStrategy` writes the clusters' roles to their place itself.
+    ROLL calls this an upload, but nothing leaves the shared folder. It commits the role `pipeline`, which holds the
+    driver's state. `CheckpointStrategy` commits the roles of the clusters.
 
     Args:
-        output_dir: the folder that contains each `checkpoint-{N}`. No timestamp is added to its name.
+        output_dir: the folder that contains each `checkpoint-{N}`. Unlike ROLL's own uploaders, this one adds no
+            timestamp to it.
         args: must be empty.
         kwargs: the other options in `checkpoint_config`.
     """
@@ -79,8 +81,8 @@ class CheckpointPipeline:
     resume_from_checkpoint: Any
 
     def __init__(self, pipeline_config: Any) -> None:
-        # Resolve `true` once, before the workers receive the config. Otherwise each worker would look for a checkpoint
-        # itself, and CriticWorker and StudentWorker would treat `true` as a path.
+        # Replace `true` by a path once, before the workers receive the config. Otherwise each worker would look for a
+        # checkpoint itself, and CriticWorker and StudentWorker would treat `true` as a path.
         if pipeline_config.resume_from_checkpoint is True:
             uploader = CheckpointUploader(**pipeline_config.checkpoint_config)
             pipeline_config.resume_from_checkpoint = uploader.get_latest_ckpt() or False

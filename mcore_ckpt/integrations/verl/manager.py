@@ -84,7 +84,7 @@ class MegatronCheckpointManager:
         if peft_cls is not None and "hf_model" in self._options.get("save_contents", ()):
             raise UnsupportedError(
                 "save_contents has 'hf_model', but the model has adapters, and saves cannot write adapters in "
-                "HuggingFace's format: leave the word out, and call the bridge's save_hf_adapter where you need them"
+                "HuggingFace's format: leave 'hf_model' out, and export the adapters with the bridge's save_hf_adapter"
             )
         if frees_memory:
             self._options["async_mode"] = "snapshot"
@@ -249,7 +249,7 @@ class MegatronCheckpointManager:
         return tuple(sorted({self.role, *(other.role for other in here)}))
 
     def _delete_loaded(self, loaded: Place, saved: Place) -> None:
-        """Deletes the step that was loaded if a newer step is complete. Raises OSError."""
+        """If a newer step is complete, deletes the step that was loaded. Raises OSError."""
         if loaded.step_path is None or loaded.step is None:
             return
         others = [status for status in complete_steps(saved.root) if status.path != loaded.step_path]
