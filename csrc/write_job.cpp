@@ -341,7 +341,8 @@ WriteJob::WriteJob(int threads, std::size_t piece_bytes, bool direct)
     }
 }
 
-WriteJob::~WriteJob() { close(); }
+// close() throws only in a forked child, where it returns at once.
+WriteJob::~WriteJob() { close(); }  // NOLINT(bugprone-exception-escape)
 
 bool WriteJob::forked() const { return ::getpid() != process_; }
 

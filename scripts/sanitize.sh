@@ -1,5 +1,5 @@
 #!/bin/sh
-# Checks csrc/: its format with clang-format, and its behaviour under AddressSanitizer and UndefinedBehaviorSanitizer,
+# Checks csrc/: its format with clang-format, its code with clang-tidy, and its behaviour under AddressSanitizer and UndefinedBehaviorSanitizer,
 # then under ThreadSanitizer. The programs under sanitizers do not use Python: they run random jobs that write and read
 # and, if CUDA's headers are installed, everything that uses a GPU on a fake CUDA. The exit status is 77 if the
 # compiler has no sanitizers.
@@ -7,7 +7,7 @@
 #     scripts/sanitize.sh [seconds for each kind of job and sanitizer]
 set -eu
 cd "$(dirname "$0")/.."
-PATH=$PWD/.venv/bin:$PATH  # for clang-format of requirements.txt
+PATH=$PWD/.venv/bin:$PATH  # for clang-format and clang-tidy of requirements.txt
 seconds=${1:-5}
 compiler=${CXX:-g++}
 folder=$(mktemp -d)
@@ -18,6 +18,14 @@ if command -v clang-format >/dev/null; then
     clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*.cu tests/native/*.cpp tests/native/fake_cuda/*
 else
     echo "clang-format is not installed: the format is not checked (pip install -r requirements.txt installs it)"
+fi
+if command -v clang-tidy >/dev/null; then
+    includes=$(python -c 'import pybind11, sysconfig; print(pybind11.get_include(), sysconfig.get_path("include"))')
+    # shellcheck disable=SC2086
+    printf '%s\n' csrc/*.cpp | xargs -P "$(nproc)" -I SOURCE clang-tidy --quiet SOURCE -- -std=c++17 \
+        '-DMCORE_CKPT_NO_CUDA_REASON="this is a check"' $(printf -- '-isystem %s ' $includes)
+else
+    echo "clang-tidy is not installed: the code is not checked (pip install -r requirements.txt installs it)"
 fi
 
 sanitizers="address,undefined thread"
