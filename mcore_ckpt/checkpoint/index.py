@@ -156,7 +156,8 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
         raise fields.FieldError(f"tensor {key}: {error}") from None
     if nbytes != expected or len(crcs) != block_count(nbytes):
         raise fields.FieldError(
-            f"tensor {key}: has {nbytes} bytes in {len(crcs)} blocks, but its region has {expected} bytes"
+            f"tensor {key}: has {nbytes} bytes in {len(crcs)} blocks, but its region has {expected} bytes in "
+            f"{block_count(expected)}"
         )
     if crcs and max(crcs) > _MAX_CRC:
         raise fields.FieldError(f"tensor {key}: {max(crcs)} is not a CRC of 32 bits")

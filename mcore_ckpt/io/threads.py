@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 Item = TypeVar("Item")
 
@@ -19,15 +19,16 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
     takes to answer.
     """
     left, lock, failures = iter(items), threading.Lock(), list[BaseException]()
+    end = object()
 
     def run() -> None:
         while True:
             with lock:
-                item = next(left, None) if not failures else None
-            if item is None:
+                item = next(left, end) if not failures else end
+            if item is end:
                 return
             try:
-                work(item)
+                work(cast(Item, item))
             except BaseException as error:
                 failures.append(error)
                 return

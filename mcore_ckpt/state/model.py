@@ -6,26 +6,18 @@ The regions come from megatron's own `sharded_state_dict`, and the names from th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
+from mcore_ckpt.sharding.pipeline import StageLayers
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
 from mcore_ckpt.state.shards import LocalShard
 
 EXTRA_STATE = "_extra_state"
-
-
-@dataclass(frozen=True)
-class ChunkLayers:
-    """The global numbers, counted from 0, of the layers that one chunk holds."""
-
-    decoder: tuple[int, ...]
-    mtp: tuple[int, ...]
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -93,14 +85,14 @@ def _start(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def chunk_layers(chunk: torch.nn.Module) -> ChunkLayers:
+def chunk_layers(chunk: torch.nn.Module) -> StageLayers:
     """Reads which layers a chunk holds. The chunk can be bare or wrapped."""
     numbers = chunk_names(unwrap(chunk)).layers
     decoder, mtp = (
         tuple(sorted(layer.number for layer in numbers if layer.list_name == name))
         for name in ("decoder.layers", "mtp.layers")
     )
-    return ChunkLayers(decoder, mtp)
+    return StageLayers(decoder, mtp)
 
 
 def chunk_names(module: torch.nn.Module) -> ChunkNames:

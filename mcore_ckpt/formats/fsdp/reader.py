@@ -183,11 +183,16 @@ def _rank_files(folder: Path) -> list[Path]:
     world = configured if configured is not None else next(iter(found))
     ranks = found.get(world, {})
     missing = [rank for rank in range(world) if rank not in ranks]
-    if missing or not ranks or max(ranks) >= world:
+    if missing:
         raise CheckpointCorruptError(
             f"{folder}: wanted model_world_size_{world}_rank_0.pt to ..._{world - 1}.pt, but the files of ranks "
             f"{missing[:8]} of {world} are missing; found {_describe(found)}. If they are on other nodes' "
             "disks, copy them here"
+        )
+    if max(ranks) >= world:
+        raise CheckpointCorruptError(
+            f"{folder}: has model_world_size_{world}_rank_{max(ranks)}.pt, but a world of {world} has no such rank: "
+            "move the file to another folder"
         )
     return [ranks[rank] for rank in range(world)]
 
