@@ -72,8 +72,10 @@ def measure_first(arguments: argparse.Namespace, findings: Findings, state: Trai
         ours = Ours(arguments.folder / f"first{number}", state, async_save=True)
         beside.append(train(state, steps))
         firsts.append(stall_of(ours))
+        findings.facts.setdefault("first_saves", []).append(parts_of_stall(ours))
         stall_of(ours)
         laters.append(stall_of(ours))
+        findings.facts.setdefault("third_saves", []).append(parts_of_stall(ours))
         nbytes = bytes_of_all_ranks(ours.report.nbytes)
         ours.manager.close()
         if number % 2 == 1:
@@ -108,6 +110,11 @@ def stall_of(ours: Ours) -> float:
     elapsed = time.perf_counter() - start
     ours.finish_and_forget()
     return max(each_rank(elapsed))
+
+
+def parts_of_stall(ours: Ours) -> list[dict[str, float]]:
+    """What each rank's last save says of where its stall went."""
+    return each_rank({name: round(getattr(ours.report, name), 4) for name in ("stall_s", "plan_s", "copy_s")})
 
 
 # -- how long training waits ------------------------------------------------------------------------------
