@@ -6,12 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
+from forks import Launched, launch
+from torch.distributed.run import parse_args
+
+from mcore_ckpt.cli.demo import runner
+from mcore_ckpt.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".venv" / "transformers4"))
+
+TRAINING = "mcore_ckpt.cli.demo.training"
+# With what the training imports where it is used.
+IMPORTS = (TRAINING, "transformers.models.qwen3.configuration_qwen3", "transformers.tokenization_utils_tokenizers")
 
 
 def demo(cwd: Path, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
@@ -24,14 +36,44 @@ def demo(cwd: Path, *arguments: str, timeout: float = 600) -> subprocess.Complet
     )
 
 
-def test_killed_training_comes_back_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def forked_ranks(command: list[str], stdout: IO[bytes], env: dict[str, str], **of_popen: Any) -> Launched:
+    """Starts a command line of torchrun: its ranks are forks of a process that has imported everything."""
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    torchrun = parse_args(command[3:])
+    assert (torchrun.module, torchrun.training_script) == (True, TRAINING)
+    environment = {name: value for name, value in env.items() if os.environ.get(name) != value}
+    small = [Path(__file__).with_name("small_training.py"), *torchrun.training_script_args]
+    return launch(small, int(torchrun.nproc_per_node), imports=IMPORTS, environment=environment, stdout=stdout)
+
+
+@pytest.fixture(params=["forked", pytest.param("as a stranger runs it", marks=pytest.mark.full)])
+def run_demo(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the demo as a stranger runs it, or, in CI, in this process with forked ranks that do half of the work.
+
+    The command line of the ranks, the kill, the checkpoints and what is made of them are the same.
+    """
+
+    def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        popen = SimpleNamespace(Popen=forked_ranks, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(runner, "subprocess", popen)
+        return subprocess.CompletedProcess(arguments, main(["demo", *arguments]), *capfd.readouterr())
+
+    return run if request.param == "forked" else demo
+
+
+def test_killed_training_comes_back_as_if_nothing_had_happened(
+    tmp_path: Path, run_demo: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     # An earlier demo's folder, with a checkpoint that must not be resumed from: it is replaced.
     directory = tmp_path / "demo_checkpoints"
     old = directory / "checkpoints" / "global_steps_99"
     old.mkdir(parents=True)
     (directory / "demo.json").write_text('{"made_by": "mcore-ckpt demo"}')
 
-    done = demo(tmp_path, "--json", "--steps", "7", "--kill-after", "5")
+    done = run_demo(tmp_path, "--json", "--steps", "7", "--kill-after", "5")
 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -97,8 +139,6 @@ def assert_loads_with_transformers_4(folder: Path) -> None:
     ids=" ".join,
 )
 def test_unusable_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
-    from mcore_ckpt.cli.main import main
-
     directory = tmp_path / "demo"
     try:
         status = main(["demo", "--dir", str(directory), *arguments])
@@ -127,9 +167,6 @@ def test_foreign_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_failed_launch_is_one_error_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mcore_ckpt.cli.demo import runner
-    from mcore_ckpt.cli.main import main
-
     script = (
         "import sys; sys.stderr.write('[rank1]: Traceback (most recent call last):\\n[rank1]: OSError: disk\\nnoise')"
     )

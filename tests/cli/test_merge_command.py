@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import Start, forked, separate
 from mcore_checkpoints import make, make_checkpoint, mcore_tensors, pad_vocabulary, weights
 from tiny_models import make_hf_folder
 
@@ -32,6 +31,7 @@ from mcore_ckpt.tools import merge as merging
 from mcore_ckpt.tools.merge import MergeRequest, merge
 
 ROOT = Path(__file__).parents[2]
+IMPORTS = ("mcore_ckpt.cli.main", "mcore_ckpt.tools.merge")
 ASSETS = {
     "generation_config.json": b"{}",
     "tokenizer.json": b'{"of": "the tokenizer"}',
@@ -117,12 +117,13 @@ def test_a_framework_s_own_part_of_a_step_is_no_second_model(saved: Path, hf: Pa
     assert_same(tmp_path / "merged", hf)
 
 
-def test_the_flags_of_verls_merger(saved: Path, hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
+def test_the_flags_of_verls_merger(saved: Path, hf: Path, tmp_path: Path, start: Start) -> None:
     role_dir = next(saved.glob("*/actor"))
-    command = [sys.executable, str(ROOT / "scripts/model_merger.py"), "merge", "--backend", "megatron"]
-    command += ["--local_dir", str(role_dir), "--target_dir", str(tmp_path / "merged"), "--hf_model_path", str(hf)]
-    command += ["--use_cpu_initialization", "--trust-remote-code"]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command = [ROOT / "scripts/model_merger.py", "merge", "--backend", "megatron", "--hf_model_path", hf]
+    command += ["--local_dir", role_dir, "--target_dir", tmp_path / "merged"]
+    done = start([*command, "--use_cpu_initialization", "--trust-remote-code"], imports=IMPORTS)
+    assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "merged", hf)
     arguments = ["--backend", "megatron", "--local_dir", str(role_dir), "--test_hf_dir", str(hf)]
     assert main(["test", *arguments, "--use_cpu_initialization", "--trust-remote-code"]) == 0
@@ -163,11 +164,11 @@ def test_a_critic_is_known_by_its_weights(tmp_path: Path) -> None:
     assert model.score.weight.shape == (1, 64)
 
 
-def test_ranks_of_torchrun_share_the_work(saved: Path, hf: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "scripts/model_merger.py"), "merge", str(saved), str(tmp_path / "out" / "merged"), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
+def test_ranks_of_torchrun_share_the_work(saved: Path, hf: Path, tmp_path: Path, start: Start) -> None:
+    command = [ROOT / "scripts/model_merger.py", "merge", saved, tmp_path / "out" / "merged", "--json"]
+    done = start(command, ranks=2, imports=IMPORTS)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["files"] == 2
     assert_same(tmp_path / "out" / "merged", hf)
     assert os.listdir(tmp_path / "out") == ["merged"]
@@ -425,12 +426,15 @@ main(["merge", *sys.argv[1:]])
 """
 
 
+@pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
 @pytest.mark.parametrize("point", KILLED_AT)
-def test_killed_it_is_absent_or_whole(point: str, saved: Path, hf: Path, tmp_path: Path) -> None:
+def test_killed_it_is_absent_or_whole(point: str, saved: Path, hf: Path, tmp_path: Path, start: Start) -> None:
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED.format(point=KILLED_AT[point]))
     target = tmp_path / "merged"
-    command = [sys.executable, "-c", KILLED.format(point=KILLED_AT[point]), str(saved), str(target)]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    killed = start([program, saved, target], imports=IMPORTS)
     assert killed.returncode == -signal.SIGKILL
+    program.unlink()
     if point == "after the rename":
         assert_same(target, hf)
         return

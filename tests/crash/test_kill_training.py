@@ -1,13 +1,12 @@
 """SIGKILL of one rank of a real training in the middle of a save; the next start goes on as if it had not been."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Start, forked, separate
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.steps import listing as steps
@@ -17,23 +16,7 @@ WORKER = Path(__file__).parent / "train_and_save.py"
 WORLD = 2
 FIRST, SECOND = 2, 4
 
-# A run takes some 20 s here, most of it imports.
-LIMIT_S = 240
-
-
-def torchrun(*arguments: object) -> tuple[int, str]:
-    """Exit status and output of a run of the worker on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}", str(WORKER)]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        # No accelerator: two ranks may not share one.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return done.returncode, done.stdout
+IMPORTS = ("megatron.core.optimizer", "megatron.core.models.gpt.gpt_model", "mcore_ckpt.manager")
 
 
 def told(results: Path, name: str) -> dict[int, Any]:
@@ -47,26 +30,29 @@ def names_below(root: Path) -> set[str]:
 
 
 # Of rank 0 all files and the manifest are there, and only the rename is not; rank 1 has not written all of its part of
-# the model's file, and rank 0 waits for it.
+# the model's file, and rank 0 waits for it. torchrun itself, which tells a survivor to end, is in the full tier.
+@pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("victim", "event", "count", "how"),
     [(0, "rename", 1, "sync"), (1, "native_wait", 1, "async")],
     ids=["rank0", "rank1-async"],
 )
-def test_a_rank_is_killed_while_saving(tmp_path: Path, victim: int, event: str, count: int, how: str) -> None:
+def test_a_rank_is_killed_while_saving(
+    tmp_path: Path, victim: int, event: str, count: int, how: str, start: Start
+) -> None:
     root, results = tmp_path / "root", tmp_path / "results"
     results.mkdir()
-    status, output = torchrun("first", root, results, victim, event, count, how)
-    assert status != 0, output
-    assert "Signal 9 (SIGKILL)" in output, output
+    killed = start([WORKER, "first", root, results, victim, event, count, how], WORLD, imports=IMPORTS)
+    output = killed.stdout + killed.stderr
+    assert killed.returncode == -signal.SIGKILL if start is forked else "Signal 9 (SIGKILL)" in output, output
     survivor = told(results, "survivor")
     assert survivor.keys() == {1 - victim}, output
     assert survivor[1 - victim][0] == "CommitError"
     assert [step.step for step in steps.complete_steps(root)] == [FIRST]
     assert tracker.read_tracker(root) == FIRST
 
-    status, output = torchrun("resume", root, results)
-    assert status == 0, output
+    resumed = start([WORKER, "resume", root, results], WORLD, imports=IMPORTS)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert told(results, "loaded") == {rank: {"step": FIRST, "extra_state": {"rank": rank}} for rank in range(WORLD)}
     reference = told(results, "reference")
     assert len(reference) == WORLD

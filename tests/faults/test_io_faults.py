@@ -92,25 +92,45 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     worker.close()
 
 
+def case(fault: Fault) -> Any:
+    return pytest.param(fault, id=str(fault))
+
+
+def repeated(fault: Fault) -> Any:
+    """Of a call and a kind of file that CI has a case of, with another error, at another place or of another file."""
+    return pytest.param(fault, id=str(fault), marks=pytest.mark.full)
+
+
 REFUSED = [
-    *[Fault("pwritev", number, OWN, at) for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT) for at in (0, 700_000)],
-    *[Fault("pwritev", number, SHARED, at) for number in (errno.EIO, errno.ENOSPC) for at in (0, 40_000)],
-    Fault("fallocate", errno.ENOSPC, OWN),
-    Fault("fallocate", errno.EDQUOT, SHARED),
-    Fault("fdatasync", errno.EIO, OWN),
-    Fault("fdatasync", errno.EDQUOT, SHARED),
-    Fault("ftruncate", errno.EIO, OWN),
-    Fault("open", errno.EMFILE, SHARED),
-    Fault("open", errno.EACCES, OWN),
-    *[Fault("write", number, SMALL) for number in (errno.EIO, errno.ENOSPC)],
-    *[Fault("write", number, MANIFEST) for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT)],
-    Fault("open", errno.ENOSPC, MANIFEST),
-    Fault("fsync", errno.EIO, MANIFEST),
-    Fault("rename", errno.EIO, "global_steps_2/actor"),
+    case(Fault("pwritev", errno.EIO, OWN)),
+    repeated(Fault("pwritev", errno.EIO, OWN, 700_000)),
+    repeated(Fault("pwritev", errno.ENOSPC, OWN)),
+    case(Fault("pwritev", errno.ENOSPC, OWN, 700_000)),
+    case(Fault("pwritev", errno.EDQUOT, OWN)),
+    repeated(Fault("pwritev", errno.EDQUOT, OWN, 700_000)),
+    repeated(Fault("pwritev", errno.EIO, SHARED)),
+    case(Fault("pwritev", errno.EIO, SHARED, 40_000)),
+    case(Fault("pwritev", errno.ENOSPC, SHARED)),
+    repeated(Fault("pwritev", errno.ENOSPC, SHARED, 40_000)),
+    case(Fault("fallocate", errno.ENOSPC, OWN)),
+    repeated(Fault("fallocate", errno.EDQUOT, SHARED)),
+    case(Fault("fdatasync", errno.EIO, OWN)),
+    repeated(Fault("fdatasync", errno.EDQUOT, SHARED)),
+    case(Fault("ftruncate", errno.EIO, OWN)),
+    case(Fault("open", errno.EMFILE, SHARED)),
+    repeated(Fault("open", errno.EACCES, OWN)),
+    case(Fault("write", errno.EIO, SMALL)),
+    repeated(Fault("write", errno.ENOSPC, SMALL)),
+    repeated(Fault("write", errno.EIO, MANIFEST)),
+    case(Fault("write", errno.ENOSPC, MANIFEST)),
+    repeated(Fault("write", errno.EDQUOT, MANIFEST)),
+    case(Fault("open", errno.ENOSPC, MANIFEST)),
+    case(Fault("fsync", errno.EIO, MANIFEST)),
+    case(Fault("rename", errno.EIO, "global_steps_2/actor")),
 ]
 
 
-@pytest.mark.parametrize("fault", REFUSED, ids=str)
+@pytest.mark.parametrize("fault", REFUSED)
 def test_both_ranks_are_told_and_the_next_save_succeeds(worker: Worker, fault: Fault, tmp_path: Path) -> None:
     told = worker.run(Job(str(tmp_path), fault.env))
     assert told["hits"] > 0
@@ -147,8 +167,10 @@ def test_what_must_not_fail_a_save(worker: Worker, fault: Fault, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault("rename", errno.EIO, file_names.TRACKER_FILE), Fault("rename", errno.ENOSPC, file_names.TRACKER_FILE)],
-    ids=str,
+    [
+        case(Fault("rename", errno.EIO, file_names.TRACKER_FILE)),
+        repeated(Fault("rename", errno.ENOSPC, file_names.TRACKER_FILE)),
+    ],
 )
 def test_a_tracker_that_cannot_be_written_fails_no_save(worker: Worker, fault: Fault, tmp_path: Path) -> None:
     """The checkpoint is there, and found; the next save moves the tracker on."""
@@ -191,8 +213,8 @@ def test_a_clock_that_jumps_changes_nothing(worker: Worker, tmp_path: Path) -> N
 
 def test_a_clock_that_jumps_moves_no_deadline(worker: Worker, tmp_path: Path) -> None:
     """Ten years on and back at every look: a rank that never comes is known by the deadline all the same."""
-    told = worker.run(Job(str(tmp_path), {"CLOCK_JUMPS": "1"}, ranks=1, timeout_s=3.0))
+    told = worker.run(Job(str(tmp_path), {"CLOCK_JUMPS": "1"}, ranks=1, timeout_s=1.0))
     ((kind, message),) = told["errors"]
     assert kind == "CommitError"
     assert "no word from rank 1" in message
-    assert 3.0 <= told["seconds"] < 5.0
+    assert 1.0 <= told["seconds"] < 3.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_training import KINDS, model_of
+from fsdp_training import KINDS, WORLD, model_of
 from safetensors.torch import load_file
 from tiny_models import make_hf_folder, read_config
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,18 +32,17 @@ from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.sharding.regions import Region
 
-WORLD = 4
-SCRIPT = Path(__file__).parents[1] / "support" / "fsdp_training.py"
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks have saved under each kind of placement."""
     folder = tmp_path_factory.mktemp("fsdp")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
+    path = os.pathsep.join([str(TESTS / "distributed"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*command, str(SCRIPT), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, str(TESTS / "support" / "fsdp_training.py"), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -237,6 +236,11 @@ def test_files_of_another_world_size(folder: Path, tmp_path: Path) -> None:
     refused(folder, CheckpointCorruptError, "of 3", "2 files of world size 2, 4 files of world size 4")
     (folder / "fsdp_config.json").unlink()
     refused(folder, CheckpointCorruptError, "[2, 4]")
+
+
+def test_a_file_of_a_rank_that_the_world_does_not_have(folder: Path) -> None:
+    shutil.copy(rank_file(folder, 0), rank_file(folder, 4))
+    refused(folder, CheckpointCorruptError, "rank_4.pt", "a world of 4 has no such rank")
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"world_size": 0}', '{"world_size": "4"}'])

@@ -305,7 +305,7 @@ def test_a_part_is_taken_whenever_it_was_given(early: bool) -> None:
 
 def test_a_rank_without_the_part_is_an_error_at_once() -> None:
     for message in all_refused(Ranks(2)({0: lambda agreement: agreement.take("a/b.pt", 1), 1: nothing}), 2):
-        assert "a/b.pt: rank 1 has no part of it" in message
+        assert "a/b.pt: rank 1 has submitted without giving its part" in message
 
 
 class Watching:

@@ -1,8 +1,8 @@
 """Reads all that is in a folder with every reader there is, in a process of its own: test_outside.py watches it.
 
-`read_everything.py FIRST FOLDER` looks in both for root (ours), dist (torch_dist), hf (HuggingFace) and *.pt. Between
-looking for BEGIN and END, which are nowhere, it is FOLDER's turn: that is for who traces its system calls. Prints what
-Python's audit hook saw meanwhile.
+`read_everything.py FIRST FOLDER...` looks in all for root (ours), dist (torch_dist), hf (HuggingFace) and *.pt. Between
+looking for BEGIN and END, which are nowhere, it is a FOLDER's turn: that is for who traces its system calls. Prints
+what Python's audit hook saw meanwhile, of each FOLDER.
 """
 
 import json
@@ -91,25 +91,30 @@ def read_all(folder: Path) -> None:
             attempt(lambda path=path, reader=reader: reader(path))  # type: ignore[misc]
 
 
-def main(warm_up: Path, folder: Path) -> None:
+def main(warm_up: Path, folders: list[Path]) -> None:
     known_architectures()
     assert mapping
     read_all(warm_up)  # what Python and torch open at first use
-    refused.clear()
     seen: list[tuple[str, str]] = []
-    watching = [True]
+    watching = [False]
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if watching[0] and event.startswith(_TOLD):
             seen.append((event, os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes)) else ""))
 
     sys.addaudithook(hook)
-    os.path.exists(BEGIN)
-    read_all(folder)
-    os.path.exists(END)
-    watching[0] = False
-    json.dump({"events": seen, "refused": refused}, sys.stdout)
+    told = []
+    for folder in folders:
+        refused.clear()
+        seen.clear()
+        watching[0] = True
+        os.path.exists(BEGIN)
+        read_all(folder)
+        os.path.exists(END)
+        watching[0] = False
+        told.append({"events": [*seen], "refused": [*refused]})
+    json.dump(told, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]])

@@ -6,15 +6,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent / "areal"
 REPOSITORY = HERE.parents[2]
 
 
 def test_areal_in_one_process(run_python: Callable[..., str], inner_pytest: list[str]) -> None:
-    files = [HERE / f"{name}.py" for name in ("contract", "recovering", "moving", "exporting", "killing")]
+    names = ("contract", "recovering", "moving", "exporting", "killing", "several_ranks")
+    files = [HERE / f"{name}.py" for name in names]
     run_python("-W", "ignore", *inner_pytest, "-p", "with_areal", *files, path=[HERE])
 
 
+@pytest.mark.full
 def test_areal_on_several_ranks(tmp_path: Path, run_python: Callable[..., str]) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     run_python("-W", "ignore", *torchrun, HERE / "several_ranks.py", tmp_path, path=[HERE])

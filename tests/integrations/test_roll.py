@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,18 @@ def kill_points(events: list[str]) -> list[tuple[str, int]]:
     return points
 
 
-def test_killed_between_any_two_writes_it_comes_back(trainers: Trainers, stopped: Path, tmp_path: Path) -> None:
+def first_of_each_kind(points: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """And the last two of all, which are after the commit."""
+    return [point for point in points if point[1] == 1 or point in points[-2:]]
+
+
+# CI kills before the first change of each kind, and before the last two of all; the full tier at each point.
+@pytest.mark.parametrize(
+    "sample", [pytest.param(list, marks=pytest.mark.full, id="all"), pytest.param(first_of_each_kind, id="each-kind")]
+)
+def test_killed_between_any_two_writes_it_comes_back(
+    trainers: Trainers, stopped: Path, tmp_path: Path, sample: Callable[[Any], list[tuple[str, int]]]
+) -> None:
     """At each point of a checkpoint's making: `true` finds one unit, bit for bit what the run was at that step."""
     life: dict[str, Any] = {"resume": True, "config": {"save_steps": 1, "max_steps": 4}}
     whole = trainers.train(tmp_path / "whole" / "root", config=life["config"])
@@ -160,7 +171,7 @@ def test_killed_between_any_two_writes_it_comes_back(trainers: Trainers, stopped
     points = kill_points(trainers.train(dry, watched=3, **life)["events"])
     assert len(points) > 40
     after = set()
-    for number, (at, count) in enumerate(points):
+    for number, (at, count) in enumerate(sample(points)):
         root = shutil.copytree(stopped, tmp_path / f"{at}{count}" / "root")
         dead = trainers.live(root, watched=3, kill_at=at, kill_count=count, **life)
         assert dead["status"] == -signal.SIGKILL, (at, count)
@@ -178,7 +189,16 @@ def test_killed_between_any_two_writes_it_comes_back(trainers: Trainers, stopped
     assert after == {2, 3}
 
 
-@pytest.mark.parametrize("at", [("native_wait", 2), ("native_finish", 3), ("rename", 1), ("write", 9)])
+# CI kills while files are written and when one of two roles is committed; and below, before either role is and after.
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param(("native_wait", 2), marks=pytest.mark.full),
+        ("native_finish", 3),
+        ("rename", 1),
+        pytest.param(("write", 9), marks=pytest.mark.full),
+    ],
+)
 def test_after_a_rollback_parts_of_two_runs_make_no_checkpoint(
     trainers: Trainers, reference: dict[str, Any], root: Path, at: tuple[str, int]
 ) -> None:
@@ -193,7 +213,16 @@ def test_after_a_rollback_parts_of_two_runs_make_no_checkpoint(
     assert seen(report) == reference
 
 
-@pytest.mark.parametrize("at", [("native_start", 1), ("write", 4), ("rename", 2), ("native_finish", 4), ("write", 14)])
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("native_start", 1),
+        pytest.param(("write", 4), marks=pytest.mark.full),
+        ("rename", 2),
+        pytest.param(("native_finish", 4), marks=pytest.mark.full),
+        pytest.param(("write", 14), marks=pytest.mark.full),
+    ],
+)
 def test_killed_while_saves_go_on_beside_the_training(
     trainers: Trainers, reference: dict[str, Any], stopped: Path, tmp_path: Path, at: tuple[str, int]
 ) -> None:

@@ -14,12 +14,29 @@ from tiny_models import NAMES, architecture_of
 REPOSITORY = Path(__file__).parents[2]
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
+# What these compute, another model of the same architecture computes in CI, or one that differs in the same way.
+REPEATED = frozenset(
+    {
+        "llama-tied",
+        "mistral",
+        "qwen2",
+        "qwen2-value",
+        "qwen3-tied",
+        "qwen3-value",
+        "qwen3_moe",
+        "deepseek_v3",
+        "deepseek_v3-mtp",
+        "glm4_moe-mtp",
+    }
+)
+
 
 @pytest.fixture(scope="module")
-def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def differences(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("parity")
+    names = [name for name in NAMES if name not in REPEATED or pytestconfig.getoption("full")]
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tests" / "support" / "parity.py"), str(folder), *NAMES],
+        [sys.executable, str(REPOSITORY / "tests" / "support" / "parity.py"), str(folder), *names],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -30,6 +47,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in NAMES]
+)
 def test_logits_are_those_of_transformers(differences: dict[str, float], name: str) -> None:
     assert differences[name] <= (1e-5 if architecture_of(name) in DENSE else 2e-5)

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -39,19 +40,40 @@ def why_without_cuda(built: subprocess.CompletedProcess[str]) -> str:
     return sentence
 
 
+# Makes the file that a compiler is asked for, empty.
+COMPILE_NOTHING = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n'
+
+
 def test_cuda_can_be_declined(tmp_path: Path) -> None:
-    compiler = script(tmp_path / "c++", 'while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n')
+    compiler = script(tmp_path / "c++", COMPILE_NOTHING)
     built = build(tmp_path, MCORE_CKPT_CUDA="0", CXX=str(compiler))
     assert why_without_cuda(built) == "mcore_ckpt is built without CUDA, because MCORE_CKPT_CUDA was 0."
 
 
+def broken_nvcc(folder: Path) -> tuple[str, str]:
+    """A PATH with an nvcc that fails, and the reason that a build without CUDA must give."""
+    nvcc = script(folder / "nvcc", "echo 'nvcc fatal : out of order' >&2\nexit 1\n")
+    return f"{folder}{os.pathsep}{os.environ['PATH']}", f"{nvcc} failed: nvcc fatal : out of order"
+
+
+def test_a_broken_nvcc_leaves_a_build_without_cuda(tmp_path: Path) -> None:
+    """What setup.py decides, with a compiler that notes what it is told and compiles nothing."""
+    path, reason = broken_nvcc(tmp_path)
+    compiler = script(tmp_path / "c++", f'echo "$@" >> {tmp_path}/told\n{COMPILE_NOTHING}')
+    built = build(tmp_path, PATH=path, MCORE_CKPT_CUDA="1", CXX=str(compiler))
+    assert why_without_cuda(built) == f"mcore_ckpt is built without CUDA, because {reason}."
+    told = (tmp_path / "told").read_text()
+    assert "csrc/device_copy_none.cpp" in told
+    assert f"-DMCORE_CKPT_NO_CUDA_REASON={json.dumps(reason)}" in told
+    assert "cudart" not in told
+
+
+@pytest.mark.full
 def test_a_broken_nvcc_leaves_a_host_only_build_that_says_so(tmp_path: Path) -> None:
-    nvcc = script(tmp_path / "nvcc", "echo 'nvcc fatal : out of order' >&2\nexit 1\n")
+    path, reason = broken_nvcc(tmp_path)
     # How fast the result is does not matter, and how long the compiler takes does.
     compiler = script(tmp_path / "quick-g++", 'exec g++ "$@" -O0\n')
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     built = build(tmp_path, PATH=path, MCORE_CKPT_CUDA="1", CXX=str(compiler))
-    reason = f"{nvcc} failed: nvcc fatal : out of order"
     assert why_without_cuda(built) == f"mcore_ckpt is built without CUDA, because {reason}."
     used = use(
         tmp_path,

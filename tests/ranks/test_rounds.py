@@ -45,6 +45,11 @@ def seats(request: pytest.FixtureRequest) -> Iterator[Seats]:
     del host
 
 
+# For tests that wait for a deadline or send much: in CI over TCP alone, as ranks of several processes talk. The others
+# run over both stores.
+mostly_tcp = pytest.mark.parametrize("seats", ["tcp", pytest.param("hash", marks=pytest.mark.full)], indirect=True)
+
+
 def together(parts: Sequence[Callable[[], Any]]) -> list[Any]:
     """Each rank's part in a thread of its own: its result or what it raised."""
     results: list[Any] = [None] * len(parts)
@@ -164,6 +169,7 @@ def test_two_failed_ranks_are_counted(seats: Seats) -> None:
     assert messages(round_of(seats(LONG_S), work), CommitError) == ["rank 1: bad 1 (1 more failed too)"] * WORLD
 
 
+@mostly_tcp
 @pytest.mark.parametrize("kind", [CommitError, AgreementError])
 def test_a_silent_rank_is_named_by_the_deadline(seats: Seats, kind: type[CheckpointError]) -> None:
     """All that speak must say who does not: on a rank that only says that rank 0 is silent, a person looks there."""
@@ -175,6 +181,7 @@ def test_a_silent_rank_is_named_by_the_deadline(seats: Seats, kind: type[Checkpo
         assert TOPIC in message
 
 
+@mostly_tcp
 def test_a_silent_rank_is_named_even_if_rank_0_is_slow(seats: Seats) -> None:
     """Rank 0 may have more to write than others, whose deadline passes first: the store knows who has spoken."""
     agreements = seats(SHORT_S)
@@ -189,6 +196,7 @@ def test_a_silent_rank_is_named_even_if_rank_0_is_slow(seats: Seats) -> None:
         assert "rank 2" in message, message
 
 
+@mostly_tcp
 def test_a_silent_rank_0_is_named_by_the_deadline(seats: Seats) -> None:
     started = time.monotonic()
     results = round_of(seats(SHORT_S)[1:], lambda rank: {})
@@ -206,6 +214,7 @@ def test_who_is_not_rank_0_waits_two_seconds_longer_at_most(timeout_s: float) ->
     assert deadlines[0] < deadlines[1] < deadlines[0] + 2.0
 
 
+@mostly_tcp
 def test_the_deadline_starts_after_a_rank_s_own_work(seats: Seats) -> None:
     """Writing may take longer than any wait: a slow rank must not find its own deadline over."""
     agreements = seats(SHORT_S)
@@ -220,6 +229,7 @@ def test_the_deadline_starts_after_a_rank_s_own_work(seats: Seats) -> None:
     assert results == [{"all": [{"rank": rank} for rank in range(WORLD)]}] * WORLD
 
 
+@mostly_tcp
 def test_a_rank_that_gave_up_prevents_the_act(seats: Seats) -> None:
     """Rank 0 comes to the claim when another has left: it must not rename what the other takes for failed."""
     agreements = seats(SHORT_S)
@@ -246,6 +256,7 @@ def test_a_rank_that_gave_up_prevents_the_act(seats: Seats) -> None:
     assert acted == []
 
 
+@mostly_tcp
 @pytest.mark.parametrize("where", ["work", "combine", "act"])
 def test_rank_0_that_fails_after_others_gave_up_raises_what_they_raise(seats: Seats, where: str) -> None:
     """With another type it would go on to an older checkpoint, say, alone."""
@@ -281,6 +292,7 @@ def test_rank_0_that_fails_after_others_gave_up_raises_what_they_raise(seats: Se
     assert "rank 0, which is dead or stuck" in messages(results, CommitError)[0]
 
 
+@mostly_tcp
 def test_who_waits_for_another_is_not_the_one_to_look_at(seats: Seats) -> None:
     """Rank 0 takes a part from rank 2, which is dead, and has not submitted when rank 1 gives up."""
     rank_0, rank_1, _ = seats(2 * SHORT_S)[0], *seats(SHORT_S)[1:]
@@ -325,6 +337,7 @@ def test_what_cannot_be_sent_is_an_error_of_all(seats: Seats, where: str) -> Non
     assert f"rank {int(where == 'work')}: ValueError" in messages(results, CommitError)[0]
 
 
+@mostly_tcp
 def test_words_longer_than_the_store_takes_come_through(seats: Seats) -> None:
     """The names of all tensors of a mixture of experts. torch's store hangs up on who sends more than 8 MiB at once."""
     names = [f"model.layers.{number % 61}.mlp.experts.{number}.down_proj.weight" for number in range(180_000)]
@@ -341,6 +354,7 @@ def test_words_longer_than_the_store_takes_come_through(seats: Seats) -> None:
     assert together([functools.partial(part, agreement) for agreement in agreements]) == [{"names": names}] * WORLD
 
 
+@mostly_tcp
 def test_what_is_too_long_for_the_store_is_an_error_of_all(seats: Seats) -> None:
     noise = random.Random(1).randbytes(9 << 20).hex()
     results = round_of(seats(LONG_S), lambda rank: {"noise": noise} if rank == 1 else {})
@@ -368,6 +382,7 @@ def test_few_questions_find_who_is_missing(gone: set[int]) -> None:
     assert len(asked) <= 1 + 2 * 12 * len(gone)
 
 
+@mostly_tcp
 def test_a_claim_then_silence(seats: Seats) -> None:
     """Rank 0 died while it acted: the others give it one deadline more, then say so, and never settle it themselves."""
     agreements = seats(SHORT_S)
@@ -389,6 +404,7 @@ def test_a_claim_then_silence(seats: Seats) -> None:
         assert "Rank 0 had begun to act" in message
 
 
+@mostly_tcp
 def test_word_that_comes_in_the_second_deadline(seats: Seats) -> None:
     """Between claim and word rank 0 may take longer than one deadline: a slow rename is not a failed save."""
     deadline_s = 1.0
@@ -422,6 +438,7 @@ def test_keys_of_failed_rounds_are_deleted(seats: Seats) -> None:
     assert store.num_keys() - before <= 2 * (WORLD + 2)
 
 
+@mostly_tcp
 def test_a_round_after_a_failed_one(seats: Seats) -> None:
     """Training goes on after a failed save, and so do rounds, even if a rank came to the failed one too late."""
     agreements = seats(SHORT_S)

@@ -23,13 +23,14 @@ from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
 from mcore_ckpt.steps.upload_queue import UploadQueue
 
-POINTS = 20
 SEED = 6
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "REMOTE_PAUSE_S", 0.001)
+    # What a store fails to do, this package tries again, not s3fs, which would pause for seconds.
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
 
 
 @pytest.fixture
@@ -174,17 +175,23 @@ def killed_uploading(remote: RemoteSteps, root: Path, step: int) -> int:
 _CHILD = [0]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "points"),
+    [pytest.param(7, 9, 5, id="some"), pytest.param(1, 3, 20, id="all", marks=pytest.mark.full)],
+)
 def test_a_process_killed_at_any_request_leaves_a_newest_step_that_loads(
-    proxy: Proxy, direct: RemoteSteps, remote: RemoteSteps, root: Path
+    proxy: Proxy, direct: RemoteSteps, remote: RemoteSteps, root: Path, first: int, second: int, points: int
 ) -> None:
-    """SIGKILL at each request of an upload with retention, and then at some of the only step there is, saved again.
+    """SIGKILL at requests of an upload with retention, and then of the only step there is, saved again.
 
-    In turn before the store has got the request, and after.
+    In turn before the store has got the request, and after: the strides are odd. CI kills at every seventh request of
+    the first upload (at its begin, among the files, behind them, in retention) and at every ninth of the second.
+    `points` is the least number of kills.
     """
     save(root, 1, version=1)
     assert killed_uploading(remote, root, 1) == 0
     log: list[tuple[int, int, int, dict[int, int]]] = []
-    for step, new, stride in ((2, 12, 1), (2, 22, 3)):
+    for step, new, stride in ((2, 12, first), (2, 22, second)):
         old = versions(direct)
         save(root, step, version=new)
         for number in range(1, 1000, stride):
@@ -202,7 +209,7 @@ def test_a_process_killed_at_any_request_leaves_a_newest_step_that_loads(
             assert status == -signal.SIGKILL, log
         assert versions(direct) == {step: new}
         assert direct.read_tracker() == step
-    assert sum(status < 0 for _, _, status, _ in log) >= POINTS, log
+    assert sum(status < 0 for _, _, status, _ in log) >= points, log
 
 
 class Kill:

@@ -1,14 +1,12 @@
 """Saves that end beside the training: how the trainer hears of them, and that none is lost or waited for for ever."""
 
 import logging
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from endings import Ended, run_to_the_end
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CommitError
 from mcore_ckpt.ranks.rounds import Agreement
@@ -284,7 +282,7 @@ def test_a_later_save_that_succeeds_does_not_bring_back_an_old_failure() -> None
 
 # -- the end of the interpreter -----------------------------------------------------------------------------------
 
-PRELUDE = """
+IMPORTS = """
 import atexit, sys, threading
 from pathlib import Path
 import torch.distributed as dist
@@ -293,9 +291,9 @@ from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.ranks.rounds import Agreement, decide
+"""
 
-marker = Path(sys.argv[1])
-
+PRELUDE = """
 class Save:
     step = 7
     def __init__(self, commits, name="saved"):
@@ -324,18 +322,6 @@ atexit.register(ending.set)  # the last one registered is the first one called
 """
 
 
-def run_program(program: str, tmp_path: Path) -> tuple[int, float, str]:
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, str(tmp_path / "marker")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, time.monotonic() - started, done.stdout
-
-
 ENDS = {
     "kept": "background = BackgroundSaves(seat := commits(1), False)\nbackground.launch(SaveHandle(Save(seat)), 0.0)",
     "dropped": (
@@ -358,20 +344,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_save_under_way_at_the_end_of_the_interpreter_is_completed(name: str, tmp_path: Path) -> None:
-    status, _, output = run_program(ENDS[name], tmp_path)
-    assert status == {"sys.exit": 3, "exception": 1}.get(name, 0), output
-    assert (tmp_path / "saved").exists(), output
-    assert (tmp_path / "saved").read_text() == "committed", output
-    assert (tmp_path / "saved-deleted").exists()
-
-
-def test_dead_ranks_do_not_hold_up_the_end_of_the_interpreter(tmp_path: Path) -> None:
-    """Of several managers, no longer than of one. Their own deadline is an hour."""
-    exit_wait_s = 2.0
-    program = f"""
-deadlines.EXIT_WAIT_S = {exit_wait_s}
+EXIT_WAIT_S = 2.0
+DEAD_RANKS = f"""
+deadlines.EXIT_WAIT_S = {EXIT_WAIT_S}
 kept = []
 import time
 for name in ("actor", "critic", "ref", "reward"):
@@ -388,9 +363,35 @@ def timed():
     marker.with_name("took").write_text(str(time.monotonic() - began))
 atexit.register(timed)
 """
-    status, _, output = run_program(program, tmp_path)
-    assert status == 0, output
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Ended]]:
+    """What has become of each program, and the folder of what it wrote."""
+    programs = {**ENDS, "dead ranks": DEAD_RANKS}
+    folders = {name: tmp_path_factory.mktemp("program") for name in programs}
+    begins = {name: f"marker = Path({str(folders[name] / 'marker')!r})\n" for name in programs}
+    texts = {name: begins[name] + PRELUDE + program for name, program in programs.items()}
+    found = run_to_the_end(IMPORTS, texts, tmp_path_factory.mktemp("output"))
+    return {name: (folders[name], found[name]) for name in programs}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_save_under_way_at_the_end_of_the_interpreter_is_completed(
+    name: str, ended: dict[str, tuple[Path, Ended]]
+) -> None:
+    folder, program = ended[name]
+    assert program.status == {"sys.exit": 3, "exception": 1}.get(name, 0), program.output
+    assert (folder / "saved").exists(), program.output
+    assert (folder / "saved").read_text() == "committed", program.output
+    assert (folder / "saved-deleted").exists()
+
+
+def test_dead_ranks_do_not_hold_up_the_end_of_the_interpreter(ended: dict[str, tuple[Path, Ended]]) -> None:
+    """Of several managers, no longer than of one. Their own deadline is an hour."""
+    folder, program = ended["dead ranks"]
+    assert program.status == 0, program.output
     for name in ("actor", "critic", "ref", "reward"):
-        assert "no word from rank 1" in (tmp_path / name).read_text()
-    took = float((tmp_path / "took").read_text())
-    assert exit_wait_s / 2 < took < 2 * exit_wait_s
+        assert "no word from rank 1" in (folder / name).read_text()
+    took = float((folder / "took").read_text())
+    assert EXIT_WAIT_S / 2 < took < 2 * EXIT_WAIT_S

@@ -1,7 +1,5 @@
 """The first async save finds its host memory prepared, takes what is ready, or writes in place."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from endings import Ended, run_to_the_end
 from unsharded_model import sharded_state_dict
 from waiting import LONG_S, wait_for
 
@@ -173,17 +172,25 @@ def test_releasing_ends_the_thread(gate: Gate) -> None:
     assert not [t for t in threading.enumerate() if t.name == "mcore_ckpt host memory"]
 
 
-@pytest.mark.parametrize("how", ["pass", "sys.exit(3)", "raise ValueError"])
-def test_the_end_of_the_interpreter_ends_the_thread(how: str) -> None:
-    program = (
-        "import sys, threading, mcore_ckpt.io.host_memory as m\n"
-        "memory = m.HostMemory(); memory.prepare(8 << 30)\n"
-        "print(memory.bytes_at_once < 8 << 30)\n" + how
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S * 4)
-    assert done.returncode == {"pass": 0, "sys.exit(3)": 3, "raise ValueError": 1}[how], done.stderr
-    assert done.stdout == "True\n"
-    assert "Fatal" not in done.stderr
+# The exit status of each end.
+ENDS = {"pass": 0, "sys.exit(3)": 3, "raise ValueError": 1}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    program = "memory = m.HostMemory(); memory.prepare(8 << 30)\nprint(memory.bytes_at_once < 8 << 30)\n"
+    programs = {how: program + how for how in ENDS}
+    imports = "import sys, threading, mcore_ckpt.io.host_memory as m"
+    return run_to_the_end(imports, programs, tmp_path_factory.mktemp("output"))
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_end_of_the_interpreter_ends_the_thread(how: str, ended: dict[str, Ended]) -> None:
+    assert ended[how].status == ENDS[how], ended[how].output
+    said, _, errors = ended[how].output.partition("\n")
+    assert said == "True"
+    assert bool(errors) == (how == "raise ValueError"), errors
+    assert "Fatal" not in errors
 
 
 # -- the estimate -------------------------------------------------------------------------------------------------

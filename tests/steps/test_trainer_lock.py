@@ -218,8 +218,12 @@ def test_the_time_of_day_is_nobody_s_business(lock: TrainerLock, path: Path, clo
 
 
 @pytest.mark.parametrize("content", [b"", b'{"host": "a", "pi', b"\xff\xfe", b"[]"])
-def test_a_file_that_names_nobody_is_waited_for_too(lock: TrainerLock, path: Path, content: bytes) -> None:
+def test_a_file_that_names_nobody_is_waited_for_too(
+    lock: TrainerLock, path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between making it and writing to it its process may have died, or be slow."""
+    # Nobody is there to give a sign of life.
+    monkeypatch.setattr(trainer_lock, "TRAINER_LEASE_S", 0.2)
     path.write_bytes(content)
     with pytest.raises(LockedError, match="the file is damaged"):
         lock.take(0)

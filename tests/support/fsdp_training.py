@@ -1,9 +1,13 @@
-"""What each rank of an FSDP training saves, by torch's own means. Run under torchrun, with a folder."""
+"""What each rank of an FSDP training saves, by torch's own means.
+
+python fsdp_training.py FOLDER     forks the ranks, by tests/distributed/forked_ranks.py, which must be on the path
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+WORLD = 4
 
 
 class Small(nn.Module):
@@ -72,17 +78,20 @@ KINDS = {
 }
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
+def save(folder: Path, rank: int) -> None:
     for kind, state_of in KINDS.items():
-        folder = Path(sys.argv[1]) / kind
-        folder.mkdir(exist_ok=True)
-        torch.save(state_of(world), folder / f"model_world_size_{world}_rank_{rank}.pt")
+        (folder / kind).mkdir(exist_ok=True)
+        torch.save(state_of(WORLD), folder / kind / f"model_world_size_{WORLD}_rank_{rank}.pt")
         if rank == 0:
-            (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world}))
-    dist.destroy_process_group()
+            (folder / kind / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": WORLD}))
+
+
+def main(folder: Path) -> None:
+    import forked_ranks
+
+    codes = forked_ranks.run(WORLD, partial(save, folder), folder / "log")
+    sys.exit((folder / "log").read_text() if any(codes) else 0)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

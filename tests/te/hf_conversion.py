@@ -1,12 +1,7 @@
-"""HuggingFace folders into transformer-engine models, in two ways, and out again. Started by test_hf_names.py, as
-round_trip.py is.
-
-    torchrun --nproc_per_node 2 hf_conversion.py <folder of tiny_models.py> <folder for checkpoints> deepseek_v3 ...
-"""
+"""HuggingFace folders into transformer-engine models, in two ways, and out again. A job of te_server.py."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +12,8 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm import gated_delta_net
 from safetensors.torch import load_file
+from tiny_models import make_hf_folder
+from transformers import AutoConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
@@ -28,13 +25,9 @@ from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 CONFIG = CheckpointConfig(save_contents=("hf_model",), load_contents=("model",), timeout_s=40.0)
 
 
-def main(tiny_models: str, root: Path, names: Sequence[str]) -> None:
-    sys.path.insert(0, tiny_models)
-    from tiny_models import NAMES, make_hf_folder
-
-    dist.init_process_group("gloo")
+def main(root: Path, names: Sequence[str]) -> None:
+    """On each rank, in its process group: every model there and back; `root` is for folders and checkpoints."""
     world = dist.get_world_size()
-    names = names or [name for name in NAMES if not name.endswith("-value")]
     # Made before CUDA seems to be there: transformers asks, too.
     if dist.get_rank() == 0:
         for name in names:
@@ -51,7 +44,6 @@ def main(tiny_models: str, root: Path, names: Sequence[str]) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         there_and_back(root / name, name, model, sizes)
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def there_and_back(root: Path, name: str, hf_model: HfModel, sizes: dict[str, int]) -> None:
@@ -82,8 +74,6 @@ def tensors_of(model: GPTModel) -> dict[str, torch.Tensor]:
 
 
 def export(root: Path, model: GPTModel, folder: Path) -> None:
-    from transformers import AutoConfig
-
     manager = CheckpointManager(root, model, hf_config=AutoConfig.from_pretrained(folder), config=CONFIG)
     manager.save(1)
     manager.close()
@@ -95,7 +85,3 @@ def assert_same(name: str, found: dict[str, torch.Tensor], wanted: dict[str, tor
         assert found[key].dtype == tensor.dtype, f"{name}: {key}"
         # NaN, which a tensor that was not filled has, is not equal to itself.
         assert torch.equal(found[key], tensor), f"{name}: {key}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -1,45 +1,37 @@
-"""Transformer-engine models of all HuggingFace architectures have the tensors that the tables name. Started by
-test_hf_names.py in a process of its own, as round_trip.py is.
-
-    python hf_names.py <folder of tiny_models.py>
+"""Transformer-engine models of all HuggingFace architectures have the tensors that the tables name. A job of
+te_server.py.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from te_on_cpu import cuda_seems_available, import_transformer_engine
-
-import_transformer_engine()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.ssm import gated_delta_net  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm import gated_delta_net
+from te_on_cpu import cuda_seems_available
+from tiny_models import make_config
 
-from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu  # noqa: E402
-from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_config  # noqa: E402
-from mcore_ckpt.models.mapping import hf_tensors  # noqa: E402
-from mcore_ckpt.sharding.plan import MODEL  # noqa: E402
-from mcore_ckpt.sharding.synonyms import found_as  # noqa: E402
-from mcore_ckpt.state.model import model_shards  # noqa: E402
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
+from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_config
+from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.state.model import model_shards
 
 
-def main(tiny_models: str) -> None:
-    sys.path.insert(0, tiny_models)
-    from tiny_models import NAMES, make_config
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+def main(_: Path, names: Sequence[str]) -> None:
     # Made before CUDA seems to be there: transformers asks, too.
-    models = {name: model_from_config(make_config(name)) for name in NAMES if not name.endswith("-value")}
+    models = {name: model_from_config(make_config(name)) for name in names}
     enable_cpu()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -47,7 +39,6 @@ def main(tiny_models: str) -> None:
     gated_delta_net.HAVE_FLA = True
     for name, model in models.items():
         check(name, model)
-    torch.distributed.destroy_process_group()
 
 
 def check(name: str, hf_model: HfModel) -> None:
@@ -89,7 +80,3 @@ def build(hf_model: HfModel, vocab_divisor: int = 1, **sizes: int) -> Any:
             spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True) if config.mtp_num_layers else None
         return GPTModel(config, spec, mtp_block_spec=mtp, **{**known.gpt, "vocab_size": rows})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

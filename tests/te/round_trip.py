@@ -1,28 +1,21 @@
-"""Saves, destroys and loads transformer-engine models. Started by test_te_names.py, in processes of its own:
-the stand-ins that TE needs here must not reach other tests.
-
-    torchrun --nproc_per_node 2 round_trip.py <folder for checkpoints> pp2 ep2
-"""
+"""Saves, destroys and loads transformer-engine models. A job of te_server.py."""
 
 import re
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from te_on_cpu import cuda_seems_available, import_transformer_engine
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from te_on_cpu import cuda_seems_available
 
-import_transformer_engine()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
-from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu  # noqa: E402
+from mcore_ckpt import CheckpointConfig, CheckpointManager
+from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 
 LAYERS, EXPERTS = 4, 4
 
@@ -91,15 +84,14 @@ class Payload:
     received: list[torch.Tensor] = field(default_factory=list)
 
 
-def main(root: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo")
+def main(root: Path, names: Sequence[str]) -> None:
+    """On each rank, in its process group: every layout of `PARALLEL` there and back; `root` is for checkpoints."""
     enable_cpu()
     for name in names:
         parallel_state.initialize_model_parallel(**PARALLEL[name], create_gloo_process_groups=False)
         moe = name in ("moe", "ep2", "moe-specs")
         (between_specs if name.endswith("-specs") else round_trip)(root / name, name, moe)
         parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def round_trip(root: Path, name: str, moe: bool) -> None:
@@ -259,7 +251,3 @@ def check_files(role: Path, saved: dict[str, torch.Tensor], moe: bool) -> None:
 def assert_equal(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert found.dtype == wanted.dtype, f"{name}: {found.dtype}, not {wanted.dtype}"
     assert torch.equal(found, wanted), name
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -29,6 +29,22 @@ TRANSFORMERS_4 = Path(os.environ.get("MCORE_CKPT_TRANSFORMERS4", REPOSITORY / ".
 IN_BF16 = {"llama-bf16": "llama", "qwen3_moe-bf16": "qwen3_moe"}
 ALL = (*NAMES, *IN_BF16)
 
+# What these show, another model of the same architecture or another architecture's variant shows in CI.
+REPEATED = frozenset(
+    {
+        "llama-bf16",
+        "mistral",
+        "qwen2",
+        "qwen2-tied",
+        "qwen2-value",
+        "qwen3-tied",
+        "qwen3-value",
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe-mtp",
+    }
+)
+
 # Of no model: each version says its own, and where it lies.
 NOT_COMPARED = {"transformers_version", "_name_or_path"}
 
@@ -40,6 +56,12 @@ needs_4 = pytest.mark.skipif(not TRANSFORMERS_4.is_dir(), reason=f"no transforme
 versions = pytest.mark.parametrize("version", [pytest.param("4", marks=needs_4), "5"])
 
 
+def models(*names: str) -> pytest.MarkDecorator:
+    """Runs a test for each of these models, in CI without those that repeat what another shows."""
+    marks = {name: pytest.mark.full if name in REPEATED else () for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
 @dataclass(frozen=True)
 class Folders:
     """Of one model what transformers 5 has saved, and what came back from a checkpoint of two tensor-parallel ranks."""
@@ -49,12 +71,14 @@ class Folders:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
+def folders(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Folders]:
     tokenizer = byte_tokenizer()
     # The second has no role, and transformers 4 and 5 have different fields for such tokens.
     tokenizer.add_special_tokens({"eos_token": SPECIAL[0], "extra_special_tokens": [SPECIAL[1]]})
     made = {}
     for name in ALL:
+        if name in REPEATED and not pytestconfig.getoption("full"):
+            continue
         base = tmp_path_factory.mktemp(name)
         original = IN_BF16.get(name, name)
         source = make_hf_folder(base / "source", original, **OVERRIDES.get(original, {}))
@@ -125,7 +149,7 @@ def differences(one: Found, other: Found, fields: Set[str]) -> dict[str, tuple[A
 
 
 @versions
-@pytest.mark.parametrize("name", ALL)
+@models(*ALL)
 def test_an_export_loads_whole(version: str, name: str, load: Load) -> None:
     found, made = load(version, name), load("source", name)
     assert found["class"] == made["class"]
@@ -150,7 +174,7 @@ def test_an_export_loads_whole(version: str, name: str, load: Load) -> None:
 
 
 @versions
-@pytest.mark.parametrize("name", NAMES)
+@models(*NAMES)
 def test_an_export_computes_what_its_source_does(version: str, name: str, load: Load) -> None:
     found, made = load(version, name), load("source", name)
     # Of the same version bit for bit; the versions add up the experts' outputs in different orders.
@@ -161,7 +185,7 @@ def test_an_export_computes_what_its_source_does(version: str, name: str, load: 
 
 
 @versions
-@pytest.mark.parametrize("name", [name for name in ALL if not name.endswith("-value")])
+@models(*(name for name in ALL if not name.endswith("-value")))
 def test_an_export_writes_text_with_its_tokenizer(version: str, name: str, load: Load) -> None:
     written = load(version, name)["written"]
     assert bytes(written["tokens"][:-NEW_TOKENS]) == PROMPT.encode()
@@ -172,7 +196,7 @@ def test_an_export_writes_text_with_its_tokenizer(version: str, name: str, load:
 
 
 @needs_4
-@pytest.mark.parametrize("name", ALL)
+@models(*ALL)
 def test_both_versions_understand_the_same_by_config_json(name: str, load: Load) -> None:
     four, five = load("4", name)["config"], load("5", name)["config"]
     both = four.keys() & five.keys() - NOT_COMPARED
@@ -192,7 +216,7 @@ def kind_of(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 @needs_4
-@pytest.mark.parametrize("name", NAMES)
+@models(*NAMES)
 def test_what_transformers_4_makes_of_a_config_is_exported_for_5(name: str, load: Load, tmp_path: Path) -> None:
     from transformers import AutoConfig
 

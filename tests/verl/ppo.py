@@ -4,6 +4,7 @@ The driver is in rank 0, and its calls reach the workers of all ranks by a broad
 rollout: both models learn from the same sequences.
 """
 
+import functools
 import os
 import signal
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ def serve(workers: dict[str, Worker]) -> None:
         getattr(workers[role], name)(*args, **kwargs)
 
 
+@functools.cache  # it takes a second, and runs that go on with a killed one have the same
 def configuration(root: Path, model: Path, overrides: tuple[str, ...]) -> Any:
     engines = [option for role in (ACTOR, "critic") for option in engine_on_cpu.engine_options(f"{role}.megatron")]
     with initialize_config_module("verl.trainer.config", version_base=None):

@@ -15,6 +15,7 @@ import with_areal  # noqa: F401
 from agreement import error_of, everywhere, raised_everywhere
 from areal.api import SaveLoadMeta
 from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager
+from forked_ranks import run as run_forked
 from global_state import GlobalState, assert_same_state, global_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from simulated import BareEngine, Engine, Trainer
@@ -131,8 +132,8 @@ def load_from_areal(folder: Path, layout: Layout, with_rng: bool) -> None:
         assert_same_state({name: found[name] for name in names}, {name: wanted[name] for name in names})
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def work(folder: Path) -> None:
+    """What each rank does, in a process group of gloo."""
     with parallel(REPLICAS):
         train(trainer_of(folder / "run", REPLICAS, seed=1), folder, 0, 2)
         damaged(folder, REPLICAS)
@@ -147,5 +148,12 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def test_on_two_ranks(tmp_path: Path) -> None:
+    """On forks of this process, which has imported AReaL. The full tier does it under torchrun, too."""
+    log = tmp_path / "log"
+    assert run_forked(2, lambda rank: work(tmp_path), log) == [0, 0], log.read_text()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    dist.init_process_group("gloo")
+    work(Path(sys.argv[1]))
