@@ -59,7 +59,7 @@ packages() {
     local wanted=requirements-$1.txt stamp=.venv/$1.installed
     if ! cmp -s "$wanted" "$stamp"; then
         rm -rf ".venv/$1"
-        .venv/bin/pip install -qq --disable-pip-version-check --no-compile --no-deps --target ".venv/$1" -r "$wanted"
+        .venv/bin/pip install -qq --disable-pip-version-check --no-deps --target ".venv/$1" -r "$wanted"
         cp "$wanted" "$stamp"
     fi
 }
