@@ -28,7 +28,6 @@ command -v "${compiler%% *}" >/dev/null || stop "The C++ compiler ${compiler} is
 .venv/bin/python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     stop "Python's headers are missing: install them (apt install python3-dev)."
 
-#: Python compiles the modules that it imports. Compiling all of the packages takes much longer.
 .venv/bin/pip install -qq --disable-pip-version-check -r requirements.txt
 .venv/bin/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
 echo "$wanted" >"$stamp"

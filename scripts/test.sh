@@ -20,6 +20,9 @@ while [ $# -gt 0 ]; do
     shift
 done
 
+# The tests start hundreds of processes. Each would compile the package anew where the environment says this.
+unset PYTHONDONTWRITEBYTECODE
+
 bash scripts/install.sh
 
 # Linters and installations run beside each other and beside the tests. Each one's output is shown when it has ended.

@@ -1,4 +1,4 @@
-"""Run by torchrun (test_kill_training.py): a training that saves, of which one rank may kill itself during a save.
+"""Run on two ranks (test_kill_training.py): a training that saves, of which one rank may kill itself during a save.
 
 `train_and_save.py first ROOT RESULTS VICTIM EVENT COUNT HOW` trains, saves, trains on and saves again; the victim dies
 at its COUNT-th EVENT of the second save; with "async" as HOW, saves go on beside the training.

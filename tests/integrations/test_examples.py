@@ -19,8 +19,7 @@ from forks import ENVIRONMENT, Launched, launch
 
 from mcore_ckpt.steps import complete_steps
 
-REPOSITORY = Path(__file__).parents[2]
-EXAMPLES = REPOSITORY / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 IMPORTS = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
@@ -71,7 +70,7 @@ def separate(command: list[str], stdout: int) -> Process:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", *command],
-        env=os.environ | rank | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | rank | ENVIRONMENT,
         stdout=stdout,
         stderr=subprocess.STDOUT,
     )

@@ -189,7 +189,7 @@ def test_killed_between_any_two_writes_it_comes_back(
     assert after == {2, 3}
 
 
-# CI kills while files are written and when one of two roles is committed; and below, before either role is and after.
+# CI kills when some files are written, and before the first role is committed.
 @pytest.mark.parametrize(
     "at",
     [
@@ -213,6 +213,7 @@ def test_after_a_rollback_parts_of_two_runs_make_no_checkpoint(
     assert seen(report) == reference
 
 
+# CI kills before the first file is written, and before the second role is committed.
 @pytest.mark.parametrize(
     "at",
     [

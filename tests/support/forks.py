@@ -26,8 +26,12 @@ import torch.distributed as dist
 
 REPOSITORY = Path(__file__).parents[2]
 LOCALHOST = "127.0.0.1"
-# The processes share two cores, and may not share a GPU.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {
+    # The processes share two cores, and may not share a GPU.
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
 # Far above what any of them takes: one that hangs must fail its test, not the machine.
 ALARM_S = 400
 MESSAGE_BYTES = 1 << 16
@@ -163,7 +167,7 @@ def separate(command: Sequence[object], ranks: int = 0, *, imports: Sequence[str
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     return subprocess.run(
         [sys.executable, *torchrun, *map(str, command)],
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=ALARM_S,

@@ -83,7 +83,7 @@ def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterr
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_that_was_saved_at_an_epochs_end_goes_on_with_the_next(model: Path, tmp_path: Path, world: int) -> None:
     """verl's own trainer would end at once, with exit code 0."""
-    four_an_epoch = (*LAYOUTS[2], "data.train_batch_size=16")
+    four_an_epoch = (*LAYOUTS[2], "data.train_batch_size=16", "data.micro_batch_size_per_gpu=8")
     reference = SFTRun(world, model, tmp_path / "reference", tmp_path / "none", four_an_epoch, saves=False)
     assert reference.start() == [0] * world, reference.log
     killed = SFTRun(world, model, tmp_path / "killed", tmp_path / "root", (*four_an_epoch, OURS), 5, trainer=SFTTrainer)
