@@ -22,6 +22,8 @@ done
 
 # The tests start hundreds of processes. Each would compile the package anew where the environment says this.
 unset PYTHONDONTWRITEBYTECODE
+# torch's TCPStore asks the name servers for the name of 127.0.0.1 at each connection. A lost answer would cost 5 s.
+export RES_OPTIONS="timeout:1 attempts:1"
 
 bash scripts/install.sh
 
