@@ -26,7 +26,7 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 def test_a_training_moves_between_worlds(name: str, tmp_path: Path, run_python: Callable[..., str]) -> None:
     first, *others = CHAINS[name]
     stops = [(first, "train", "-", "0")]

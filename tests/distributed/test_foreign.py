@@ -55,7 +55,6 @@ NAMES = (
 IN_CI = {
     ("mtp", "verl_ranks"),
     ("dp2-bf16", "verl_ranks"),
-    ("dp2-bf16", "dp_reshardable"),
     ("dp2-fp16", "fully_reshardable"),
     ("dp2-overlap", "dp_reshardable"),
     ("pp2-tied-bf16", "verl_ranks"),

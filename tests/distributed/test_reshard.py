@@ -64,23 +64,23 @@ FAMILIES: dict[str, dict[str, Layout]] = {
     },
     "dense4": {
         "tp2-pp2": Layout(4, **DENSE, tp=2, pp=2),
-        "tp4": Layout(4, **DENSE, tp=4),
         "dp4-two-instances": Layout(4, **DENSE, optimizer_instances=2),
         "pp2-vpp2-dp2-uneven": Layout(4, **DENSE, pp=2, vpp=2, stages=UNEVEN),
         "cp2-tp2": Layout(4, **DENSE, cp=2, tp=2),
     },
     "deep4": {
+        "tp4": Layout(4, **DENSE_8, tp=4),
         "tp2-pp2": Layout(4, **DENSE_8, tp=2, pp=2),
         "pp4-first": Layout(4, **DENSE_8, pp=4, first_stage_layers=5),
         "pp2-vpp2-dp2-uneven": Layout(4, **DENSE_8, pp=2, vpp=2, stages="Et|t*3|t|t*3L"),
     },
     "moe4": {
         "ep2-dp4": Layout(4, **MOE, ep=2),
-        "ep4": Layout(4, **MOE, ep=4),
         "tp2-ep2-etp1": Layout(4, **MOE, tp=2, ep=2, etp=1),
         "tp2-ep2-etp2": Layout(4, **MOE, tp=2, ep=2, etp=2),
         "pp2-ep2": Layout(4, **MOE, pp=2, ep=2),
     },
+    "moe4-ep4": {"ep4": Layout(4, **MOE, ep=4), "pp2-ep2": Layout(4, **MOE, pp=2, ep=2)},
     "dense8": {
         "tp2-pp2-dp2": Layout(8, **DENSE_8, tp=2, pp=2),
         "tp4-cp2": Layout(8, **DENSE_8, tp=4, cp=2),

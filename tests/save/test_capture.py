@@ -112,7 +112,7 @@ def test_every_tensor_is_row_major_at_its_offset_and_nothing_else_is_touched(
     assert memory(buffer.address, room) == expected + bytes([POISON]) * PAGE_BYTES
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(layout=layouts)
 def test_in_place_the_sources_are_the_elements_in_a_row_as_long_as_the_capture_lives(
     layout: list[list[tuple[tuple[int, ...], torch.dtype, str]]],
