@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Installs requirements.txt into .venv and builds mcore_ckpt in place. Returns at once if nothing has changed since then.
+#
+#     scripts/install.sh [--only-venv]      --only-venv makes .venv and installs nothing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,6 +17,7 @@ if [ ! -x .venv/bin/pip ]; then
     python3 -c 'import ensurepip, venv' 2>/dev/null || stop "Python's venv module is missing: install it (apt install python3-venv)."
     python3 -m venv .venv
 fi
+[ "${1-}" != --only-venv ] || exit 0
 
 # The stamp says what was installed last. scripts/test.sh is run often, and a build takes half a minute.
 stamp=.venv/mcore_ckpt.installed

@@ -20,12 +20,12 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-# The tests start hundreds of processes. Each would compile the package anew where the environment says this.
+# The tests start hundreds of processes. With this variable set, each of them would compile the package anew.
 unset PYTHONDONTWRITEBYTECODE
 # torch's TCPStore asks the name servers for the name of 127.0.0.1 at each connection. A lost answer would cost 5 s.
 export RES_OPTIONS="timeout:1 attempts:1"
 
-bash scripts/install.sh
+bash scripts/install.sh --only-venv
 
 # Linters and installations run beside each other and beside the tests. Each one's output is shown when it has ended.
 logs=$(mktemp -d)
@@ -73,8 +73,9 @@ if [ "$tier" != quick ]; then
     for name in te transformers4 remote verl areal; do
         beside "packages-$name" packages "$name"
     done
-    wait_beside
 fi
+bash scripts/install.sh
+wait_beside
 
 beside ruff .venv/bin/ruff check .
 beside lint-imports .venv/bin/lint-imports
