@@ -32,6 +32,17 @@ def check_patterns(flag: str, patterns: Iterable[str]) -> None:
             raise InvalidArgumentError(f"{flag} {pattern!r} is no regular expression: {error}") from None
 
 
+def add_ignore(parser: argparse.ArgumentParser) -> None:
+    """Adds `--ignore`. `check_patterns` checks what it was given."""
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="leave out tensors whose whole name matches; may be repeated",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import (
+    add_ignore,
     add_ignored_flags,
     add_json,
     check_is_folder,
@@ -75,13 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
     parser.add_argument("--role", default="actor", help="native: the role's name (actor if not given)")
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="REGEX",
-        help="leave out tensors whose whole name matches; may be repeated",
-    )
+    add_ignore(parser)
     parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
     add_json(parser)
     add_ignored_flags(parser)

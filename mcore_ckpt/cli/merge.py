@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_ignored_flags, add_json, check_patterns, expanded_path, torchrun_variables
+from mcore_ckpt.cli.arguments import (
+    add_ignore,
+    add_ignored_flags,
+    add_json,
+    check_patterns,
+    expanded_path,
+    torchrun_variables,
+)
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.errors import InvalidArgumentError
 
@@ -54,13 +61,7 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="SIZE", help="largest size of a file, such as 500MiB (5GB if not given)"
     )
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="REGEX",
-        help="leave out tensors of the checkpoint whose whole name matches; may be repeated",
-    )
+    add_ignore(parser)
     parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN instead of refusing them")
     parser.add_argument(
         "--tie-word-embedding",

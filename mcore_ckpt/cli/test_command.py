@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from mcore_ckpt.cli.arguments import add_ignored_flags, add_json, check_patterns, expanded_path
+from mcore_ckpt.cli.arguments import add_ignore, add_ignored_flags, add_json, check_patterns, expanded_path
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.errors import InvalidArgumentError
 
@@ -57,13 +57,7 @@ def add_to(subparsers: Subparsers) -> None:
         help="allowed difference relative to the reference's value, in addition to --atol",
     )
     parser.add_argument("--any-dtype", action="store_true", help="compare only values, and accept other dtypes")
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="REGEX",
-        help="leave out tensors whose whole name matches; may be repeated",
-    )
+    add_ignore(parser)
     parser.add_argument("--most", type=int, default=10, metavar="N", help="show at most the N worst tensors (10)")
     add_json(parser)
     checkpoint = parser.add_argument_group("to compare a checkpoint instead of a merged model")
