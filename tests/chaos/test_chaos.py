@@ -17,19 +17,9 @@ CHAOS = Path(__file__).parent / "chaos.py"
     [(4, 2, 6), pytest.param(8, 2, 5, marks=pytest.mark.full), pytest.param(20, 4, 5, marks=pytest.mark.full)],
 )
 def test_a_few_random_kills(kills: int, chains: int, seed: int) -> None:
+    options = ("--kills", kills, "--seed", seed, "--chains", chains)
     done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(CHAOS),
-            "--kills",
-            str(kills),
-            "--seed",
-            str(seed),
-            "--chains",
-            str(chains),
-        ],
+        [sys.executable, "-W", "ignore", str(CHAOS), *map(str, options)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -23,11 +23,11 @@ from mcore_ckpt.models.architecture import read_config
 from mcore_ckpt.models.mcore_config import McoreConfig, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL
-from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import model_shards, unwrap
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+from element_positions import positions
 from global_tensors import to_mcore
 from parity import ValueHead, latent_attention, make_linear
 
@@ -179,20 +179,8 @@ def assert_holds(chunks: Sequence[torch.nn.Module], wanted: dict[str, torch.Tens
         whole = wanted[name].to(shard.tensor.dtype)
         padded = torch.zeros(shard.region.global_shape, dtype=whole.dtype)
         padded[: whole.shape[0]] = whole
-        part = padded.view(-1)[positions(shard.region, shard.region.global_shape)].view(shard.tensor.shape)
+        part = padded.view(-1)[positions(shard.region)].view(shard.tensor.shape)
         assert torch.equal(part, shard.tensor.detach().cpu()), shard.key.name
-
-
-def positions(region: Region, shape: tuple[int, ...]) -> torch.Tensor:
-    """Where in a flattened tensor of `shape` each element of the region is."""
-    everywhere = torch.arange(math.prod(shape)).view(shape)
-    local = torch.full(region.local_shape, -1)
-    for piece in region.pieces:
-        here = tuple(slice(at, at + size) for at, size in zip(piece.local_offset, piece.shape, strict=True))
-        there = tuple(slice(at, at + size) for at, size in zip(piece.global_offset, piece.shape, strict=True))
-        local[here] = everywhere[there]
-    assert (local >= 0).all()
-    return local.view(-1)[slice(*region.flat)]
 
 
 # -- logits -----------------------------------------------------------------------------------------------
