@@ -6,35 +6,61 @@ not stand-ins.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _enabled = False
 
 
-class CudaOnCpu(TorchFunctionMode):
-    """A mode in which `device="cuda"` and `.cuda()` give CPU tensors, whose `.type()` claims that they are on CUDA."""
+# Every function of torch that takes a device, and every such method of a tensor.
+_FUNCTIONS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
+    *("linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like"),
+    *("randn", "randn_like", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices"),
+    *("zeros", "zeros_like"),
+)
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that takes `device="cuda"` for the CPU.
+
+    A TorchFunctionMode would see every call of torch, and cost each two to three microseconds.
+    """
+
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         # Pinning needs a CUDA context. It only makes copies faster, so it can be left out.
         kwargs.pop("pin_memory", None)
-        if func is torch.Tensor.cuda:
-            return args[0]
-        # Both mixed-precision optimizers sort parameters by type names such as "torch.cuda.BFloat16Tensor", and refuse
-        # names that they do not know (Float16OptimizerWithFloat16Params.__init__,
-        # DistributedOptimizer._build_model_and_main_param_groups).
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _named_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `torch.Tensor.type` that names the type that the tensor would have on CUDA.
+
+    Both mixed-precision optimizers sort parameters by type names such as "torch.cuda.BFloat16Tensor", and refuse names
+    that they do not know (Float16OptimizerWithFloat16Params.__init__,
+    DistributedOptimizer._build_model_and_main_param_groups).
+    """
+
+    @functools.wraps(type_of)
+    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(tensor, *args, **kwargs)
+        return found if args or kwargs else found.replace("torch.", "torch.cuda.", 1)
+
+    return named
 
 
 class _Stream:
@@ -65,6 +91,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 def _is_not_fork_warning(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _map_devices() -> None:
+    for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
+        for name in names:
+            setattr(owner, name, _on_cpu(getattr(owner, name)))
+    setattr(torch.Tensor, "cuda", _itself)  # noqa: B010
+    setattr(torch.Tensor, "type", _named_as_on_cuda(torch.Tensor.type))  # noqa: B010
 
 
 def _map_torch_cuda() -> None:
@@ -101,7 +135,7 @@ def _map_megatron() -> None:
 def enable_cpu() -> None:
     """Maps megatron's CUDA calls to the CPU for the rest of the process. Does nothing if CUDA is available.
 
-    Call it before building a model, on the thread that trains (a TorchFunctionMode belongs to its thread).
+    Call it before building a model.
 
     >>> enable_cpu()
     """
@@ -112,6 +146,6 @@ def enable_cpu() -> None:
     # megatron decorates functions with torch.compile (core/jit.py). To compile them for the CPU would take half a
     # minute, and would need a C++ compiler.
     torch.compiler.set_stance("force_eager")
+    _map_devices()
     _map_torch_cuda()
     _map_megatron()
-    CudaOnCpu().__enter__()
