@@ -1,7 +1,9 @@
 """The training state put together from all ranks: the same under every layout, so that layouts can be compared."""
 
+import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from agreement import gather
 from element_positions import positions
@@ -12,6 +14,9 @@ from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.model import model_shards, sync_parameters
 from mcore_ckpt.state.optimizer import optimizer_parts, read_optimizer, read_step
 
+# By element size: numpy has no bfloat16.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 GlobalState = dict[str, torch.Tensor]
 
 
@@ -21,19 +26,21 @@ def global_state(training: Training) -> GlobalState:
     Fails if two ranks have different bits for the same element.
     """
     sync_parameters(training.model)
-    tensors: GlobalState = {}
-    written: dict[str, torch.Tensor] = {}
-    # Torch's own pickling of many small tensors takes several times as long as that of numpy's arrays.
+    # Torch takes several times as long as numpy does, to pickle many small tensors and to index them.
     local = [(name, region, values.dtype, _bits(values).numpy()) for name, region, values in _local(training)]
-    for name, region, dtype, data in (item for rank in gather(local) for item in rank):
-        values = torch.from_numpy(data).view(dtype)
-        whole = tensors.setdefault(name, torch.zeros(region.global_shape, dtype=values.dtype))
-        seen = written.setdefault(name, torch.zeros(region.global_shape, dtype=torch.bool))
-        at = positions(region)
-        known = seen.view(-1)[at]
-        assert torch.equal(_bits(whole.view(-1)[at][known]), _bits(values[known])), f"replicas of {name} differ"
-        whole.view(-1)[at] = values
-        seen.view(-1)[at] = True
+    tensors: GlobalState = {}
+    wholes: dict[str, np.ndarray] = {}
+    written: dict[str, np.ndarray] = {}
+    for name, region, dtype, bits in (item for rank in gather(local) for item in rank):
+        if name not in wholes:
+            wholes[name] = np.zeros(math.prod(region.global_shape), bits.dtype)
+            written[name] = np.zeros(wholes[name].shape, bool)
+            tensors[name] = torch.from_numpy(wholes[name]).view(dtype).view(region.global_shape)
+        whole, seen, at = wholes[name], written[name], positions(region).numpy()
+        known = seen[at]
+        assert np.array_equal(whole[at][known], bits[known]), f"replicas of {name} differ"
+        whole[at] = bits
+        seen[at] = True
     holes = [name for name, seen in written.items() if not seen.all()]
     assert not holes, f"no rank has all of {holes[:3]}"
     steps = {step for rank in gather(_steps(training)) for step in rank if step is not None}
@@ -75,4 +82,4 @@ def _steps(training: Training) -> list[float | int | None]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])

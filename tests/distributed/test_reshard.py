@@ -22,11 +22,14 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.state.optimizer import optimizer_parts
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
-SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 8, "dropout": 0.0, "num_layers": 4}
+SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0, "num_layers": 4}
 DENSE: dict[str, Any] = SAME
+# Each of four replicas needs a micro-batch of two sequences.
+DENSE_4: dict[str, Any] = SAME | {"global_batch": 8}
 # Four stages that interleave need four micro-batches on each of two replicas.
 DENSE_8: dict[str, Any] = SAME | {"global_batch": 16, "num_layers": 8}
 MOE: dict[str, Any] = SAME | {"experts": 4, "expert_bias": True}
+MOE_4: dict[str, Any] = DENSE_4 | {"experts": 4, "expert_bias": True}
 TIED: dict[str, Any] = SAME | {"tied_embeddings": True}
 MTP: dict[str, Any] = SAME | {"mtp_layers": 1}
 
@@ -63,10 +66,10 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "pp2-replicated": Layout(2, **DENSE, pp=2, precision="bf16", distributed_optimizer=False),
     },
     "dense4": {
-        "tp2-pp2": Layout(4, **DENSE, tp=2, pp=2),
-        "dp4-two-instances": Layout(4, **DENSE, optimizer_instances=2),
-        "pp2-vpp2-dp2-uneven": Layout(4, **DENSE, pp=2, vpp=2, stages=UNEVEN),
-        "cp2-tp2": Layout(4, **DENSE, cp=2, tp=2),
+        "tp2-pp2": Layout(4, **DENSE_4, tp=2, pp=2),
+        "dp4-two-instances": Layout(4, **DENSE_4, optimizer_instances=2),
+        "pp2-vpp2-dp2-uneven": Layout(4, **DENSE_4, pp=2, vpp=2, stages=UNEVEN),
+        "cp2-tp2": Layout(4, **DENSE_4, cp=2, tp=2),
     },
     "deep4": {
         "tp4": Layout(4, **DENSE_8, tp=4),
@@ -75,20 +78,20 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "pp2-vpp2-dp2-uneven": Layout(4, **DENSE_8, pp=2, vpp=2, stages="Et|t*3|t|t*3L"),
     },
     "moe4": {
-        "ep2-dp4": Layout(4, **MOE, ep=2),
-        "tp2-ep2-etp1": Layout(4, **MOE, tp=2, ep=2, etp=1),
-        "tp2-ep2-etp2": Layout(4, **MOE, tp=2, ep=2, etp=2),
-        "pp2-ep2": Layout(4, **MOE, pp=2, ep=2),
+        "ep2-dp4": Layout(4, **MOE_4, ep=2),
+        "tp2-ep2-etp1": Layout(4, **MOE_4, tp=2, ep=2, etp=1),
+        "tp2-ep2-etp2": Layout(4, **MOE_4, tp=2, ep=2, etp=2),
+        "pp2-ep2": Layout(4, **MOE_4, pp=2, ep=2),
     },
-    "moe4-ep4": {"ep4": Layout(4, **MOE, ep=4), "pp2-ep2": Layout(4, **MOE, pp=2, ep=2)},
+    "moe4-ep4": {"ep4": Layout(4, **MOE_4, ep=4), "pp2-ep2": Layout(4, **MOE_4, pp=2, ep=2)},
     "dense8": {
         "tp2-pp2-dp2": Layout(8, **DENSE_8, tp=2, pp=2),
         "tp4-cp2": Layout(8, **DENSE_8, tp=4, cp=2),
         "pp4-vpp2-dp2": Layout(8, **DENSE_8, pp=4, vpp=2),
     },
     "moe8": {
-        "tp2-pp2-ep2-etp1": Layout(8, **MOE, tp=2, pp=2, ep=2, etp=1),
-        "ep4-pp2": Layout(8, **MOE, ep=4, pp=2),
+        "tp2-pp2-ep2-etp1": Layout(8, **MOE_4, tp=2, pp=2, ep=2, etp=1),
+        "ep4-pp2": Layout(8, **MOE_4, ep=4, pp=2),
     },
 }
 
@@ -231,7 +234,7 @@ def test_the_model_comes_from_what_is_there(how: str, shared_path: Path) -> None
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", ["tp2-ep2-etp1", pytest.param("ep2-dp4", marks=pytest.mark.full), "replicated"])
 def test_replicas_may_read_once_and_broadcast(name: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replicated = Layout(4, **DENSE, tp=2, distributed_optimizer=False, precision="bf16")
+    replicated = Layout(4, **DENSE_4, tp=2, distributed_optimizer=False, precision="bf16")
     layout = FAMILIES["moe4"].get(name, replicated)
     saved = save_and_go_on(layout, shared_path)
     read = {}
