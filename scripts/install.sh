@@ -31,6 +31,14 @@ command -v "${compiler%% *}" >/dev/null || stop "The C++ compiler ${compiler} is
 .venv/bin/python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     stop "Python's headers are missing: install them (apt install python3-dev)."
 
-.venv/bin/pip install -qq --disable-pip-version-check -r requirements.txt
-.venv/bin/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+pip=(.venv/bin/pip install -qq --disable-pip-version-check)
+# pip takes a minute to compile all modules. Python compiles those that it imports, unless this variable forbids it.
+[ -n "${PYTHONDONTWRITEBYTECODE-}" ] || pip+=(--no-compile)
+# The build needs no more than these two. The rest is installed beside it.
+"${pip[@]}" -c requirements.txt pybind11 setuptools
+"${pip[@]}" --no-build-isolation --no-deps -e . &
+status=0
+"${pip[@]}" -r requirements.txt || status=$?
+wait $! || status=$?
+[ "$status" -eq 0 ] || exit "$status"
 echo "$wanted" >"$stamp"

@@ -7,7 +7,8 @@ one process that take no more than a moment, for the loop while one writes.
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ NOT_QUICK = frozenset(
         "test_verify.py",
     }
 )
+
+# Rooms whose tests are about how files are written. A file in memory is written in another way (csrc/write_job.cpp).
+ON_DISK = frozenset({"faults", "native", "save"})
 
 # The longest first. Begun last, they would run on alone when all else has ended.
 LONG = ("test_areal.py", "test_verl.py", "test_demo.py", "test_chaos.py")
@@ -117,6 +121,16 @@ def _group(item: pytest.Item) -> str:
     if _world(item):
         return f"{item.path.stem}, {_world(item)} ranks"
     return str(item.path.relative_to(item.config.rootpath))
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder of the test. It is in memory where scripts/test.sh finds enough of it, but for the rooms of ON_DISK."""
+    if request.path.parent.name in ON_DISK:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("TESTS_DISK")) as folder:
+            yield Path(folder)
+    else:
+        yield tmp_path
 
 
 @pytest.fixture
