@@ -94,6 +94,10 @@ def _is_not_fork_warning(record: logging.LogRecord) -> bool:
 
 
 def _map_devices() -> None:
+    # `with torch.device(...)` notes at its first use which functions take a device. It must note torch's own functions,
+    # which it is called for, and not those that take their places here (transformers loads models in such a block).
+    with torch.device("cpu"):
+        torch.empty(0)
     for owner, names in ((torch, _FUNCTIONS), (torch.Tensor, _METHODS)):
         for name in names:
             setattr(owner, name, _on_cpu(getattr(owner, name)))
