@@ -1,4 +1,4 @@
-"""Defines the configuration of a CheckpointManager."""
+"""Defines the configuration of a CheckpointManager, and how long ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt.errors import InvalidArgumentError
+
+# How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
+TIMEOUT_S = 600.0
+# The same in `mcore-ckpt merge` and `convert`, where one rank can have one more file to write than another, on a slow
+# disk. These times can be long, because torchrun notices ranks that die.
+MERGE_TIMEOUT_S = 1800.0
+CONVERT_TIMEOUT_S = 6 * 3600.0
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
@@ -96,7 +103,7 @@ class CheckpointConfig:
     upload_timeout_s: float = 300.0
     roles: tuple[str, ...] | None = None
     vocab_size: int | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
     skip_frozen: bool = False
     strict: bool = False
     assume_optimizer_step: int | None = None

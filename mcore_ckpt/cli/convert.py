@@ -22,6 +22,7 @@ from mcore_ckpt.cli.arguments import (
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
+from mcore_ckpt.config import CONVERT_TIMEOUT_S
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ _SIZES = (
     ("ep", "expert-parallel size"),
     ("etp", "tensor-parallel size of experts"),
 )
-_TIMEOUT_S = 6 * 3600.0
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -130,7 +130,7 @@ def _agreement() -> Iterator[Agreement]:
         if under_torchrun:
             dist.init_process_group("gloo")
     try:
-        yield rendezvous("convert", _TIMEOUT_S)
+        yield rendezvous("convert", CONVERT_TIMEOUT_S)
     finally:
         if under_torchrun:
             dist.destroy_process_group()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, InvalidArgumentError
 from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
@@ -86,7 +87,7 @@ def load_hf(
     source: Source = "shared",
     ignore: Sequence[str] = (),
     optimizer: Any = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder. Every rank calls it.
 

@@ -19,6 +19,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
+from mcore_ckpt.config import MERGE_TIMEOUT_S
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, read_copied_model
@@ -41,10 +42,6 @@ from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
 
 Progress = Callable[[int, int], None]
-
-# The seconds that a rank waits for the others. One rank can have one file more to write than another, on a slow disk.
-# The wait can be long, because torchrun notices ranks that die.
-_WAIT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -271,7 +268,7 @@ def ranks_of_torchrun() -> Agreement | None:
 
     # Rounds need only the key-value store. A process group would need a backend on every rank.
     store, rank, world_size = next(rendezvous("env://"))
-    return rendezvous_at(store, rank, world_size, "mcore_ckpt/merge", _WAIT_S, "merge")
+    return rendezvous_at(store, rank, world_size, "mcore_ckpt/merge", MERGE_TIMEOUT_S, "merge")
 
 
 # -- plan --------------------------------------------------------------------------------------------------

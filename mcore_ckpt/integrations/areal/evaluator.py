@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.utils import evaluator as areal
 
+from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.integrations.areal.frequency import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.ranks import rendezvous
 from mcore_ckpt.schedule import Schedule
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Evaluator(areal.Evaluator):
     """An Evaluator with AReaL's configuration and calls. Every rank makes one. The constructor waits for all ranks."""
 
-    def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
+    def __init__(self, config: EvaluatorConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:
         self.config = config
         self.ft_sepc = ft_spec  # sic: AReaL's name
         self._schedule = Schedule(frequency_of(config))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api import SaveLoadMeta, StepInfo
 from areal.utils import recover as areal
 
+from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.areal import recover_info, stock_files
 from mcore_ckpt.integrations.areal.engine import is_checkpointed
@@ -56,7 +57,7 @@ class RecoverHandler(areal.RecoverHandler):
         ft_spec: FinetuneSpec,
         keep: int = 1,
         others: Mapping[str, Any] | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.config = config
         self.ft_spec = ft_spec

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api import SaveLoadMeta
 from areal.utils import saver as areal
 
+from mcore_ckpt.config import TIMEOUT_S
 from mcore_ckpt.integrations.areal.engine import HF_ASYNC, CheckpointedEngine, is_checkpointed
 from mcore_ckpt.integrations.areal.frequency import agree_with, ends_epoch, frequency_of
 from mcore_ckpt.integrations.areal.loggers import enable_loggers
@@ -38,7 +39,7 @@ class Saver(areal.Saver):
     copied, but exports engines that are not ours synchronously, like AReaL's Saver. "async" then logs a warning.
     """
 
-    def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = 600.0) -> None:
+    def __init__(self, config: SaverConfig, ft_spec: FinetuneSpec, timeout_s: float = TIMEOUT_S) -> None:
         self.config = config
         self.ft_spec = ft_spec
         self._schedules = RoleSchedules(frequency_of(config))
