@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from agreement import everywhere
+from snapshot import Snapshot, assert_same, poison, snapshot
 from training import Training
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
@@ -35,6 +36,15 @@ def save(training: Training, root: Path, step: int, role: str = "actor", **confi
     manager.close()
     with everywhere():
         assert handle.committed is True
+
+
+def assert_loads(manager: CheckpointManager, training: Training, wanted: Snapshot, **which: Any) -> None:
+    """A load into spoiled state brings back what was saved."""
+    poison(training)
+    manager.load(**which)
+    loaded = snapshot(training)
+    with everywhere():
+        assert_same(loaded, wanted)
 
 
 def files_of(checkpoint: Path) -> dict[str, bytes]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import manager_of
+from checkpointing import assert_loads, manager_of
 from layouts import LAYOUTS
-from snapshot import assert_same, chained, poison, snapshot
+from snapshot import assert_same, chained, snapshot
 from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointManager, SaveHandle
@@ -97,12 +97,8 @@ def test_training_goes_on_while_a_save_is_under_way(shared_path: Path, monkeypat
             assert report.disk_gb_per_s > 0
             assert report.commit_s > 0
             assert manager.latest_step() == 1
-        poison(training)
-        manager.load()
-        loaded = snapshot(training)
+        assert_loads(manager, training, at_save)
         manager.close()
-        with everywhere():
-            assert_same(loaded, at_save)
 
 
 def test_a_second_save_waits_for_the_first(shared_path: Path) -> None:
@@ -283,12 +279,8 @@ def test_what_load_state_dict_puts_in_place_is_saved(name: str, shared_path: Pat
         train(training, 1, 3)
         manager.save(3)
         at_save = snapshot(training)
-        poison(training)
-        manager.load()
-        loaded = snapshot(training)
+        assert_loads(manager, training, at_save)
         manager.close()
-        with everywhere():
-            assert_same(loaded, at_save)
 
 
 def test_an_offloaded_model_is_refused_by_name(shared_path: Path) -> None:
@@ -355,11 +347,7 @@ def test_an_offloaded_model_is_saved_from_host_memory(
         after = snapshot(training)
         manager.save(3)
         for step, wanted in ((2, at_save), (3, after)):
-            poison(training)
-            manager.load(step=step)
-            loaded = snapshot(training)
-            with everywhere():
-                assert_same(loaded, wanted)
+            assert_loads(manager, training, wanted, step=step)
         manager.close()
 
 

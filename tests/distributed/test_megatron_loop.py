@@ -390,11 +390,16 @@ class Loader:
 def test_the_data_loaders_state_is_in_the_checkpoint(shared_path: Path) -> None:
     with parallel(DP2):
         loop = Loop(build(DP2, seed=1), arguments(shared_path, dataloader_save="wherever"))
-        loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
-        second = Loop(build(DP2, seed=2), arguments(shared_path))
-        second.load()
-        with everywhere():
-            assert drop_in.loaded_dataloader_state() == {"rank": dist.get_rank(), "at": 7}
+        assert_position_comes_back(loop, shared_path)
+
+
+def assert_position_comes_back(loop: Loop, root: Path) -> None:
+    """The position of the data loader, through a save of this loop and a load of another."""
+    loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
+    second = Loop(build(DP2, seed=2), arguments(root))
+    second.load()
+    with everywhere():
+        assert drop_in.loaded_dataloader_state() == {"rank": dist.get_rank(), "at": 7}
 
 
 @pytest.mark.world(2)
@@ -412,11 +417,7 @@ def test_a_data_loader_that_fails_on_one_rank_is_told_to_all(shared_path: Path) 
         error = error_of(lambda: loop.save(train_data_iterator=SimpleNamespace(iterable=Broken())))
         for message in raised_everywhere(CommitError, error):
             assert "extra_state could not be read: RuntimeError: a worker of the data loader has died" in message
-        loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
-        second = Loop(build(DP2, seed=2), arguments(shared_path))
-        second.load()
-        with everywhere():
-            assert drop_in.loaded_dataloader_state() == {"rank": dist.get_rank(), "at": 7}
+        assert_position_comes_back(loop, shared_path)
 
 
 @pytest.mark.world(2)

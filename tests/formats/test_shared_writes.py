@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from checkpoints import write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_threads import LONG_S, SLACK_S, on_threads
 
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import WrittenFile
@@ -31,10 +33,7 @@ from mcore_ckpt.steps.commit import check_structures
 PATH = "model/mp_rank_00_000/model_states.pt"
 TOPIC = "saving step 7"
 
-LONG_S = 30.0
 SHORT_S = 0.5
-# What a busy machine may add to a wait.
-SLACK_S = 5.0
 
 # Around the pages that ranges end on, and around CRC blocks.
 PAGE = 4096
@@ -63,22 +62,12 @@ class Ranks:
 
     def __call__(self, parts: dict[int, Part]) -> dict[int, Any]:
         """One round, in which a rank that is not in `parts` is dead. What each got, or what it raised."""
-        results: dict[int, Any] = {}
 
-        def run(rank: int, part: Part) -> None:
+        def one(rank: int, part: Part) -> Record:
             agreement = self.agreements[rank]
-            try:
-                results[rank] = decide(agreement, TOPIC, lambda: part(agreement), committed, CommitError)
-            except Exception as error:
-                results[rank] = error
+            return decide(agreement, TOPIC, lambda: part(agreement), committed, CommitError)
 
-        threads = [threading.Thread(target=run, args=item, daemon=True) for item in parts.items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LONG_S + SLACK_S)
-            assert not thread.is_alive()
-        return results
+        return on_threads({rank: partial(one, rank, part) for rank, part in parts.items()})
 
 
 def tensors_of(requests: Sequence[WriteRequest]) -> list[FileTensors]:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rank_threads import LONG_S, SLACK_S, on_threads
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, missing, same_everywhere
@@ -21,12 +22,8 @@ LOCALHOST = "127.0.0.1"
 WORLD = 3
 TOPIC = "saving step 7"
 
-# For rounds in which nobody is missing: never waited for.
-LONG_S = 30.0
 # For rounds in which somebody is.
 SHORT_S = 0.5
-# What a busy machine may add to a wait.
-SLACK_S = 5.0
 
 
 Seats = Callable[[float], list[Agreement]]
@@ -52,21 +49,8 @@ mostly_tcp = pytest.mark.parametrize("seats", ["tcp", pytest.param("hash", marks
 
 def together(parts: Sequence[Callable[[], Any]]) -> list[Any]:
     """Each rank's part in a thread of its own: its result or what it raised."""
-    results: list[Any] = [None] * len(parts)
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = parts[rank]()
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S + SLACK_S)
-        assert not thread.is_alive()
-    return results
+    results = on_threads(dict(enumerate(parts)))
+    return [results[rank] for rank in range(len(parts))]
 
 
 def round_of(

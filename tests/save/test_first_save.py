@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 from endings import Ended, run_to_the_end
-from unsharded_model import sharded_state_dict
+from unsharded_model import sharded_state_dict, trainer_of
 from waiting import LONG_S, wait_for
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import _native, host_memory, tuning
 from mcore_ckpt.io.host_memory import HostMemory
-from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.save.plan import SavePlanner, estimated_bytes
-from mcore_ckpt.state.trainer import Trainer
 
 PIECE = tuning.PREPARE_BYTES
 
@@ -209,32 +207,11 @@ class Model(torch.nn.Module):
         return sharded_state_dict(self)
 
 
-def trainer_of(model: Model, adam: torch.optim.Adam, contents: tuple[str, ...]) -> Trainer:
-    return Trainer(
-        root=Path("unused"),
-        role="actor",
-        chunks=(model,),
-        optimizer=SimpleNamespace(optimizer=adam),
-        lr_scheduler=None,
-        hf_config=None,
-        processing_class=None,
-        config=CheckpointConfig(save_contents=contents),
-        coordinates=RankCoordinates(),
-        topology=Topology(),
-        replicas=Replicas(),
-        stages=(),
-        first_instance=True,
-        num_layers=1,
-        vocab_size=None,
-        agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-    )
-
-
 @pytest.mark.parametrize("contents", [("model",), ("optimizer",), ("model", "optimizer")], ids="+".join)
 def test_the_estimate_is_close_before_the_first_step_and_after_it(contents: tuple[str, ...]) -> None:
     model = Model()
     adam = torch.optim.Adam(model.parameters())
-    trainer = trainer_of(model, adam, contents)
+    trainer = trainer_of(model, SimpleNamespace(optimizer=adam), save_contents=contents)
     before = estimated_bytes(trainer)
     for parameter in model.parameters():
         parameter.grad = torch.rand_like(parameter)

@@ -4,20 +4,16 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from unsharded_model import sharded_state_dict
+from unsharded_model import sharded_state_dict, trainer_of
 
-from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
 from mcore_ckpt.save.plan import SavePlan, SavePlanner
 from mcore_ckpt.state.model import model_shards
-from mcore_ckpt.state.trainer import Trainer
 
 
 class Tiny(torch.nn.Module):
@@ -61,25 +57,7 @@ class Training:
         self.adam.step()
 
     def plan(self) -> SavePlan:
-        trainer = Trainer(
-            root=Path("unused"),
-            role="actor",
-            chunks=(self.model,),
-            optimizer=self.optimizer,
-            lr_scheduler=None,
-            hf_config=None,
-            processing_class=None,
-            config=CheckpointConfig(),
-            coordinates=RankCoordinates(),
-            topology=Topology(),
-            replicas=Replicas(),
-            stages=(),
-            first_instance=True,
-            num_layers=1,
-            vocab_size=None,
-            agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
-        )
-        return self.planner.plan(trainer)
+        return self.planner.plan(trainer_of(self.model, self.optimizer))
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return self.adam.state[parameter]

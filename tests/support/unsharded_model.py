@@ -1,9 +1,14 @@
 """Says of a plain torch module, as megatron says of a model, where its tensors belong: here each is whole."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
+from mcore_ckpt.state.trainer import Trainer
 
 
 def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
@@ -21,3 +26,25 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def trainer_of(model: torch.nn.Module, optimizer: Any, **config: Any) -> Trainer:
+    """The only rank that trains `model`. `optimizer` is as megatron wraps one: with the field `optimizer`."""
+    return Trainer(
+        root=Path("unused"),
+        role="actor",
+        chunks=(model,),
+        optimizer=optimizer,
+        lr_scheduler=None,
+        hf_config=None,
+        processing_class=None,
+        config=CheckpointConfig(**config),
+        coordinates=RankCoordinates(),
+        topology=Topology(),
+        replicas=Replicas(),
+        stages=(),
+        first_instance=True,
+        num_layers=1,
+        vocab_size=None,
+        agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,29 @@
+"""Runs the parts of several ranks on a thread each."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# What no rank waits for.
+LONG_S = 30.0
+# What a busy machine may add to a wait.
+SLACK_S = 5.0
+
+
+def on_threads(parts: Mapping[int, Callable[[], Any]]) -> dict[int, Any]:
+    """What the part of each rank returned, or the exception that it raised. Fails if one hangs."""
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = parts[rank]()
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S + SLACK_S)
+        assert not thread.is_alive()
+    return results
