@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import Alias
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.formats.contract import RankPosition
-from mcore_ckpt.formats.locate import Located, Locator, Wanted
+from mcore_ckpt.formats.locate import Located, Locator, Wanted, same_bytes
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
@@ -166,3 +166,13 @@ def test_opaque_bytes_are_the_own_ranks_or_the_first_there_are(tmp_path: Path) -
     found = [there.locator(2, rank).opaque(ShardKey(name, OPAQUE)) for rank in (0, 1)]
     assert [shard and shard.file for shard in found] == there.paths
     assert there.locator().opaque(ShardKey("another", OPAQUE)) is None
+
+
+@pytest.mark.parametrize(
+    "other", [shard(NORM, "model", Region.whole((24, 5))), shard(NORM, "model", Region.whole(SHAPE), "bfloat16")]
+)
+def test_tensors_of_another_shape_or_dtype_have_other_bytes(tmp_path: Path, other: StoredShard) -> None:
+    there = Saved(tmp_path, 1, [[shard(WEIGHT, "model", Region.whole(SHAPE)), other]])
+    reader = NativeReader(LocalFolder(there.role_dir), there.manifest)
+    assert not same_bytes(reader, WEIGHT, NORM)
+    assert not same_bytes(reader, "another", WEIGHT)

@@ -419,6 +419,22 @@ def test_the_launchers_of_areal_find_nothing_of_their_own(tmp_path: Path) -> Non
     assert sorted(base.rglob("*")) == before
 
 
+def saver_counts(root: Path, last: int) -> dict[str, tuple[int, int]]:
+    """The epochs and steps that the saver has counted after a run up to step `last`."""
+    trainer = trainer_of(root, roles=("default",), saver={"freq_steps": 100})
+    trainer.train(last)
+    counts = trainer.saver.state_dict()
+    trainer.close()
+    return {role: (count["epochs"], count["steps"]) for role, count in counts.items()}
+
+
+def test_a_saver_counts_on(tmp_path: Path) -> None:
+    wanted = in_child(saver_counts, tmp_path / "reference", 4)
+    assert wanted == {"default": (1, 4)}
+    in_child(saver_counts, tmp_path / "run", 2)
+    assert in_child(saver_counts, tmp_path / "run", 4) == wanted
+
+
 def test_an_evaluator_counts_like_the_others(tmp_path: Path) -> None:
     from areal.api.cli_args import EvaluatorConfig
     from contract import spec
