@@ -11,9 +11,10 @@ from mcore_ckpt.errors import InvalidArgumentError
 
 # How long a rank waits for another rank before it gives up, in seconds, unless the caller chooses.
 TIMEOUT_S = 600.0
-# The same in `mcore-ckpt merge` and `convert`, where one rank can have one more file to write than another, on a slow
-# disk. These times can be long, because torchrun notices ranks that die.
+# The same for the ranks of `mcore-ckpt merge`: one rank can have one more file to write than another, on a slow disk.
+# The time can be long, because torchrun notices ranks that die.
 MERGE_TIMEOUT_S = 1800.0
+# The same for the ranks of `mcore-ckpt convert`: a rank waits while another writes its whole part of the model.
 CONVERT_TIMEOUT_S = 6 * 3600.0
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")

@@ -32,14 +32,14 @@ def check_patterns(flag: str, patterns: Iterable[str]) -> None:
             raise InvalidArgumentError(f"{flag} {pattern!r} is no regular expression: {error}") from None
 
 
-def add_ignore(parser: argparse.ArgumentParser) -> None:
-    """Adds `--ignore`. `check_patterns` checks what it was given."""
+def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> None:
+    """Adds `--ignore`, whose help calls what is left out `tensors`. `check_patterns` checks its values."""
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="REGEX",
-        help="leave out tensors whose whole name matches; may be repeated",
+        help=f"leave out {tensors} whose whole name matches; may be repeated",
     )
 
 

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
     parser.add_argument("--role", default="actor", help="native: the role's name (actor if not given)")
-    add_ignore(parser)
+    add_ignore(parser, "tensors of the HuggingFace model")
     parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
     add_json(parser)
     add_ignored_flags(parser)

@@ -61,7 +61,7 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="SIZE", help="largest size of a file, such as 500MiB (5GB if not given)"
     )
-    add_ignore(parser)
+    add_ignore(parser, "tensors of the checkpoint")
     parser.add_argument("--allow-nan", action="store_true", help="write weights that are NaN instead of refusing them")
     parser.add_argument(
         "--tie-word-embedding",
