@@ -37,8 +37,11 @@ pip=(.venv/bin/pip install -qq --disable-pip-version-check)
 # The build needs no more than these two. The rest is installed beside it.
 "${pip[@]}" -c requirements.txt pybind11 setuptools
 "${pip[@]}" --no-build-isolation --no-deps -e . &
+build=$!
+trap 'kill "$build" 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
 status=0
 "${pip[@]}" -r requirements.txt || status=$?
-wait $! || status=$?
+wait "$build" || status=$?
 [ "$status" -eq 0 ] || exit "$status"
 echo "$wanted" >"$stamp"
