@@ -63,8 +63,8 @@ NOT_QUICK = frozenset(
     }
 )
 
-# Rooms whose tests are about how files are written. A file in memory is written in another way (csrc/write_job.cpp).
-ON_DISK = frozenset({"faults", "native", "save"})
+# Rooms and files of tests about how files are written. A file in memory is written in another way (csrc/write_job.cpp).
+ON_DISK = frozenset({"faults", "native", "save", "test_shared_writes.py"})
 
 # The longest first. Begun last, they would run on alone when all else has ended.
 LONG = ("test_areal.py", "test_verl.py", "test_demo.py", "test_chaos.py")
@@ -125,9 +125,9 @@ def _group(item: pytest.Item) -> str:
 
 @pytest.fixture
 def tmp_path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder of the test. It is in memory where scripts/test.sh finds enough of it, but for the rooms of ON_DISK."""
-    if request.path.parent.name in ON_DISK:
-        with tempfile.TemporaryDirectory(dir=os.environ.get("TESTS_DISK")) as folder:
+    """A folder of the test: in memory if scripts/test.sh has chosen so, except for the tests of ON_DISK."""
+    if "TESTS_DISK" in os.environ and {request.path.parent.name, request.path.name} & ON_DISK:
+        with tempfile.TemporaryDirectory(dir=os.environ["TESTS_DISK"], ignore_cleanup_errors=True) as folder:
             yield Path(folder)
     else:
         yield tmp_path

@@ -26,7 +26,7 @@ def global_state(training: Training) -> GlobalState:
     Fails if two ranks have different bits for the same element.
     """
     sync_parameters(training.model)
-    # Torch takes several times as long as numpy does, to pickle many small tensors and to index them.
+    # Torch pickles and indexes many small tensors several times more slowly than numpy.
     local = [(name, region, values.dtype, _bits(values).numpy()) for name, region, values in _local(training)]
     tensors: GlobalState = {}
     wholes: dict[str, np.ndarray] = {}
@@ -36,6 +36,7 @@ def global_state(training: Training) -> GlobalState:
             wholes[name] = np.zeros(math.prod(region.global_shape), bits.dtype)
             written[name] = np.zeros(wholes[name].shape, bool)
             tensors[name] = torch.from_numpy(wholes[name]).view(dtype).view(region.global_shape)
+        assert (tensors[name].dtype, tensors[name].shape) == (dtype, region.global_shape), name
         whole, seen, at = wholes[name], written[name], positions(region).numpy()
         known = seen[at]
         assert np.array_equal(whole[at][known], bits[known]), f"replicas of {name} differ"

@@ -394,7 +394,7 @@ def test_the_data_loaders_state_is_in_the_checkpoint(shared_path: Path) -> None:
 
 
 def assert_position_comes_back(loop: Loop, root: Path) -> None:
-    """The position of the data loader, through a save of this loop and a load of another."""
+    """A save of this loop and a load of another bring the position of the data loader back."""
     loop.save(train_data_iterator=SimpleNamespace(iterable=Loader()))
     second = Loop(build(DP2, seed=2), arguments(root))
     second.load()

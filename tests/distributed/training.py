@@ -105,7 +105,9 @@ class Layout:
     def num_microbatches(self) -> int:
         if self.global_batch is None:
             return NUM_MICROBATCHES
-        return self.global_batch // (MICRO_BATCH_SIZE * self.dp)
+        number, rest = divmod(self.global_batch, MICRO_BATCH_SIZE * self.dp)
+        assert rest == 0, f"{self.dp} replicas cannot share {self.global_batch} sequences"
+        return number
 
     @property
     def padded_vocab_size(self) -> int:

@@ -1,9 +1,11 @@
 """Several ranks write one file: the bytes are those of a file that one rank has written, or all get an error."""
 
+import os
 import re
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from checkpoints import write_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_threads import LONG_S, SLACK_S, on_threads
+from rank_threads import SLACK_S, on_threads
+from waiting import LONG_S
 
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES
 from mcore_ckpt.checkpoint.manifest import WrittenFile
@@ -126,6 +129,13 @@ def before(part: Part, event: threading.Event) -> Part:
     return early
 
 
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Path]:
+    """A folder for many examples; `tmp_path` is one test's."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TESTS_DISK")) as folder:
+        yield Path(folder)
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     sizes=st.lists(st.sampled_from(SIZES), max_size=8),
@@ -134,9 +144,9 @@ def before(part: Part, event: threading.Event) -> Part:
     data=st.data(),
 )
 def test_any_writers_write_what_one_would(
-    sizes: list[int], order: list[int], copied: bool, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    sizes: list[int], order: list[int], copied: bool, data: st.DataObject, disk: Path
 ) -> None:
-    folder = tmp_path_factory.mktemp("shared")
+    folder = Path(tempfile.mkdtemp(dir=disk))
     alone = write_alone(folder, request_of(sizes, path="alone/a.pt"))
     writers = tuple(data.draw(st.permutations(range(len(order)))))
     written: list[WrittenFile] = []

@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rank_threads import LONG_S, SLACK_S, on_threads
+from rank_threads import SLACK_S, on_threads
+from waiting import LONG_S
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CommitError, UnsupportedError
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, missing, same_everywhere

@@ -218,7 +218,8 @@ def test_a_file_in_the_place_of_a_step(tmp_path: Path, save: Save) -> None:
 @pytest.fixture
 def without_rights() -> Iterator[Path]:
     """A folder of a user who is not root, who this process is meanwhile."""
-    place = Path(tempfile.mkdtemp())  # not pytest's, whose folders no other user may enter
+    # Not pytest's, whose folders no other user may enter.
+    place = Path(tempfile.mkdtemp(dir=os.environ.get("TESTS_DISK")))
     if os.geteuid() != 0:
         yield place
     else:

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What no rank waits for.
-LONG_S = 30.0
+from waiting import LONG_S
+
 # What a busy machine may add to a wait.
 SLACK_S = 5.0
 

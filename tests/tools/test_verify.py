@@ -4,11 +4,13 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,23 @@ def test_what_torch_sees_may_be_anything(role_dir: Path, state: Any, monkeypatch
     assert {damage.file for damage in damages} >= {MODEL_FILE}
 
 
+@pytest.mark.parametrize(
+    "change", [lambda seen: seen.view(torch.int32), lambda seen: seen.flatten()[1:]], ids=["dtype", "elements"]
+)
+def test_dtype_and_number_of_elements_are_compared(
+    role_dir: Path, change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = torch.load
+
+    def changed(*args: Any, **words: Any) -> Any:
+        state = load(*args, **words)
+        return {key: change(value) if key == "embedding.weight" else value for key, value in state.items()}
+
+    monkeypatch.setattr(torch, "load", changed)
+    (damage,) = verify_role(role_dir, deep=True).damages
+    assert re.search(r"embedding.weight.*: torch sees \d+ elements of torch\.\w+, the index has \d+ of", damage.problem)
+
+
 def test_a_save_that_is_under_way_is_no_problem(role_dir: Path) -> None:
     root = role_dir.parent.parent
     stage(file_names.step_dir(root, 6) / ROLE, 6)
@@ -298,7 +317,8 @@ def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "sound" in capsys.readouterr().out
     flip(role_dir / MODEL_FILE, 8 * index_of(role_dir, MODEL_FILE).shards[0].offset)
     assert main(["verify", str(role_dir)]) == 1
-    assert "embedding.weight: bytes [" in capsys.readouterr().out
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "embedding.weight: bytes [" in line)
+    assert line.endswith(" (written by rank 0)")
     assert main(["verify", str(root), "--step", "3"]) == 0
     capsys.readouterr()
     assert main(["verify", str(root), "--json"]) == 1
