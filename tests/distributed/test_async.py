@@ -233,6 +233,22 @@ def test_a_load_waits_for_the_save_under_way(shared_path: Path, monkeypatch: pyt
         manager.close()
 
 
+def test_a_closed_manager_gives_back_the_methods_that_it_guarded(
+    shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU there is nothing to guard, so this says that there is one. Nothing is saved."""
+    monkeypatch.setattr("mcore_ckpt.manager._is_lazy", lambda config: True)
+    with parallel(DP2):
+        training = build(DP2, seed=1)
+        manager = start(training, shared_path, async_mode="lazy")
+        with everywhere():
+            assert "step" in vars(training.optimizer)
+        manager.close()
+        with everywhere():
+            assert "step" not in vars(training.optimizer)
+            assert all("start_param_sync" not in vars(chunk) for chunk in training.model)
+
+
 def test_all_replicas_write_a_part_of_each_replicated_file(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[tuple[str, int, int]] = []
     begin = FileWriter.start
