@@ -1,11 +1,10 @@
 """Several ranks write one file: the bytes are those of a file that one rank has written, or all get an error."""
 
-import os
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import write_alone
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import SLACK_S, on_threads
 from waiting import LONG_S
@@ -129,14 +128,7 @@ def before(part: Part, event: threading.Event) -> Part:
     return early
 
 
-@pytest.fixture(scope="module")
-def disk() -> Iterator[Path]:
-    """A folder for many examples; `tmp_path` is one test's."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TESTS_DISK")) as folder:
-        yield Path(folder)
-
-
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.sampled_from(SIZES), max_size=8),
     order=st.integers(1, 5).flatmap(lambda world: st.permutations(range(world))),
@@ -144,9 +136,9 @@ def disk() -> Iterator[Path]:
     data=st.data(),
 )
 def test_any_writers_write_what_one_would(
-    sizes: list[int], order: list[int], copied: bool, data: st.DataObject, disk: Path
+    sizes: list[int], order: list[int], copied: bool, data: st.DataObject, tmp_path: Path
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir=disk))
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     alone = write_alone(folder, request_of(sizes, path="alone/a.pt"))
     writers = tuple(data.draw(st.permutations(range(len(order)))))
     written: list[WrittenFile] = []
