@@ -1,11 +1,12 @@
-"""Translates the layer and expert numbers in names of tensors between one pipeline chunk and the whole model."""
+"""Makes the names of one pipeline chunk's tensors global: the numbers of layers and experts, and the spelling."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from mcore_ckpt.sharding.synonyms import canonical
 
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.(\d+)(?=\.)")
 _SEQUENTIAL = re.compile(r"local_experts\.(\d+)(\..+)")
@@ -40,71 +41,55 @@ class ChunkNames:
     def to_global(self, name: str) -> str:
         """Returns the global name of a tensor of this chunk.
 
+        Raises KeyError if the chunk has no such layer or expert.
+
         Example:
             >>> names = ChunkNames(layers=(LayerNumber("decoder.layers", 0, 6),))
             >>> names.to_global("decoder.layers.0.mlp.linear_fc2.weight")
             'decoder.layers.6.mlp.linear_fc2.weight'
         """
-        return self._renumber_layer(self._renumber_expert(name, 1), self._to_global)
-
-    def to_local(self, name: str) -> str:
-        """Returns the name that a global tensor has in this chunk.
-
-        Raises KeyError if the tensor's layer or expert is not in this chunk.
-        """
-        return self._renumber_expert(self._renumber_layer(name, self._to_local), -1)
+        return canonical(self._renumber_layer(self._renumber_expert(name)))
 
     @cached_property
-    def _to_global(self) -> dict[str, dict[int, int]]:
-        return _by_list((layer.list_name, layer.local, layer.number) for layer in self.layers)
-
-    @cached_property
-    def _to_local(self) -> dict[str, dict[int, int]]:
-        return _by_list((layer.list_name, layer.number, layer.local) for layer in self.layers)
+    def _numbers(self) -> dict[str, dict[int, int]]:
+        numbers: dict[str, dict[int, int]] = {}
+        for layer in self.layers:
+            numbers.setdefault(layer.list_name, {})[layer.local] = layer.number
+        return numbers
 
     @cached_property
     def _experts_by_prefix(self) -> dict[str, ExpertNumbers]:
         return {experts.prefix: experts for experts in self.experts}
 
-    def _renumber_expert(self, name: str, direction: int) -> str:
+    def _renumber_expert(self, name: str) -> str:
         before, separator, rest = name.partition(".experts.")
         experts = self._experts_by_prefix.get(before + ".experts") if separator else None
         if experts is None:
             return name
-        return f"{before}.experts.{_shift_expert(rest, direction * experts.first, experts.count)}"
+        return f"{before}.experts.{_global_expert(rest, experts)}"
 
-    def _renumber_layer(self, name: str, numbers: dict[str, dict[int, int]]) -> str:
+    def _renumber_layer(self, name: str) -> str:
         match = _LAYER.match(name)
-        if match is None or match.group(1) not in numbers:
+        if match is None or match.group(1) not in self._numbers:
             return name
-        number = numbers[match.group(1)].get(int(match.group(2)))
+        number = self._numbers[match.group(1)].get(int(match.group(2)))
         if number is None:
             raise KeyError(f"{name}: layer {match.group(2)} of {match.group(1)} is not in this chunk")
         return f"{match.group(1)}.{number}{name[match.end(2) :]}"
 
 
-def _by_list(entries: Iterable[tuple[str, int, int]]) -> dict[str, dict[int, int]]:
-    result: dict[str, dict[int, int]] = {}
-    for list_name, source, target in entries:
-        result.setdefault(list_name, {})[source] = target
-    return result
-
-
-def _shift_expert(rest: str, shift: int, count: int) -> str:
-    match = _SEQUENTIAL.fullmatch(rest)
-    if match:
-        return f"local_experts.{_shifted(int(match.group(1)), shift, count, rest)}{match.group(2)}"
-    match = _GROUPED.fullmatch(rest)
-    if match:
-        return f"{match.group(1)}{_shifted(int(match.group(2)), shift, count, rest)}"
+def _global_expert(rest: str, experts: ExpertNumbers) -> str:
+    if match := _SEQUENTIAL.fullmatch(rest):
+        return f"local_experts.{_expert_number(int(match[1]), experts, rest)}{match[2]}"
+    if match := _GROUPED.fullmatch(rest):
+        return f"{match[1]}{_expert_number(int(match[2]), experts, rest)}"
     return rest
 
 
-def _shifted(number: int, shift: int, count: int, rest: str) -> int:
-    local = number + min(shift, 0)
-    if not 0 <= local < count:
-        raise KeyError(f"{rest}: expert {number} is not one of this rank's {count} experts")
-    return number + shift
+def _expert_number(local: int, experts: ExpertNumbers, rest: str) -> int:
+    if local >= experts.count:
+        raise KeyError(f"{rest}: expert {local} is not one of this rank's {experts.count} experts")
+    return experts.first + local
 
 
 def is_expert(name: str) -> bool:

@@ -1,6 +1,7 @@
-"""Lists the names that a tensor has under megatron's different layer specs (megatron-core 0.16.1).
+"""Lists the names that a tensor has under megatron's different layer specs and versions (megatron-core 0.16 to 0.19).
 
-The local spec and the transformer-engine spec put some tensors into different modules.
+The local spec and the transformer-engine spec put some tensors into different modules. Versions of megatron and classes
+of models give some modules different names. A checkpoint has a tensor's canonical name, which no version changes.
 """
 
 from __future__ import annotations
@@ -26,12 +27,45 @@ _FORWARD = re.compile(_NORM % "|".join(re.escape(local) for local, _ in _NORMS))
 _BACKWARD = re.compile(_NORM % "|".join(re.escape(fused) for _, fused in _NORMS))
 _LOCAL = {fused: local for local, fused in _NORMS}
 
+# What versions and models call differently. The canonical name is the one that megatron's own checkpoints keep as key.
+_CANONICAL = (
+    # The layer in a layer of multi-token prediction. 0.17 renamed the module (MultiTokenPredictionLayer). In a
+    # HybridModel the module is a stack of layers, which has had this name from the beginning.
+    (
+        re.compile(r"((?:.*\.)?mtp\.layers\.\d+\.)mtp_model_layer\.(?!layers\.|final_norm\.)(.+)"),
+        r"\1transformer_layer.\2",
+    ),
+    # The convolution of a MambaMixer was a module until 0.18, and is a parameter of the mixer since 0.19.
+    (re.compile(r"(.*\.mixer\.)conv1d_(weight|bias)"), r"\1conv1d.\2"),
+)
+# The last norm of GPTModel, and of MambaModel and HybridModel. Each keeps its name on disk.
+_LAST_NORMS = {
+    f"decoder.{one}.{kind}": f"decoder.{other}.{kind}"
+    for one, other in (("final_layernorm", "final_norm"), ("final_norm", "final_layernorm"))
+    for kind in ("weight", "bias")
+}
+
 _SEQUENTIAL = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
+def canonical(name: str) -> str:
+    """Returns the name that a checkpoint has for a tensor, whatever the version of megatron that names the tensor.
+
+    Example:
+        >>> canonical("decoder.layers.3.mixer.conv1d_weight")
+        'decoder.layers.3.mixer.conv1d.weight'
+        >>> canonical("mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight")
+        'mtp.layers.0.transformer_layer.mlp.linear_fc1.weight'
+    """
+    for pattern, replacement in _CANONICAL:
+        if match := pattern.fullmatch(name):
+            return match.expand(replacement)
+    return name
+
+
 def synonyms(name: str) -> Iterator[str]:
-    """Yields the global name itself, and then the names of the same tensor under other layer specs.
+    """Yields the global, canonical name itself, and then the names of the same tensor under other layer specs.
 
     Example:
         >>> list(synonyms("decoder.layers.3.mlp.linear_fc1.layer_norm_weight"))[1]
@@ -48,6 +82,8 @@ def synonyms(name: str) -> Iterator[str]:
         yield f"{match[1]}.{match[3]}.{match[4]}{match[2]}"
     elif match := _GROUPED.fullmatch(name):
         yield f"{match[1]}.local_experts.{match[4]}.{match[2]}.{match[3]}"
+    elif name in _LAST_NORMS:
+        yield _LAST_NORMS[name]
 
 
 def found_as(name: str, names: Container[str]) -> str | None:

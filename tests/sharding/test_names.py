@@ -1,4 +1,4 @@
-"""Tests the translation between local and global names."""
+"""Tests the translation of local names to global names."""
 
 import pytest
 from hypothesis import given
@@ -21,8 +21,9 @@ def chunks(draw: st.DrawFn) -> tuple[ChunkNames, dict[str, str]]:
         first, count = draw(st.integers(0, 120)), draw(st.integers(0, 3))
         for local in range(count):
             layers.append(LayerNumber(list_name, local, first + local))
-            inside = "" if list_name == "decoder.layers" else "transformer_layer."
-            before, after = f"{list_name}.{local}.{inside}", f"{list_name}.{first + local}.{inside}"
+            canonical = "" if list_name == "decoder.layers" else "transformer_layer."
+            inside = draw(st.sampled_from([canonical, canonical.replace("transformer", "mtp_model")]))
+            before, after = f"{list_name}.{local}.{inside}", f"{list_name}.{first + local}.{canonical}"
             names |= {before + tail: after + tail for tail in TAILS}
             number, first_expert = draw(st.integers(1, 3)), draw(st.integers(0, 20))
             experts.append(ExpertNumbers(f"{before}mlp.experts", first_expert, number))
@@ -34,29 +35,14 @@ def chunks(draw: st.DrawFn) -> tuple[ChunkNames, dict[str, str]]:
 
 
 @given(chunks())
-def test_every_name_goes_out_and_comes_back(chunk: tuple[ChunkNames, dict[str, str]]) -> None:
+def test_every_name_becomes_global(chunk: tuple[ChunkNames, dict[str, str]]) -> None:
     names, expected = chunk
     assert {local: names.to_global(local) for local in expected} == expected
-    assert {whole: names.to_local(whole) for whole in expected.values()} == {v: k for k, v in expected.items()}
 
 
 EP1 = ChunkNames(
     (LayerNumber("decoder.layers", 0, 6),), (ExpertNumbers("decoder.layers.0.mlp.experts", first=4, count=2),)
 )
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "decoder.layers.0.mlp.linear_fc1.weight",  # layer 0 is in another chunk
-        "decoder.layers.60.mlp.linear_fc1.weight",
-        "decoder.layers.6.mlp.experts.linear_fc1.weight3",  # experts 4 and 5 are here
-        "decoder.layers.6.mlp.experts.local_experts.6.linear_fc1.weight",
-    ],
-)
-def test_what_another_chunk_or_rank_holds_has_no_local_name(name: str) -> None:
-    with pytest.raises(KeyError, match=r"not in this chunk|not one of this rank's"):
-        EP1.to_local(name)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +56,7 @@ def test_a_local_number_that_is_not_there_is_an_error(name: str) -> None:
 
 def test_numbers_that_are_not_layers_or_experts_stay() -> None:
     for name in ("decoder.final_layernorm.weight", "vision.layers.0.weight", "decoder.layers.0"):
-        assert EP1.to_global(name) == EP1.to_local(name) == name
+        assert EP1.to_global(name) == name
     shared = "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
     assert EP1.to_global(shared) == "decoder.layers.6.mlp.shared_experts.linear_fc1.weight"
 

@@ -1,8 +1,8 @@
-"""Tests the names of one tensor under megatron's local and transformer-engine layer specs."""
+"""Tests the names of one tensor under megatron's layer specs and versions."""
 
 import pytest
 
-from mcore_ckpt.sharding.synonyms import found_as, synonyms
+from mcore_ckpt.sharding.synonyms import canonical, found_as, synonyms
 
 LAYER = "decoder.layers.3."
 MTP = "mtp.layers.0.transformer_layer."
@@ -43,7 +43,6 @@ def test_a_synonyms_synonym_is_the_name_which_comes_first(name: str) -> None:
     "name",
     [
         # These names are equal under both specs.
-        "decoder.final_layernorm.weight",
         "embedding.word_embeddings.weight",
         LAYER + "self_attention.k_layernorm.weight",
         LAYER + "self_attention.linear_qkv.weight",
@@ -75,3 +74,43 @@ def test_a_tensor_that_is_there_under_its_own_name_is_taken() -> None:
     without_mla = {LAYER + "self_attention.linear_qkv.weight", LAYER + "self_attention.linear_qkv.layer_norm_weight"}
     assert found_as(plain, without_mla) is None
     assert found_as(LAYER + "pre_mlp_layernorm.weight", {"decoder.layers.30.mlp.linear_fc1.layer_norm_weight"}) is None
+
+
+@pytest.mark.parametrize(
+    ("newer", "name"),
+    [
+        ("mtp.layers.1.mtp_model_layer.mlp.linear_fc1.weight", "mtp.layers.1.transformer_layer.mlp.linear_fc1.weight"),
+        ("mtp.layers.0.mtp_model_layer.mlp._extra_state", "mtp.layers.0.transformer_layer.mlp._extra_state"),
+        (LAYER + "mixer.conv1d_weight", LAYER + "mixer.conv1d.weight"),
+        (LAYER + "mixer.conv1d_bias", LAYER + "mixer.conv1d.bias"),
+        (
+            "mtp.layers.0.mtp_model_layer.layers.1.mixer.conv1d_bias",
+            "mtp.layers.0.mtp_model_layer.layers.1.mixer.conv1d.bias",
+        ),
+    ],
+)
+def test_a_checkpoint_has_the_name_that_no_version_changes(newer: str, name: str) -> None:
+    assert canonical(newer) == canonical(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # A HybridModel has a stack of layers here.
+        "mtp.layers.0.mtp_model_layer.layers.0.self_attention.linear_qkv.weight",
+        "mtp.layers.0.mtp_model_layer.final_norm.weight",
+        "decoder.layers.0.self_attention.conv1d.weight",
+        "vision.conv1d_weight",
+        "decoder.final_norm.weight",
+    ],
+)
+def test_other_names_are_canonical(name: str) -> None:
+    assert canonical(name) == name
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_the_last_norm_has_another_name_in_other_models(kind: str) -> None:
+    gpt, hybrid = f"decoder.final_layernorm.{kind}", f"decoder.final_norm.{kind}"
+    assert found_as(gpt, {hybrid}) == hybrid
+    assert found_as(hybrid, {gpt}) == gpt
+    assert found_as("mtp.layers.0." + gpt.removeprefix("decoder."), {"mtp.layers.0.final_norm.weight"}) is None
