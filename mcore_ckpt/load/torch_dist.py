@@ -225,9 +225,10 @@ def _with_optimizer(
 
 
 def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
-    """Returns the state of each chained optimizer in `common.pt`.
+    """Returns the state of each chained optimizer.
 
-    `common.pt` has the state itself if there is one optimizer, or a dict or list of states if there are several.
+    What all ranks share has the state itself if there is one optimizer, or a dict or list of states if there are
+    several.
     """
     saved = files.common.get("optimizer")
     if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
@@ -236,8 +237,7 @@ def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
     found = [state for state in states if isinstance(state, Mapping)]
     if not found or len(found) != len(states):
         raise CheckpointMismatchError(
-            f"{files.path}: common.pt: has no optimizer state: leave 'optimizer' out of load_contents if it was not "
-            "saved"
+            f"{files.path}: has no optimizer state: leave 'optimizer' out of load_contents if it was not saved"
         )
     return found
 

@@ -36,7 +36,7 @@ _CANONICAL = (
         r"\1transformer_layer.\2",
     ),
     # The convolution of a MambaMixer was a module until 0.18, and is a parameter of the mixer since 0.19.
-    (re.compile(r"(.*\.mixer\.)conv1d_(weight|bias)"), r"\1conv1d.\2"),
+    (re.compile(r"((?:.*\.)?mixer\.)conv1d_(weight|bias)"), r"\1conv1d.\2"),
 )
 # The last norm of GPTModel, and of MambaModel and HybridModel. Each keeps its name on disk.
 _LAST_NORMS = {

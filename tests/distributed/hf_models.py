@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,7 +29,7 @@ from mcore_ckpt.state.model import model_shards, unwrap
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from element_positions import positions
 from global_tensors import to_mcore
-from parity import ValueHead, latent_attention, make_linear
+from parity import ValueHead, block_spec, latent_attention, make_linear
 
 Model = list[torch.nn.Module]
 
@@ -121,7 +121,7 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
 
 def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: int) -> GPTModel:
     where = {"vp_stage": stage if shape.vpp else None}
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
+    block = block_spec(config, **where)
     if config.experimental_attention_variant:
         offset = get_transformer_layer_offset(config, **where)
         make_linear(config, block, offset)

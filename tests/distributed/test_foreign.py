@@ -460,7 +460,6 @@ HOSTILE = [
     ("verl_ranks", "optim/distrib_optim_pp0_tp0_cp0_dp0.pt"),
     pytest.param("verl_ranks", "rng_states/rng_states_pp0_tp0_cp0_dp1.pt", marks=pytest.mark.full),
     ("verl_ranks", "optimizer_scheduler/optimizer_scheduler.pt"),
-    ("torch_dist", "common.pt"),
     ("torch_dist", ".metadata"),
 ]
 
@@ -488,18 +487,25 @@ def test_hostile_pickle_is_not_run(kind: Any, file: str, shared_path: Path) -> N
 
 
 @pytest.mark.world(2)
-def test_hostile_object_in_torch_dist(shared_path: Path) -> None:
-    """megatron's own reader opens sharded objects without weights_only (`DefaultLoadPlanner.load_bytes`)."""
+@pytest.mark.parametrize("where", ["object", "common"])
+def test_hostile_object_in_torch_dist(where: str, shared_path: Path) -> None:
+    """megatron's own reader opens sharded objects without weights_only (`DefaultLoadPlanner.load_bytes`).
+
+    What all ranks share is such an object since 0.19, and a file of its own before.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     trace = shared_path / "it_ran"
     with parallel(LAYOUTS["dp2-bf16"]):
         training = build(LAYOUTS["dp2-bf16"], seed=1)
         train(training, 0, 1)
-        state = ShardedObject("rng_state", [Hostile(trace)], (1, 1), (0, 0), replica_id=dist.get_rank())
-        save_torch_dist(training, shared_path / "saved", "dp_reshardable", rng_state=state)
+        hostile: dict[str, Any] = {"args": Hostile(trace)}
+        if where == "object":
+            rng = ShardedObject("rng_state", [Hostile(trace)], (1, 1), (0, 0), replica_id=dist.get_rank())
+            hostile = {"rng_state": rng}
+        save_torch_dist(training, shared_path / "saved", "dp_reshardable", **hostile)
         messages = refused(training, shared_path / "saved", CheckpointCorruptError)
-        assert_names(messages, "rng_state", "more than data")
+        assert_names(messages, "rng_state" if where == "object" else "common", "more than data")
         with everywhere():
             assert not trace.exists()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import pickle
 import random
 import struct
 import sys
@@ -23,15 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch_dist_folder import make_torch_dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from checkpoints import ROLE, make, tensors
@@ -451,6 +442,8 @@ def torch_dist(sample: Sample) -> Case:
             (folder / name).write_bytes(data)
         name = rng.choice((".metadata", ".metadata", *files))
         (folder / name).write_bytes(damage(files[name], rng))
+        if rng.random() < 0.5:
+            (folder / "common.pt").unlink()
 
         def read() -> None:
             refused(lambda: _read_regions_of(folder))
@@ -470,29 +463,6 @@ def _read_regions_of(folder: Path) -> None:
         if torch.Size(info.shape).numel() < 10_000:
             memory = torch.empty(info.shape, dtype=info.dtype).view(-1)
             read_regions(reader, [RegionRead(name, Region.whole(info.shape), memory)])
-
-
-def make_torch_dist(folder: Path) -> None:
-    """As `dist_checkpointing.save` writes: layers that are alike in one tensor, and an object."""
-    folder.mkdir()
-    name, parts = "decoder.layers.mlp.linear_fc2.weight", []
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    stream = io.BytesIO()
-    for layer in range(2):
-        start = stream.tell()
-        torch.save(torch.full((1, 4, 3), float(layer)), stream)
-        offset = torch.Size((layer, 0, 0))
-        storage[MetadataIndex(name, offset)] = _StorageInfo("__0_0.distcp", start, stream.tell() - start)
-        parts.append(ChunkStorageMetadata(offset, torch.Size((1, 4, 3))))
-    start = stream.tell()
-    torch.save([{"seed": 1}], stream)
-    storage[MetadataIndex("rng")] = _StorageInfo("__0_0.distcp", start, stream.tell() - start)
-    whole = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((2, 4, 3)), parts)
-    metadata = Metadata({name: whole, "rng": BytesStorageMetadata()}, storage_data=storage)
-    (folder / "__0_0.distcp").write_bytes(stream.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    (folder / "common.pt").write_bytes(pt_of({"iteration": 3}))
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 
 PLAIN: dict[str, Any] = {

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import CONFIG, Sample, archive_of, make_torch_dist, pt_of
+from fuzzing import CONFIG, Sample, archive_of, pt_of
 from read_everything import BEGIN, END
 from safetensors.torch import save_file
 from test_files import sealed
 from test_hostile_pickles import PICKLES
+from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord

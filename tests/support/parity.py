@@ -70,7 +70,7 @@ def difference(folder: Path, wanted: torch.Tensor) -> float:
 
 def build(hf_model: HfModel) -> Any:
     """The GPTModel that a config describes, all its parameters NaN."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     known = to_mcore_config(hf_model)
@@ -82,7 +82,7 @@ def build(hf_model: HfModel) -> Any:
         bias_dropout_fusion=False,
         deterministic_mode=True,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec = block_spec(config)
     if config.multi_latent_attention:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = latent_attention()
@@ -122,6 +122,16 @@ def latent_attention() -> type:
     return Latent
 
 
+def block_spec(config: Any, **where: Any) -> Any:
+    """The local specs of a stage's layers, with plain attention in all of them; `make_linear` puts in the other."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    # Since 0.19 the function refuses a config that has another attention.
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    return get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm", **where)
+
+
 def make_linear(config: Any, spec: Any, first: int = 0) -> None:
     """GatedDeltaNet and zero-centred norms with local layers: megatron has specs for transformer-engine's only.
 
@@ -134,7 +144,9 @@ def make_linear(config: Any, spec: Any, first: int = 0) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm
+    # Since 0.19 the module is a package, and its part `common` uses these names.
+    using: Any = sys.modules[gated_delta_net.GatedDeltaNetSubmodules.__module__]
+    using.HAVE_FLA, using.l2norm = True, l2norm
     own = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, ZeroCentredNorm, RowParallelLinear)
     spec.layer_norm = ZeroCentredNorm
     spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]

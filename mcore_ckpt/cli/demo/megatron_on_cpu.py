@@ -1,8 +1,8 @@
 """Lets megatron-core train on a machine without CUDA.
 
-Megatron-core (seen with 0.16.1) uses "cuda" in many places and never checks whether it is available. Only this module
-maps these uses to the CPU. So the demo and the tests train the real GPTModel, DDP, schedules and optimizers under gloo,
-not stand-ins.
+Megatron-core (seen with 0.16 to 0.19) uses "cuda" in many places and never checks whether it is available. Only this
+module maps these uses to the CPU. So the demo and the tests train the real GPTModel, DDP, schedules and optimizers
+under gloo, not stand-ins.
 """
 
 import contextlib
@@ -69,6 +69,20 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
+
+    # The alltoall dispatcher of experts waits for events (MoEAlltoAllTokenDispatcher, 0.19).
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    """A stand-in for a CUDA event that has happened already."""
+
+    def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
 

@@ -33,7 +33,10 @@ from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.sharding.regions import Box
 
 _METADATA_FILE = ".metadata"
+# What all ranks share is in a file of its own until megatron-core 0.18, and in a sharded object since 0.19
+# (`dist_checkpointing.save`). As `load_common_state_dict` of 0.19 does, the file comes first where both are there.
 _COMMON_FILE = "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,13 +145,9 @@ class TorchDistFiles:
         self.names = tuple(sorted(self._tensors))
 
     def _open(self, path: Path) -> None:
-        metadata = read_metadata(path)
-        common = load_safely(path / _COMMON_FILE, str(path / _COMMON_FILE))
-        if not isinstance(common, dict):
-            raise CheckpointCorruptError(f"{path / _COMMON_FILE}: does not contain a dict, but megatron writes a dict")
-        self.common |= common
-        folder = _Folder(path, metadata)
-        for key, stored in metadata.state_dict_metadata.items():
+        folder = _Folder(path, read_metadata(path))
+        self.common |= _read_common(folder)
+        for key, stored in folder.metadata.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 self._tensors[key] = (folder, stored)
             elif isinstance(stored, BytesStorageMetadata):
@@ -185,13 +184,7 @@ class TorchDistFiles:
         folder = self._objects.get(key)
         if folder is None:
             raise CheckpointMismatchError(f"{self.path}: wanted the object {key}, found no such object")
-        data = _read_object(folder, key)
-        objects = load_safely(data, f"{folder.path}: object {key}")
-        if not isinstance(objects, list) or len(objects) != 1:
-            raise CheckpointCorruptError(
-                f"{folder.path}: object {key}: wanted a list of one value, found {type(objects)}"
-            )
-        return objects[0]
+        return _read_object(folder, key)
 
     def read(self, wanted: WantedPart) -> None:
         """Reads a wanted box into its memory.
@@ -265,14 +258,33 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
         ) from None
 
 
-def _read_object(folder: _Folder, key: str) -> bytes:
+def _read_common(folder: _Folder) -> dict[str, Any]:
+    """Reads what all ranks share: counters, arguments, the optimizer's param groups, the scheduler."""
+    place = folder.path / _COMMON_FILE
+    if os.path.lexists(place) or _COMMON_OBJECT not in folder.metadata.state_dict_metadata:
+        shown, common = str(place), load_safely(place, str(place))
+    else:
+        shown, common = f"{folder.path}: object {_COMMON_OBJECT}", _read_object(folder, _COMMON_OBJECT)
+    if not isinstance(common, dict):
+        raise CheckpointCorruptError(f"{shown}: does not contain a dict, but megatron writes a dict")
+    return common
+
+
+def _read_object(folder: _Folder, key: str) -> Any:
+    objects = load_safely(_read_bytes_of(folder, key), f"{folder.path}: object {key}")
+    if not isinstance(objects, list) or len(objects) != 1:
+        raise CheckpointCorruptError(f"{folder.path}: object {key}: wanted a list of one value, found {type(objects)}")
+    return objects[0]
+
+
+def _read_bytes_of(folder: _Folder, key: str) -> bytes:
     stored = folder.metadata.storage_data.get(MetadataIndex(key))
     path = stored_file(folder.path, key, stored)
     _check_plain_bytes(path, key, stored)
     try:
         descriptor = open_regular(path)
     except OSError as error:
-        raise CheckpointCorruptError(f"{path}: cannot be opened: {error}") from error
+        raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
     try:
         size = os.fstat(descriptor).st_size
         if stored.length > limits.PLAIN_BYTES or stored.offset + stored.length > size:

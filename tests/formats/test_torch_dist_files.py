@@ -1,0 +1,45 @@
+"""Tests where what all ranks share is read from in a torch_dist checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch_dist_folder import make_torch_dist
+
+from mcore_ckpt.errors import CheckpointCorruptError
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+
+
+def test_the_file_of_old_versions_comes_first(tmp_path: Path) -> None:
+    make_torch_dist(tmp_path / "saved")
+    assert TorchDistFiles(tmp_path, [tmp_path / "saved"]).common == {"iteration": 3}
+
+
+def test_the_object_of_new_versions_is_read_without_the_file(tmp_path: Path) -> None:
+    make_torch_dist(tmp_path / "saved")
+    (tmp_path / "saved" / "common.pt").unlink()
+    assert TorchDistFiles(tmp_path, [tmp_path / "saved"]).common == {"iteration": 4}
+
+
+def test_a_file_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
+    make_torch_dist(tmp_path / "saved")
+    common = tmp_path / "saved" / "common.pt"
+    common.unlink()
+    common.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointCorruptError, match=r"common\.pt"):
+        TorchDistFiles(tmp_path, [tmp_path / "saved"])
+
+
+def test_an_object_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+    make_torch_dist(tmp_path / "saved", common_object=[1])
+    (tmp_path / "saved" / "common.pt").unlink()
+    with pytest.raises(CheckpointCorruptError, match=r"object common_state/shard_0_1: does not contain a dict"):
+        TorchDistFiles(tmp_path, [tmp_path / "saved"])
+
+
+def test_the_configuration_may_have_fields_of_either_version(tmp_path: Path) -> None:
+    make_torch_dist(tmp_path / "saved")
+    config = tmp_path / "saved" / "metadata.json"
+    fields = json.loads(config.read_bytes())
+    config.write_text(json.dumps({**fields, "common_backend": "torch", "common_backend_version": 1}))
+    assert TorchDistFiles(tmp_path, [tmp_path / "saved"]).names
