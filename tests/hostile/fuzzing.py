@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_dist_folder import make_torch_dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from checkpoints import ROLE, make, tensors
+from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
