@@ -29,7 +29,8 @@ from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save, SaveContext
-from mcore_ckpt.state.model import as_chunks, chunk_layers, model_shards, unwrap
+from mcore_ckpt.state.megatron_versions import check_megatron
+from mcore_ckpt.state.model import as_chunks, chunk_layers, model_shards, process_groups_of, unwrap
 from mcore_ckpt.state.optimizer import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
@@ -76,7 +77,8 @@ class CheckpointManager:
         UnsupportedError: the model or the optimizer has something that cannot be saved completely. Nothing has been
             changed.
         InvalidArgumentError, InvalidTypeError: an argument has a value or a type that is not allowed.
-        InvalidStateError: torch.distributed is initialized, but megatron's parallel state is not.
+        InvalidStateError: torch.distributed is initialized, but megatron's parallel state is not, and the model has no
+            `pg_collection`.
 
     Example:
         >>> manager = CheckpointManager("checkpoints", model, optimizer, lr_scheduler)  # doctest: +SKIP
@@ -470,7 +472,9 @@ def _read_trainer(
         raise InvalidArgumentError(
             "save_contents has 'hf_model', but there is no hf_config: pass one, or leave the word out"
         )
-    coordinates, topology = read_topology(len(chunks))
+    check_megatron()
+    groups = process_groups_of(chunks)
+    coordinates, topology = read_topology(groups, len(chunks))
     # Open the store now, so that a missing package is noticed now and not at the first upload.
     remote = None if config.remote is None else RemoteSteps(Store(config.remote))
     trainer = Trainer(
@@ -483,8 +487,8 @@ def _read_trainer(
         stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
         num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
         vocab_size=config.vocab_size or _vocab_size(objects["hf_config"]),
-        first_instance=is_first_optimizer_instance(topology),
-        replicas=read_replicas(),
+        first_instance=is_first_optimizer_instance(groups),
+        replicas=read_replicas(groups),
         agreement=agreement,
         **objects,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -66,7 +65,7 @@ def broadcast(shared: Iterable[Batch], replicas: Replicas) -> None:
 
     for batch in shared:
         targets = [fill.target() for fill in batch.fills]
-        group = _group(batch.replicas, replicas)
+        group = replicas.group_of(batch.replicas)
         with torch.no_grad():
             if len(targets) == 1 and targets[0].is_contiguous():
                 dist.broadcast(targets[0], batch.reader, group)
@@ -93,15 +92,7 @@ def refuse_broadcast(chunks: Iterable[torch.nn.Module], replicas: Replicas, what
     if not dist.is_initialized():
         return
     on_cpu = any(not parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-    if on_cpu and dist.get_backend(_group(replicas.dense, replicas)) == "nccl":
+    if on_cpu and dist.get_backend(replicas.group_of(replicas.dense)) == "nccl":
         raise UnsupportedError(
             f"{what}: parameters are in CPU memory, but NCCL sends only from GPU memory: bring the model to the GPU"
         )
-
-
-def _group(ranks: tuple[int, ...], replicas: Replicas) -> Any:
-    from megatron.core import parallel_state as ps
-
-    if ranks == replicas.dense:
-        return ps.get_data_parallel_group(with_context_parallel=True)
-    return ps.get_expert_data_parallel_group()

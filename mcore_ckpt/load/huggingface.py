@@ -28,7 +28,8 @@ from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
-from mcore_ckpt.state.model import as_chunks, model_shards, unwrap
+from mcore_ckpt.state.megatron_versions import check_megatron
+from mcore_ckpt.state.model import as_chunks, model_shards, process_groups_of, unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.unsupported import refuse_unsupported_experts, refuse_unsupported_model
 
@@ -91,8 +92,8 @@ def load_hf(
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder. Every rank calls it.
 
-    megatron's `parallel_state` must be initialized, even in a single process. Without it megatron (0.16.1) neither
-    builds a GPTModel nor knows which part of a tensor a rank holds.
+    megatron's `parallel_state` must be initialized, or the model have a `pg_collection`, even in a single process.
+    Without them megatron neither builds a GPTModel nor knows which part of a tensor a rank holds.
 
     Each rank reads only the slices that it holds, under any layout, directly into its parameters. Rows that pad the
     vocabulary become zero. Weights of another floating-point dtype are converted through a limited amount of memory.
@@ -126,7 +127,8 @@ def load_hf(
             nothing has changed.
         UnsupportedError: the architecture is not supported, the weights are quantized, the model has a part that is
             not supported, or there is no process group.
-        InvalidStateError: there is a process group, but megatron's `parallel_state` is not initialized.
+        InvalidStateError: there is a process group, but the model has no `pg_collection`, and megatron's
+            `parallel_state` is not initialized.
         CheckpointCorruptError: a file is incomplete or cannot be read, or a weight is NaN. The message says whether the
             model has changed.
 
@@ -153,8 +155,10 @@ def load_hf(
 
 def _here(model: Any, agreement: Agreement) -> _Here:
     chunks = as_chunks(model)
-    coordinates, topology = read_topology(len(chunks))
-    return _Here(chunks, coordinates, topology, read_replicas(), agreement)
+    check_megatron()
+    groups = process_groups_of(chunks)
+    coordinates, topology = read_topology(groups, len(chunks))
+    return _Here(chunks, coordinates, topology, read_replicas(groups), agreement)
 
 
 def _read_contents_together(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> FolderContents:

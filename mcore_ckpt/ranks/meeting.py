@@ -22,8 +22,8 @@ from mcore_ckpt.ranks.key_value_store import (
     store_failures,
     timeout_of,
 )
+from mcore_ckpt.ranks.process_groups import has_process_group
 from mcore_ckpt.ranks.rounds import Agreement
-from mcore_ckpt.ranks.topology import has_process_group
 
 
 def rendezvous(name: str, timeout_s: float, topic: str | None = None) -> Agreement:

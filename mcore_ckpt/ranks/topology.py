@@ -1,17 +1,14 @@
-"""Describes the parallel layout and each rank's place in it, and reads both from megatron."""
+"""Describes the parallel layout and each rank's place in it, and reads both from the process groups."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
-from mcore_ckpt.errors import InvalidStateError
+from mcore_ckpt.ranks.process_groups import ProcessGroups
 
-
-def has_process_group() -> bool:
-    """Returns True if torch.distributed is initialized in this process."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,19 @@ class RankCoordinates:
 class Replicas:
     """The world ranks that hold the same dense tensors as this rank, and those that hold the same experts.
 
-    The first rank in each tuple owns the file with these tensors.
+    The first rank in each tuple owns the file with these tensors. `groups` has a process group of each. It is None in a
+    process without process groups.
     """
 
     dense: tuple[int, ...] = (0,)
     experts: tuple[int, ...] = (0,)
+    groups: ProcessGroups | None = field(default=None, compare=False, repr=False)
+
+    def group_of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Returns the process group of `dense` or of `experts`, for collective calls. None is torch's default group."""
+        if self.groups is None:
+            return None
+        return self.groups.dp_cp if ranks == self.dense else self.groups.edp
 
 
 @dataclass(frozen=True)
@@ -106,71 +111,55 @@ def coordinates_of(rank: int, topology: Topology) -> RankCoordinates:
     return RankCoordinates(tp, pp, cp, dp, ep, etp, experts % topology.edp)
 
 
-def read_topology(virtual_stages: int) -> tuple[RankCoordinates, Topology]:
-    """Reads this process's coordinates and the layout's sizes from megatron's `parallel_state`.
+def read_topology(groups: ProcessGroups | None, virtual_stages: int = 1) -> tuple[RankCoordinates, Topology]:
+    """Reads this process's coordinates and the layout's sizes from its process groups.
 
-    A process without a process group is the only rank. All its coordinates are 0, and all sizes except `vpp` are 1.
-
-    Raises InvalidStateError if there is a process group but megatron's model parallelism is not initialized.
+    Without process groups this process is the only rank. All its coordinates are 0, and all sizes except `vpp` are 1.
     """
     import torch.distributed as dist
 
-    if not has_process_group():
+    if groups is None:
         return RankCoordinates(), Topology(vpp=virtual_stages)
-    from megatron.core import parallel_state as ps
-
-    if not ps.model_parallel_is_initialized():
-        raise InvalidStateError(
-            "torch.distributed is initialized but megatron's parallel_state is not: call "
-            "parallel_state.initialize_model_parallel(...) first"
-        )
-    coordinates = RankCoordinates(
-        tp=ps.get_tensor_model_parallel_rank(),
-        pp=ps.get_pipeline_model_parallel_rank(),
-        cp=ps.get_context_parallel_rank(),
-        dp=ps.get_data_parallel_rank(),
-        ep=ps.get_expert_model_parallel_rank(),
-        etp=ps.get_expert_tensor_parallel_rank(),
-        edp=ps.get_expert_data_parallel_rank(),
+    tp, pp, cp, dp = (_place(group) for group in (groups.tp, groups.pp, groups.cp, groups.dp))
+    ep, etp, edp = (0, 1), tp, _place(groups.dp_cp)
+    if groups.ep is not None and groups.etp is not None and groups.edp is not None:
+        ep, etp, edp = _place(groups.ep), _place(groups.etp), _place(groups.edp)
+    instances = 1 if groups.instances is None else groups.instances.size()
+    return (
+        RankCoordinates(tp[0], pp[0], cp[0], dp[0], ep[0], etp[0], edp[0]),
+        Topology(
+            world_size=dist.get_world_size(),
+            tp=tp[1],
+            pp=pp[1],
+            vpp=virtual_stages,
+            cp=cp[1],
+            dp=dp[1],
+            ep=ep[1],
+            etp=etp[1],
+            edp=edp[1],
+            optimizer_instances=instances,
+        ),
     )
-    full_dp = ps.get_data_parallel_group(with_context_parallel=True).size()
-    instance_dp = ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True).size()
-    topology = Topology(
-        world_size=dist.get_world_size(),
-        tp=ps.get_tensor_model_parallel_world_size(),
-        pp=ps.get_pipeline_model_parallel_world_size(),
-        vpp=virtual_stages,
-        cp=ps.get_context_parallel_world_size(),
-        dp=ps.get_data_parallel_world_size(),
-        ep=ps.get_expert_model_parallel_world_size(),
-        etp=ps.get_expert_tensor_parallel_world_size(),
-        edp=ps.get_expert_data_parallel_world_size(),
-        optimizer_instances=full_dp // instance_dp,
-    )
-    return coordinates, topology
 
 
-def is_first_optimizer_instance(topology: Topology) -> bool:
+def _place(group: ProcessGroup) -> tuple[int, int]:
+    return group.rank(), group.size()
+
+
+def is_first_optimizer_instance(groups: ProcessGroups | None) -> bool:
     """Returns True if this rank belongs to distributed-optimizer instance 0. If there is one instance, all ranks do."""
-    if topology.optimizer_instances == 1:
-        return True
-    from megatron.core import parallel_state as ps
-
-    return ps.get_inter_distributed_optimizer_instance_group().rank() == 0
+    return groups is None or groups.instances is None or groups.instances.rank() == 0
 
 
-def read_replicas() -> Replicas:
-    """Reads from megatron's `parallel_state` which ranks hold the same tensors as this rank.
+def read_replicas(groups: ProcessGroups | None) -> Replicas:
+    """Reads from the process groups which ranks hold the same tensors as this rank.
 
     Dense tensors are replicated over data and context parallelism, experts over expert data parallelism. The ranks of
     a group ascend, so the first one has cp = dp = 0 (or edp = 0).
     """
     import torch.distributed as dist
 
-    if not has_process_group():
+    if groups is None:
         return Replicas()
-    from megatron.core import parallel_state as ps
-
-    dense = ps.get_data_parallel_group(with_context_parallel=True)
-    experts = ps.get_expert_data_parallel_group()
-    return Replicas(tuple(dist.get_process_group_ranks(dense)), tuple(dist.get_process_group_ranks(experts)))
+    dense, experts = (dist.get_process_group_ranks(group) for group in (groups.dp_cp, groups.edp or groups.dp_cp))
+    return Replicas(tuple(dense), tuple(experts), groups)

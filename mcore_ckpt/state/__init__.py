@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.public_names import lazy_names
 
 if TYPE_CHECKING:
+    from mcore_ckpt.state.model import process_groups_of
     from mcore_ckpt.state.plain import to_plain
     from mcore_ckpt.state.rng import read_rng, write_rng
 
 __all__ = [
+    "process_groups_of",
     "read_rng",
     "to_plain",
     "write_rng",
@@ -23,6 +25,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "model": ("process_groups_of",),
         "plain": ("to_plain",),
         "rng": ("read_rng", "write_rng"),
     },

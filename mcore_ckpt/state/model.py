@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
+from mcore_ckpt.ranks.process_groups import ProcessGroups, find_process_groups
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
 from mcore_ckpt.sharding.pipeline import StageLayers
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
@@ -38,6 +39,19 @@ def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
     if not chunks:
         raise InvalidTypeError("model is an empty list")
     return chunks
+
+
+def process_groups_of(model: Any) -> ProcessGroups | None:
+    """Returns the process groups that a model was built with; None if torch.distributed is not initialized.
+
+    Args:
+        model: a megatron-core model or the list of its virtual chunks, bare or wrapped.
+
+    Raises:
+        InvalidStateError: the model has no `pg_collection`, and megatron's `parallel_state` is not initialized.
+        UnsupportedError: the model's `pg_collection` lacks a group.
+    """
+    return find_process_groups(unwrap(as_chunks(model)[0]))
 
 
 def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
@@ -158,10 +172,21 @@ def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
     return owner
 
 
+def sharding_metadata(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
+    """Returns the `metadata` argument for the `sharded_state_dict` of an unwrapped model, with these flags.
+
+    If the model has process groups of its own, it must be told the group whose ranks hold the same tensors. Otherwise
+    it asks `parallel_state`, which may be uninitialized (ensure_metadata_has_dp_cp_group, 0.16 to 0.19).
+    """
+    groups = find_process_groups(module)
+    return {**flags, **({} if groups is None else {"dp_cp_group": groups.dp_cp})}
+
+
 def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    # Without this flag, TransformerBlock.sharded_state_dict (0.16.1) turns the layer number into an axis.
+    metadata = sharding_metadata(module, non_homogeneous_layers=True)
     try:
-        # Without this metadata, TransformerBlock.sharded_state_dict (0.16.1) turns the layer number into an axis.
-        return module.sharded_state_dict(metadata={"non_homogeneous_layers": True})  # type: ignore[operator]
+        return module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     except AssertionError as error:
         # A known cause is tied embeddings with MTP on a pipeline stage that is not the first (0.16.1).
         raise UnsupportedError(

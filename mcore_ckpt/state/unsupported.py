@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.state.model import unwrap
 from mcore_ckpt.state.shards import LocalShard
 
 # Classes are recognized by name, because importing them needs packages that may be absent (transformer-engine,
@@ -27,14 +28,20 @@ _OPTIMIZERS = {
     "TensorParallelMuon": "Muon: use Adam",
     "Muon": "Muon: use Adam",
 }
+# The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
+_GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
+# The groups that all modules of a model must share.
+_GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
 _FP8_PARAMETERS = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor", "QuantizedTensor")
 
 
-def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
+def refuse_unsupported_model(chunks: Sequence[torch.nn.Module]) -> None:
     """Raises UnsupportedError if a chunk, bare or wrapped, contains something that can only be saved in part."""
+    _refuse_other_groups(chunks)
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
             raise UnsupportedError(f"not supported: {_MODULES['MegatronFSDP']}")
+        _refuse_sharded_weights(chunk)
         for path, module in chunk.named_modules():
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
         for name, parameter in chunk.named_parameters():
@@ -48,18 +55,73 @@ def refuse_unsupported_model(chunks: Iterable[torch.nn.Module]) -> None:
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
 
 
-def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
-    """Raises UnsupportedError for experts with EP = 1 and ETP ≠ TP, and for packed tensors of several experts.
+def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
+    """Refuses generalized tensor parallelism (0.19). It gives data-parallel ranks different rows of a weight.
 
-    megatron-core 0.16.1 marks experts as expert-parallel only if EP > 1 (`ColumnParallelLinear.__init__`). With EP = 1
-    and ETP ≠ TP, the gradients of experts are not reduced over the tensor-parallel ranks that replicate the experts.
-    The replicas drift apart, so a file of one replica could not restore the other replicas.
+    They would be taken for replicas, and all rows but those of one rank would be lost.
     """
-    if topology.ep == 1 and topology.etp != topology.tp and any(shard.expert for shard in model):
+    from megatron.core import parallel_state
+
+    config, collection = getattr(chunk, "config", None), getattr(unwrap(chunk), "pg_collection", None)
+    groups = (getattr(collection, name, None) for name in ("gtp_remat", "expt_gtp_remat"))
+    sizes = {
+        "config.gtp_weight_remat_size": getattr(config, "gtp_weight_remat_size", 1),
+        "config.expert_gtp_weight_remat_size": getattr(config, "expert_gtp_weight_remat_size", 1),
+        "a gtp_remat group of the model": max(1 if group is None else group.size() for group in groups),
+        **{f"parallel_state.{name}()": getattr(parallel_state, name, lambda: 1)() for name in _GTP_SIZES},
+    }
+    found = [f"{name} is {size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
+    found += [f"parameter {name}" for name, p in chunk.named_parameters() if getattr(p, "is_gtp_weight_remat", False)]
+    if found:
         raise UnsupportedError(
-            f"experts with EP=1 and ETP={topology.etp} ≠ TP={topology.tp} are not supported: megatron-core 0.16.1 lets "
-            "their replicas drift apart; use ETP = TP, or EP > 1"
+            f"generalized tensor parallelism is not supported ({found[0]}): set tensor_parallel_num_weight_shards to "
+            "tensor_model_parallel_size"
         )
+
+
+def _refuse_other_groups(chunks: Iterable[torch.nn.Module]) -> None:
+    """Refuses a model whose modules are divided in several ways (MIMO), because a checkpoint has one layout."""
+    first: dict[str, tuple[str, list[int]]] = {}
+    for path, collection in (found for chunk in chunks for found in _collections(unwrap(chunk))):
+        for name in _GROUPS:
+            group = getattr(collection, name, None)
+            if group is None:
+                continue
+            ranks = torch.distributed.get_process_group_ranks(group)
+            other, wanted = first.setdefault(name, (path, ranks))
+            if ranks != wanted:
+                raise UnsupportedError(
+                    f"module {path} has the {name} group {ranks}, but module {other} has {wanted}: several "
+                    "process-group collections in one model are not supported; save each part with a manager and a "
+                    "role of its own"
+                )
+
+
+def _collections(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields each collection of process groups once, with the path of the first module that has it."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        collection = getattr(module, "pg_collection", None)
+        if collection is not None and id(collection) not in seen:
+            seen.add(id(collection))
+            yield path or type(model).__name__, collection
+
+
+def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) -> None:
+    """Raises UnsupportedError for experts whose replicas drift apart, and for packed tensors of several experts.
+
+    With EP = 1 and ETP ≠ TP, experts have replicas of their own. Until 0.18, megatron reduces their gradients over the
+    replicas of dense tensors nevertheless: it marks experts by `allreduce = False` only if EP > 1
+    (`ColumnParallelLinear.__init__`). The replicas drift apart, so a file of one replica could not restore the others.
+    """
+    if topology.ep == 1 and topology.etp != topology.tp:
+        for shard in model:
+            if shard.expert and not shard.is_buffer and getattr(shard.tensor, "allreduce", True):
+                raise UnsupportedError(
+                    f"expert {shard.key} with EP=1 and ETP={topology.etp} ≠ TP={topology.tp} is not supported: this "
+                    "megatron-core lets the replicas of experts drift apart; use ETP = TP, EP > 1, or megatron-core "
+                    "0.19"
+                )
     for shard in model if topology.ep > 1 else ():
         if shard.expert and shard.key.kind == MODEL and expert_of(shard.key.name) is None:
             raise UnsupportedError(

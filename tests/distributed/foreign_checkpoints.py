@@ -16,14 +16,14 @@ from training import Training
 
 from mcore_ckpt.formats.kinds import ForeignKind
 from mcore_ckpt.ranks.topology import read_topology
-from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.state.model import process_groups_of, unwrap
 
 STEP = 3
 
 
 def save_verl_ranks(training: Training, folder: Path) -> None:
     """As verl up to 0.4 did: `get_checkpoint_name`, `save_parameter_state`, and plain `torch.save`."""
-    at, sizes = read_topology(len(training.model))
+    at, sizes = read_topology(process_groups_of(training.model))
     name = (
         f"mp_rank_{at.tp:02d}" + (f"_{at.pp:03d}" if sizes.pp > 1 else "") + (f"_{at.ep:03d}" if sizes.ep > 1 else "")
     )
@@ -45,7 +45,7 @@ def save_verl_ranks(training: Training, folder: Path) -> None:
 
 def save_torch_dist(training: Training, folder: Path, sharding_type: str, **more: Any) -> None:
     """As megatron's trainer and verl do: `sharded_state_dict` of model and optimizer under the same metadata."""
-    at, sizes = read_topology(len(training.model))
+    at, sizes = read_topology(process_groups_of(training.model))
     metadata = {
         "distrib_optim_sharding_type": sharding_type,
         "singleton_local_shards": False,

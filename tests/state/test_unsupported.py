@@ -1,18 +1,20 @@
 """What would be half-saved is refused by name."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-from megatron.core.optimizer.muon import TensorParallelMuon
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.core.transformer.moe.experts import GroupedMLP
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.topology import Topology
@@ -24,6 +26,11 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
 )
+
+try:
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+except ImportError:  # until 0.17
+    from megatron.core.optimizer.muon import TensorParallelMuon
 
 
 def bare(cls: type, *, module: bool = False, **fields: Any) -> Any:
@@ -137,7 +144,8 @@ def d_tensor() -> torch.nn.Parameter:
 @pytest.mark.parametrize(
     ("chunk", "name"),
     [
-        pytest.param(Plain(bare(GroupedMLP, module=True)), "module child .* legacy GroupedMLP", id="grouped-mlp"),
+        # megatron has this class until 0.16.
+        pytest.param(Plain(module_named("GroupedMLP")), "module child .* legacy GroupedMLP", id="grouped-mlp"),
         pytest.param(bare(FullyShardedDataParallel, module=True), "Megatron-FSDP", id="megatron-fsdp"),
         pytest.param(Plain(module_named("MegatronFSDP")), "Megatron-FSDP", id="megatron-fsdp-inside"),
         pytest.param(module_named("TorchFullyShardedDataParallel"), "torch FSDP2", id="fsdp2"),
@@ -162,17 +170,24 @@ def test_a_wrapper_configured_for_fsdp_is_refused_and_plain_modules_pass() -> No
 
 
 @pytest.mark.parametrize(
-    ("topology", "expert", "refused"),
+    ("topology", "expert", "allreduce", "refused"),
     [
-        (Topology(tp=2, etp=1, ep=1), True, True),
-        (Topology(tp=2, etp=1, ep=1), False, False),
-        (Topology(tp=2, etp=2, ep=1), True, False),
-        (Topology(tp=2, etp=1, ep=2), True, False),
+        (Topology(tp=2, etp=1, ep=1), True, True, True),
+        (Topology(tp=2, etp=1, ep=1), True, None, True),
+        (Topology(tp=2, etp=1, ep=1), True, False, False),  # megatron 0.19 reduces them over their own replicas
+        (Topology(tp=2, etp=1, ep=1), False, True, False),
+        (Topology(tp=2, etp=2, ep=1), True, True, False),
+        (Topology(tp=2, etp=1, ep=2), True, True, False),
     ],
 )
-def test_experts_that_drift_apart_are_refused(topology: Topology, expert: bool, refused: bool) -> None:
+def test_experts_that_drift_apart_are_refused(
+    topology: Topology, expert: bool, allreduce: bool | None, refused: bool
+) -> None:
     name = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
-    shard = LocalShard(ShardKey(name, "model"), Region.whole((3,)), torch.zeros(3), expert=expert)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    if allreduce is not None:
+        parameter.allreduce = allreduce  # type: ignore[attr-defined]
+    shard = LocalShard(ShardKey(name, "model"), Region.whole((3,)), parameter, expert=expert)
     if refused:
         with pytest.raises(UnsupportedError, match="EP=1 and ETP=1 ≠ TP=2"):
             refuse_unsupported_experts(topology, [shard])
@@ -187,3 +202,67 @@ def test_a_tensor_that_all_experts_of_a_rank_share_is_refused() -> None:
     refuse_unsupported_experts(Topology(), [shard])
     with pytest.raises(UnsupportedError, match=r"adapter\.weight does not belong to one expert"):
         refuse_unsupported_experts(Topology(ep=2), [shard])
+
+
+# -- process groups ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def groups() -> Iterator[dict[str, dist.ProcessGroup]]:
+    """Groups of a world of four, of which this process is rank 0: the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield {"alone": dist.new_group([0]), "two": dist.new_group([0, 1]), "others": dist.new_group([0, 2])}
+    dist.destroy_process_group()
+
+
+def with_groups(child: dict[str, Any] | None = None, **own: Any) -> torch.nn.Module:
+    model = Plain(Plain())
+    model.pg_collection = SimpleNamespace(**own)  # type: ignore[assignment]
+    if child is not None:
+        model.child.pg_collection = SimpleNamespace(**child)  # type: ignore[union-attr, assignment]
+    return model
+
+
+def test_modules_with_other_groups_than_their_model_are_refused(groups: dict[str, dist.ProcessGroup]) -> None:
+    two, others = groups["two"], groups["others"]
+    refuse_unsupported_model([with_groups(tp=two, pp=groups["alone"])])
+    refuse_unsupported_model([with_groups({"tp": two, "ep": others}, tp=two, pp=groups["alone"])])
+    with pytest.raises(
+        UnsupportedError, match=r"module child has the tp group \[0, 2\], but module Plain has \[0, 1\]"
+    ):
+        refuse_unsupported_model([with_groups({"tp": others}, tp=two)])
+    with pytest.raises(
+        UnsupportedError, match=r"module Plain has the pp group \[0, 2\], but module Plain has \[0, 1\]"
+    ):
+        refuse_unsupported_model([with_groups(pp=two), with_groups(pp=others)])
+
+
+def test_sharded_weights_are_refused_by_their_groups(groups: dict[str, dist.ProcessGroup]) -> None:
+    refuse_unsupported_model([with_groups(gtp_remat=groups["alone"], expt_gtp_remat=None)])
+    for name in ("gtp_remat", "expt_gtp_remat"):
+        with pytest.raises(UnsupportedError, match="generalized tensor parallelism"):
+            refuse_unsupported_model([with_groups(**{name: groups["two"]})])
+
+
+@pytest.mark.parametrize("field", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_sharded_weights_are_refused_by_their_configuration(field: str) -> None:
+    model = Plain()
+    model.config = SimpleNamespace(**{field: 1})  # type: ignore[assignment]
+    refuse_unsupported_model([model])
+    model.config = SimpleNamespace(**{field: 2})  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=f"generalized tensor parallelism .*{field} is 2"):
+        refuse_unsupported_model([model])
+
+
+@pytest.mark.parametrize("name", ["get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size"])
+def test_sharded_weights_are_refused_by_megatrons_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, name, lambda: 2, raising=False)
+    with pytest.raises(UnsupportedError, match=f"generalized tensor parallelism .*{name}"):
+        refuse_unsupported_model([Plain()])
+
+
+def test_sharded_weights_are_refused_by_a_parameter() -> None:
+    model = Plain()
+    model.weight.is_gtp_weight_remat = True  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=r"generalized tensor parallelism .*parameter weight"):
+        refuse_unsupported_model([model])

@@ -25,7 +25,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.ranks import read_topology
-from mcore_ckpt.state import read_rng, write_rng
+from mcore_ckpt.state import process_groups_of, read_rng, write_rng
 
 try:
     from megatron.core import num_microbatches_calculator as microbatches
@@ -148,7 +148,7 @@ def save_checkpoint(
             iterator's state. If `args.dataloader_save` is set, the save also keeps what the `save_state` of the
             iterator's iterable returns (see `loaded_dataloader_state`).
         pipeline_rank, expert_rank, tensor_rank, pipeline_parallel, expert_parallel, tp_group, pp_group, dp_cp_group,
-            dp_group, expt_dp_group: None, or the values that megatron's `parallel_state` has on this rank.
+            dp_group, expt_dp_group: None, or what the model's own process groups are on this rank.
         checkpointing_context: ignored, because nothing has to be kept between saves.
         preprocess_common_state_dict_fn: ignored, because the ranks' states may differ.
         non_persistent_ckpt, release, rng_state_key_prefix: refused if set.
@@ -160,22 +160,24 @@ def save_checkpoint(
     args = _settings.arguments()
     refuse_other_kinds(non_persistent_ckpt, release, rng_state_key_prefix)
     args.refuse_unsupported()
-    manager = _saving_manager(args, _Trainer(_as_list(model), optimizer, opt_param_scheduler))
+    trainer = _Trainer(_as_list(model), optimizer, opt_param_scheduler)
+    manager = _saving_manager(args, trainer)
 
     def state() -> dict[str, Any]:
         # These checks can fail on a single rank. They run inside `save`, so that `save` raises on all ranks.
         check_place(
+            trainer.model,
             {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank},
             {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel},
         )
-        check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
+        check_groups(trainer.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
         return {
             "iteration": int(iteration),
             "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
             "checkpoint_version": CHECKPOINT_VERSION,
             **{name: args[name] for name in COUNTERS},
             "no_save_rng": bool(args["no_save_rng"]),
-            "layout": _layout(),
+            "layout": _layout(trainer),
             "rerun_state_machine": read_rerun_state(train_data_iterator),
             "dataloader_state_dict": _read_dataloader_state(train_data_iterator, args),
         }
@@ -206,8 +208,7 @@ def load_checkpoint(
         ddp_model: the list of virtual chunks, or one model, wrapped or not.
         optimizer, opt_param_scheduler: megatron's objects, or None.
         load_arg: the name of the argument that names the folder.
-        tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group: None, or the groups that megatron's `parallel_state`
-            has on this rank.
+        tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group: None, or the model's own process groups.
         checkpointing_context: ignored.
         strict: must be True.
         skip_load_to_model_and_opt, rng_state_key_prefix: refused if set.
@@ -232,9 +233,11 @@ def load_checkpoint(
         logger.warning("args.%s names no folder, so training starts from the beginning", load_arg)
         return 0, 0
     trainer = _Trainer(_as_list(ddp_model), optimizer, opt_param_scheduler)
-    found = _find_together(
-        folders, args, trainer, lambda: check_groups(tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
-    )
+
+    def check() -> None:
+        check_groups(trainer.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
+
+    found = _find_together(folders, args, trainer, check)
     if not found:
         logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])
         return 0, 0
@@ -276,9 +279,9 @@ def _as_list(model: Any) -> list[Any]:
     return list(model) if isinstance(model, Sequence) else [model]
 
 
-def _layout() -> dict[str, int]:
+def _layout(trainer: _Trainer) -> dict[str, int]:
     """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if one of them has changed."""
-    topology = read_topology(1)[1]
+    topology = read_topology(process_groups_of(trainer.model))[1]
     return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
 
 
@@ -352,7 +355,7 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
     keeps_rng = args["finetune"] or args["no_load_rng"]
     theirs = found.get("theirs")
     if theirs is not None:
-        layout = _layout()
+        layout = _layout(trainer)
         # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
         has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
         if keeps_rng or not has_rng:
@@ -368,7 +371,7 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
     if theirs is None and (keeps_rng or state["no_save_rng"]):
         # `extra` had to be loaded for what this function returns, but it has replaced the generators, too.
         write_rng(generators)
-    return _take_over(state, args)
+    return _take_over(state, args, trainer)
 
 
 def _state_of(result: LoadResult) -> dict[str, Any]:
@@ -379,7 +382,7 @@ def _state_of(result: LoadResult) -> dict[str, Any]:
     return dict(state)
 
 
-def _take_over(state: dict[str, Any], args: Arguments) -> tuple[int, float]:
+def _take_over(state: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[int, float]:
     global _dataloader_state
     _dataloader_state = None
     operations = state["num_floating_point_operations_so_far"]
@@ -390,7 +393,7 @@ def _take_over(state: dict[str, Any], args: Arguments) -> tuple[int, float]:
     # update_num_microbatches fails if the calculator has not been set up.
     if microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         microbatches.update_num_microbatches(args["consumed_train_samples"], verbose=True)
-    if state.get("rerun_state_machine") is not None and state["layout"] == _layout():
+    if state.get("rerun_state_machine") is not None and state["layout"] == _layout(trainer):
         write_rerun_state(state["rerun_state_machine"])
     _dataloader_state = state.get("dataloader_state_dict")
     return state["iteration"], operations

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import parallel_state
-
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks import read_topology
+from mcore_ckpt.state import process_groups_of
 
 
 def refuse_other_kinds(non_persistent_ckpt: bool, release: bool, rng_state_key_prefix: str) -> None:
@@ -42,9 +41,9 @@ def refuse_partial_loads(strict: bool, skip_load_to_model_and_opt: bool) -> None
         )
 
 
-def check_place(ranks: dict[str, int | None], parallel: dict[str, bool | None]) -> None:
-    """Raises UnsupportedError for coordinates that differ from those of this rank in parallel_state."""
-    coordinates, topology = read_topology(1)
+def check_place(model: list[Any], ranks: dict[str, int | None], parallel: dict[str, bool | None]) -> None:
+    """Raises UnsupportedError for coordinates that differ from this rank's place in the model's process groups."""
+    coordinates, topology = read_topology(process_groups_of(model))
     own: dict[str, Any] = {
         "tensor_rank": coordinates.tp,
         "pipeline_rank": coordinates.pp,
@@ -55,28 +54,32 @@ def check_place(ranks: dict[str, int | None], parallel: dict[str, bool | None]) 
     for name, value in {**ranks, **parallel}.items():
         if value is not None and value != own[name]:
             raise UnsupportedError(
-                f"save_checkpoint({name}={value}): megatron's parallel_state has {own[name]} on this rank, and saves "
-                "follow parallel_state: leave the argument out"
+                f"save_checkpoint({name}={value}): in the model's process groups it is {own[name]} on this rank, and "
+                "saves follow these groups: leave the argument out"
             )
 
 
-def check_groups(tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, expt_dp_group: Any) -> None:
-    """Raises UnsupportedError for a process group that differs from the one in parallel_state."""
+def check_groups(
+    model: list[Any], tp_group: Any, pp_group: Any, dp_cp_group: Any, dp_group: Any, expt_dp_group: Any
+) -> None:
+    """Raises UnsupportedError for a process group that differs from the one that the model was built with."""
     import torch.distributed as dist
 
-    given = {
-        "tp_group": (tp_group, parallel_state.get_tensor_model_parallel_group),
-        "pp_group": (pp_group, parallel_state.get_pipeline_model_parallel_group),
-        "dp_cp_group": (dp_cp_group, lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        "dp_group": (dp_group, parallel_state.get_data_parallel_group),
-        "expt_dp_group": (expt_dp_group, parallel_state.get_expert_data_parallel_group),
+    own = process_groups_of(model)
+    given: dict[str, tuple[Any, Any]] = {
+        "tp_group": (tp_group, own and own.tp),
+        "pp_group": (pp_group, own and own.pp),
+        "dp_cp_group": (dp_cp_group, own and own.dp_cp),
+        "dp_group": (dp_group, own and own.dp),
+        "expt_dp_group": (expt_dp_group, own and own.edp),
     }
-    for name, (group, own) in given.items():
+    for name, (group, of_model) in given.items():
         if group is None:
             continue
-        found, wanted = dist.get_process_group_ranks(group), dist.get_process_group_ranks(own())
+        found = dist.get_process_group_ranks(group)
+        wanted = None if of_model is None else dist.get_process_group_ranks(of_model)
         if found != wanted:
             raise UnsupportedError(
-                f"{name} has the ranks {found}, but megatron's parallel_state has {wanted} on this rank: only the "
-                "groups of parallel_state are supported"
+                f"{name} has the ranks {found}, but the model was built with {wanted} on this rank: only the model's "
+                "own groups are supported"
             )

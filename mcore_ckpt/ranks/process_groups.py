@@ -1,0 +1,102 @@
+"""Finds the process groups of the parallel layout: those of a model, or those of megatron's `parallel_state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mcore_ckpt.errors import InvalidStateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# The fields of megatron's ProcessGroupCollection (0.16 to 0.19) that every layout needs, and those that can be absent.
+_NEEDED = ("tp", "pp", "cp", "dp")
+_EXPERTS = ("ep", "expt_tp", "expt_dp")
+_OTHERS = ("dp_cp", *_EXPERTS, "inter_dist_opt")
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessGroups:
+    """This rank's process groups, one for each way to divide a training.
+
+    Attributes:
+        tp, pp, cp, dp: tensor, pipeline, context and data parallelism.
+        dp_cp: data and context parallelism together. Its ranks hold the same dense tensors.
+        ep, etp, edp: expert parallelism, and tensor and data parallelism of the experts. The ranks of `edp` hold the
+            same experts. All three are None if the trainer made no groups for experts.
+        instances: connects the distributed optimizer's instances. None if there is one instance.
+    """
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    cp: ProcessGroup
+    dp: ProcessGroup
+    dp_cp: ProcessGroup
+    ep: ProcessGroup | None = None
+    etp: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
+    instances: ProcessGroup | None = None
+
+
+def has_process_group() -> bool:
+    """Returns True if torch.distributed is initialized in this process."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def find_process_groups(model: Any = None) -> ProcessGroups | None:
+    """Returns the process groups that a model was built with, or those of `parallel_state`.
+
+    Args:
+        model: an unwrapped megatron model. The groups of its `pg_collection` are used. None, or a model without a
+            collection: the groups of `parallel_state`.
+
+    Returns:
+        The groups. None if torch.distributed is not initialized, so that this process is the only rank.
+
+    Raises:
+        InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not
+            initialized.
+        UnsupportedError: the model's collection lacks a group.
+    """
+    if not has_process_group():
+        return None
+    collection = getattr(model, "pg_collection", None)
+    return _of(_of_parallel_state() if collection is None else collection)
+
+
+def _of_parallel_state() -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise InvalidStateError(
+            "torch.distributed is initialized but megatron's parallel_state is not: call "
+            "parallel_state.initialize_model_parallel(...) first, or build the model with a pg_collection"
+        )
+    return ProcessGroupCollection.use_mpu_process_groups([*_NEEDED, *_OTHERS])
+
+
+def _of(collection: Any) -> ProcessGroups:
+    # A field that was never set is an attribute that is missing (until 0.18) or None (0.19).
+    found: dict[str, Any] = {name: getattr(collection, name, None) for name in (*_NEEDED, *_OTHERS)}
+    missing = [name for name in _NEEDED if found[name] is None]
+    if found["dp_cp"] is None and not missing:
+        # Without context parallelism megatron does not ask for this group (setup_process_groups_for_optimizer).
+        missing = ["dp_cp"] if found["cp"].size() > 1 else []
+        found["dp_cp"] = found["dp"]
+    experts = [name for name in _EXPERTS if found[name] is None]
+    if missing or 0 < len(experts) < len(_EXPERTS):
+        raise UnsupportedError(
+            f"the model's pg_collection lacks {', '.join(missing or experts)}: a checkpoint needs "
+            f"{', '.join((*_NEEDED, 'dp_cp'))}, and {', '.join(_EXPERTS)} if the model has experts. Set them when you "
+            "make the ProcessGroupCollection"
+        )
+    return ProcessGroups(
+        **{name: found[name] for name in (*_NEEDED, "dp_cp", "ep")},
+        etp=found["expt_tp"],
+        edp=found["expt_dp"],
+        instances=found["inter_dist_opt"],
+    )

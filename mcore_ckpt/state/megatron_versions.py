@@ -1,0 +1,50 @@
+"""Says which versions of megatron-core are supported. Everything else asks for features, never for a version."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+
+from mcore_ckpt.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+# The versions that the tests run with, oldest first.
+TESTED = ("0.16", "0.17", "0.18", "0.19")
+# The first version with a ProcessGroupCollection, which says where a rank stands.
+_FIRST = (0, 15)
+
+
+def check_megatron() -> None:
+    """Checks the installed megatron-core. An untested version is logged as a warning, once per process.
+
+    Raises UnsupportedError if the version is known not to work.
+    """
+    from megatron.core import __version__
+
+    check_version(__version__)
+
+
+@functools.cache
+def check_version(version: str) -> None:
+    """Checks one version of megatron-core. The warning appears at the first call with this version only.
+
+    Example:
+        >>> check_version("0.18.2")
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    number = (int(match[1]), int(match[2])) if match else None
+    if number is not None and number < _FIRST:
+        raise UnsupportedError(
+            f"megatron-core {version} is not supported, because it has no ProcessGroupCollection: use one of the "
+            f"versions {TESTED[0]} to {TESTED[-1]}"
+        )
+    if number is None or f"{number[0]}.{number[1]}" not in TESTED:
+        logger.warning(
+            "megatron-core %s has not been tested with mcore_ckpt; versions %s to %s have. Load a first checkpoint "
+            "before you rely on it",
+            version,
+            TESTED[0],
+            TESTED[-1],
+        )
