@@ -58,7 +58,7 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
 
     Raises:
         InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not
-            initialized.
+            initialized, or a group of the model's collection has been destroyed.
         UnsupportedError: the model's collection lacks a group.
     """
     if not has_process_group():
@@ -87,6 +87,8 @@ def _of(collection: Any) -> ProcessGroups:
         # Without context parallelism megatron does not ask for this group (setup_process_groups_for_optimizer).
         missing = ["dp_cp"] if found["cp"].size() > 1 else []
         found["dp_cp"] = found["dp"]
+    for name, group in found.items():
+        _check_alive(name, group)
     experts = [name for name in _EXPERTS if found[name] is None]
     if missing or 0 < len(experts) < len(_EXPERTS):
         raise UnsupportedError(
@@ -100,3 +102,15 @@ def _of(collection: Any) -> ProcessGroups:
         edp=found["expt_dp"],
         instances=found["inter_dist_opt"],
     )
+
+
+def _check_alive(name: str, group: ProcessGroup | None) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        raise InvalidStateError(
+            f"the {name} group of the model's pg_collection has been destroyed: build the model again after "
+            "parallel_state.initialize_model_parallel(...)"
+        ) from None

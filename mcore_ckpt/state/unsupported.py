@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.ranks.process_groups import has_process_group
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
@@ -81,6 +82,8 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
 
 def _refuse_other_groups(chunks: Iterable[torch.nn.Module]) -> None:
     """Refuses a model whose modules are divided in several ways (MIMO), because a checkpoint has one layout."""
+    if not has_process_group():
+        return
     first: dict[str, tuple[str, list[int]]] = {}
     for path, collection in (found for chunk in chunks for found in _collections(unwrap(chunk))):
         for name in _GROUPS:

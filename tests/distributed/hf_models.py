@@ -29,7 +29,7 @@ from mcore_ckpt.state.model import model_shards, unwrap
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from element_positions import positions
 from global_tensors import to_mcore
-from parity import ValueHead, block_spec, latent_attention, make_linear
+from parity import ValueHead, block_spec, make_latent, make_linear
 
 Model = list[torch.nn.Module]
 
@@ -134,8 +134,8 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
         block.layer_norm = RMSNorm
         for layer in block.layer_specs:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-            if config.multi_latent_attention:
-                layer.submodules.self_attention.submodules.core_attention = latent_attention()
+        if config.multi_latent_attention:
+            make_latent(config, block)
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)

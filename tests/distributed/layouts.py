@@ -1,6 +1,13 @@
 """The layouts that checkpoints are taken through, by name."""
 
+import inspect
+
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from training import Layout
+
+# Whether megatron keeps the replicas of experts alike where ETP ≠ TP and EP = 1, as it does since 0.19. See
+# state/unsupported.py.
+REDUCES_EXPERTS_APART = "use_expert_pgs" in inspect.getsource(ColumnParallelLinear)
 
 LAYOUTS: dict[str, Layout] = {
     # one rank
@@ -47,3 +54,6 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-pp2-dp2": Layout(8, tp=2, pp=2),
     "tp2-pp2-ep2-etp1": Layout(8, tp=2, pp=2, experts=4, ep=2, etp=1),
 }
+if REDUCES_EXPERTS_APART:
+    LAYOUTS["tp2-etp1"] = Layout(2, tp=2, experts=4, etp=1)
+    LAYOUTS["etp2"] = Layout(2, experts=4, etp=2)

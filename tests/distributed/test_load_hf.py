@@ -35,6 +35,7 @@ from mcore_ckpt.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    InvalidStateError,
     UnsupportedError,
 )
 from mcore_ckpt.io import tuning
@@ -309,7 +310,11 @@ def test_without_megatrons_groups_it_is_refused(shared_path: Path, monkeypatch: 
     folder = make_hf_folder(shared_path / "hf", "qwen3")
     with parallel(Shape(1).layout):
         chunks = build_model(folder, Shape(1))
-    with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(\.\.\.\) first"):
+    # The end of the block destroys the groups that the model has.
+    with pytest.raises(InvalidStateError, match=r"the model's pg_collection has been destroyed"):
+        load_hf(chunks, folder)
+    del chunks[0].pg_collection
+    with pytest.raises(InvalidStateError, match=r"initialize_model_parallel\(\.\.\.\) first"):
         load_hf(chunks, folder)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(UnsupportedError, match=r"initialize_model_parallel\(\.\.\.\) first, even in a single process"):

@@ -1,5 +1,6 @@
 """A plain Megatron loop that imports our two functions: through their signatures alone it goes on bit for bit."""
 
+import inspect
 import random
 import sys
 import types
@@ -366,7 +367,12 @@ def test_arguments_are_megatron_s_own_where_it_is_installed(shared_path: Path, m
 
 @pytest.mark.world(1)
 def test_the_batch_size_goes_on_growing_from_the_samples_consumed(shared_path: Path) -> None:
-    num_microbatches_calculator.init_num_microbatches_calculator(0, [2, 2, 8], 6, 2, 1, False)
+    init = num_microbatches_calculator.init_num_microbatches_calculator
+    # megatron 0.18 replaced the ramp by a schedule.
+    if "step_batch_size_schedule" in inspect.signature(init).parameters:
+        init(0, None, 6, 2, 1, False, step_batch_size_schedule="0:2 4:4 8:6")
+    else:
+        init(0, [2, 2, 8], 6, 2, 1, False)
     try:
         with parallel(PLAIN):
             first = Loop(build(PLAIN, seed=1), arguments(shared_path))

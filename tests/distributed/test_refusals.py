@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import manager_of, save
-from layouts import LAYOUTS
+from layouts import LAYOUTS, REDUCES_EXPERTS_APART
 from refusals import assert_names
 from tiers import pairs
 from training import Layout, Training, build, parallel, train
@@ -158,6 +158,7 @@ def test_older_checkpoint_is_found_when_the_newest_has_lost_its_folder(shared_pa
             assert result.step == 1
 
 
+@pytest.mark.skipif(REDUCES_EXPERTS_APART, reason="this megatron-core keeps them alike; test_resume.py saves them")
 @pytest.mark.world(2)
 def test_experts_whose_replicas_drift_apart(shared_path: Path) -> None:
     layout = Layout(2, tp=2, experts=4, etp=1)

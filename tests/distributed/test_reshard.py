@@ -12,6 +12,7 @@ import torch
 from agreement import everywhere, gather
 from checkpointing import files_of, manager_of, save
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from layouts import REDUCES_EXPERTS_APART
 from refusals import assert_names, refused
 from snapshot import poison
 from tiers import marks
@@ -32,6 +33,11 @@ MOE: dict[str, Any] = SAME | {"experts": 4, "expert_bias": True}
 MOE_4: dict[str, Any] = DENSE_4 | {"experts": 4, "expert_bias": True}
 TIED: dict[str, Any] = SAME | {"tied_embeddings": True}
 MTP: dict[str, Any] = SAME | {"mtp_layers": 1}
+
+if REDUCES_EXPERTS_APART:
+    ETP: dict[str, Layout] = {"tp2-etp1": Layout(2, **MOE, tp=2, etp=1), "etp2": Layout(2, **MOE, etp=2)}
+else:
+    ETP = {}
 
 BUCKETS: dict[str, Any] = {"bucket_size": 5000, "overlap_grad_reduce": True}
 UNEVEN = "E|t*2|t|tL"  # two stages, two virtual ones each; the first has no layer
@@ -57,6 +63,7 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "tp2": Layout(2, **MOE, tp=2),
         "tp2-ep2-etp1": Layout(2, **MOE, tp=2, ep=2, etp=1),
         "pp2": Layout(2, **MOE, pp=2),
+        **ETP,
     },
     "tied2": {"dp2": Layout(2, **TIED), "tp2": Layout(2, **TIED, tp=2), "pp2": Layout(2, **TIED, pp=2)},
     "mtp2": {"dp2": Layout(2, **MTP), "pp2": Layout(2, **MTP, pp=2)},

@@ -84,8 +84,7 @@ def build(hf_model: HfModel) -> Any:
     )
     spec = block_spec(config)
     if config.multi_latent_attention:
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = latent_attention()
+        make_latent(config, spec)
     if config.experimental_attention_variant:
         make_linear(config, spec)
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
@@ -107,10 +106,15 @@ class ValueHead(torch.nn.Linear):
         return super().forward(hidden_states), None
 
 
-def latent_attention() -> type:
-    """The local attention, which MLASelfAttention (0.16.1) hands arguments that only transformer-engine's takes."""
+def make_latent(config: Any, spec: Any) -> None:
+    """Multi-latent attention with local layers, in a stage's spec, which is changed.
+
+    MLASelfAttention (0.16.1) hands the local attention arguments that only transformer-engine's takes. Where there are
+    no latent queries, 0.19 wants a norm of queries fused with `linear_q_proj`, which no HuggingFace model has.
+    """
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.identity_op import IdentityOp
 
     # It takes transformer-engine for installed because megatron's own module of wrappers can be imported without it.
     multi_latent_attention.HAVE_TE = False
@@ -119,7 +123,15 @@ def latent_attention() -> type:
         def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any):
             super().__init__(*args, **kwargs)
 
-    return Latent
+    class WithoutNormOfQueries(multi_latent_attention.MLASelfAttention):  # type: ignore[misc]
+        def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+            kept = {name: getattr(submodules, name) for name in ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")}
+            return {**kept, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
+
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Latent
+        if config.q_lora_rank is None:
+            layer.submodules.self_attention.module = WithoutNormOfQueries
 
 
 def block_spec(config: Any, **where: Any) -> Any:
