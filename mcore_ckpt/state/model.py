@@ -6,6 +6,7 @@ The regions come from megatron's own `sharded_state_dict`, and the names from th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from mcore_ckpt.sharding.regions import Piece, Region
 from mcore_ckpt.state.shards import LocalShard
 
 EXTRA_STATE = "_extra_state"
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -188,11 +190,32 @@ def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     try:
         return module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     except AssertionError as error:
-        # A known cause is tied embeddings with MTP on a pipeline stage that is not the first (0.16.1).
-        raise UnsupportedError(
-            f"megatron's own sharded_state_dict of this {type(module).__name__} fails, so the places of its tensors "
-            f"are unknown: {str(error)[:300]}{_hint()}"
-        ) from error
+        try:
+            return _of_tied_model(module, metadata)
+        except (AssertionError, AttributeError):
+            raise UnsupportedError(
+                f"megatron's own sharded_state_dict of this {type(module).__name__} fails, so the places of its "
+                f"tensors are unknown: {str(error)[:300]}{_hint()}"
+            ) from error
+
+
+def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `sharded_state_dict` should return for a stage with a copy of the first stage's embedding.
+
+    `LanguageModule.sharded_state_dict` (0.16 to 0.19) fails if a later stage has tied embeddings and either layers of
+    multi-token prediction, or process groups of its own. The modules know the places of their tensors nevertheless.
+    With multi-token prediction, the stage has an output layer whose weight nothing uses. It is taken for another copy.
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    if module.pre_process or not module.share_embeddings_and_output_weights:
+        raise AssertionError("there is no copy of the embedding")
+    found: dict[str, Any] = MegatronModule.sharded_state_dict(module, metadata=metadata)
+    found.pop("output_layer._extra_state", None)
+    for name in (_EMBEDDING, "output_layer.weight"):
+        if name in found:
+            found[name] = replace(found[name], key=_EMBEDDING, replica_id=(1, *found[name].replica_id[1:]))
+    return found
 
 
 def _hint() -> str:

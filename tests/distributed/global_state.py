@@ -11,7 +11,7 @@ from training import Step, Training
 
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.state.model import model_shards, sync_parameters
+from mcore_ckpt.state.model import model_shards, sync_parameters, unwrap
 from mcore_ckpt.state.optimizer import optimizer_parts, read_optimizer, read_step
 
 # By element size: numpy has no bfloat16.
@@ -68,14 +68,27 @@ def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
-    model = model_shards(training.model)
+    model, unused = model_shards(training.model), _unused(training)
     for shard in model:
-        if shard.key.kind != OPAQUE:
+        if shard.key.kind != OPAQUE and not _is_in(shard.tensor, unused):
             yield f"{shard.key.name} model", shard.region, shard.tensor.detach()
     for states in read_optimizer(training.optimizer, model, first_instance=True):
-        for state in states:
+        for state in (state for state in states if not _is_in(state.main, unused)):
             for kind, tensor in {"param": state.main, **state.moments}.items():
                 yield f"{state.name} {kind}", state.region, tensor.detach()
+
+
+def _is_in(tensor: torch.Tensor, whole: torch.Tensor | None) -> bool:
+    """Whether a tensor's memory is part of another's."""
+    return whole is not None and 0 <= tensor.data_ptr() - whole.data_ptr() < whole.nbytes
+
+
+def _unused(training: Training) -> torch.Tensor | None:
+    """The weight of an output layer that takes the embedding instead (tied embeddings, multi-token prediction)."""
+    chunk = unwrap(training.model[-1])
+    if training.layout.tied_embeddings and training.layout.mtp_layers and not chunk.pre_process:
+        return chunk.output_layer.weight
+    return None
 
 
 def _steps(training: Training) -> list[float | int | None]:

@@ -66,6 +66,7 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         **ETP,
     },
     "tied2": {"dp2": Layout(2, **TIED), "tp2": Layout(2, **TIED, tp=2), "pp2": Layout(2, **TIED, pp=2)},
+    "tied-mtp2": {"dp2": Layout(2, **TIED, mtp_layers=1), "pp2": Layout(2, **TIED, mtp_layers=1, pp=2)},
     "mtp2": {"dp2": Layout(2, **MTP), "pp2": Layout(2, **MTP, pp=2)},
     "bf16-2": {
         "dp2-overlap": Layout(2, **DENSE, **BUCKETS, precision="bf16", overlap_param_gather=True),
@@ -140,7 +141,9 @@ def shown(step: Step) -> list[float]:
 
 
 # Each kind of cut is in one of these families. The others repeat it with fewer or more ranks, or with more layers.
-@pytest.mark.parametrize("layouts", families(in_ci={"dense2", "tied2", "mtp2", "bf16-2", "dense4", "moe4"}))
+@pytest.mark.parametrize(
+    "layouts", families(in_ci={"dense2", "tied2", "tied-mtp2", "mtp2", "bf16-2", "dense4", "moe4"})
+)
 def test_every_layout_loads_the_one_before(layouts: dict[str, Layout], shared_path: Path) -> None:
     names = list(layouts)
     check_loads(layouts, {target: [names[number - 1]] for number, target in enumerate(names)}, shared_path)
