@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,20 @@ from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save, SaveContext
+from mcore_ckpt.sharding.counterparts import Layers
 from mcore_ckpt.state.megatron_versions import check_megatron
-from mcore_ckpt.state.model import as_chunks, chunk_layers, model_shards, process_groups_of, unwrap
+from mcore_ckpt.state.model import (
+    as_chunks,
+    chunk_layers,
+    model_shards,
+    own_layers,
+    process_groups_of,
+    whole_layers,
+)
 from mcore_ckpt.state.optimizer import optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
+    refuse_missing_layers,
     refuse_unsupported_experts,
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
@@ -120,7 +130,7 @@ class CheckpointManager:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
         lock = TrainerLock(trainer.root, role)
-        _set_up_together(trainer, remote, lock)
+        trainer = replace(trainer, layers=_set_up_together(trainer, remote, lock))
         self._trainer = trainer
         self._remote = remote
         self._context = SaveContext(
@@ -485,7 +495,6 @@ def _read_trainer(
         coordinates=coordinates,
         topology=topology,
         stages=tuple(_stage(coordinates.pp, vp, chunk) for vp, chunk in enumerate(chunks)),
-        num_layers=unwrap(chunks[0]).config.num_layers,  # type: ignore[union-attr, arg-type]
         vocab_size=config.vocab_size or _vocab_size(objects["hf_config"]),
         first_instance=is_first_optimizer_instance(groups),
         replicas=read_replicas(groups),
@@ -504,8 +513,8 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue |
     return UploadQueue(remote, trainer.root, trainer.role, policy)
 
 
-def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> None:
-    """Checks the model and the arguments on all ranks together.
+def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Layers:
+    """Checks the model and the arguments on all ranks together. Returns the layers of the whole model.
 
     One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
     Otherwise the other ranks would later wait for the rank that refused.
@@ -537,15 +546,19 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
             "load_replicas": config.load_replicas,
             "remote": remote and remote.store.url,
             "prune_remote": config.prune_remote,
+            **own_layers(model, trainer.coordinates),
         }
 
     def combine(records: Sequence[Record]) -> Record:
-        same_everywhere(records, "the arguments of CheckpointManager")
+        layers = whole_layers(records)
+        arguments = [{name: value for name, value in record.items() if name != "layers"} for record in records]
+        same_everywhere(arguments, "the arguments of CheckpointManager")
+        refuse_missing_layers(chunks, layers)
         leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)
         lock.look()
-        return {}
+        return {"layers": list(layers.items())}
 
-    decide(trainer.agreement, _SETTING_UP, work, combine)
+    return whole_layers([decide(trainer.agreement, _SETTING_UP, work, combine)])
 
 
 def _vocab_size(hf_config: Any) -> int | None:

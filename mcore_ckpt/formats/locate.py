@@ -11,6 +11,7 @@ from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
 from mcore_ckpt.formats.contract import CheckpointReader, RankPosition, RegionRead
 from mcore_ckpt.io.tuning import CONVERT_BYTES
+from mcore_ckpt.sharding.counterparts import Counterparts, Layers, find_counterparts, layers_of
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
@@ -56,16 +57,35 @@ class Locator:
         position: the position of the reading rank. If it is None, the locator looks into the files of all ranks, and
             accepts any number of vocabulary rows. In this case the caller must have compared the vocabulary sizes.
         vocab_size: the number of tokens without padding; None if it is unknown.
+        layers: the decoder layers of the whole model that reads. The checkpoint may have the same parts in other
+            layers (a GPTModel's in a HybridModel). None: the checkpoint's layers have the same numbers.
+
+    Attributes:
+        unlike: why the checkpoint's layers cannot be matched with `layers`; None if they can.
     """
 
-    def __init__(self, reader: CheckpointReader, position: RankPosition | None, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        position: RankPosition | None,
+        vocab_size: int | None = None,
+        layers: Layers | None = None,
+    ) -> None:
         self.reader = reader
+        self.unlike: str | None = None
         self._position = position
         self._vocab_size = vocab_size
+        self._counterparts = Counterparts({})
+        if layers is not None:
+            try:
+                self._counterparts = find_counterparts(layers, layers_of(reader.names))
+            except ValueError as error:
+                # The first tensor that is missing will raise, and its message has this reason.
+                self.unlike = str(error)
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
         """Returns the key with the checkpoint's name of the tensor, or None if the checkpoint has no such tensor."""
-        name = found_as(key.name, self.reader.names)
+        name = found_as(self._counterparts.stored_name(key.name), self.reader.names)
         return None if name is None else ShardKey(name, key.kind)
 
     def find(self, wanted: Wanted) -> Located | None:

@@ -85,16 +85,18 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
             was wanted and what was found.
     """
     manifest = folder.manifest()
+    reader = NativeReader(folder, manifest)
+    position = RankPosition(trainer.topology, trainer.coordinates)
+    locator = Locator(reader, position, trainer.vocab_size, trainer.layers)
     try:
         _check_contents(trainer, manifest)
-        return _plan(trainer, NativeReader(folder, manifest))
+        return _plan(trainer, reader, locator)
     except CheckpointMismatchError as error:
-        raise CheckpointMismatchError(f"{folder}: {error}{_note(trainer, manifest)}") from error
+        raise CheckpointMismatchError(f"{folder}: {error}{_note(trainer, manifest, locator)}") from error
 
 
-def _plan(trainer: Trainer, reader: NativeReader) -> LoadPlan:
+def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     wanted = trainer.config.load_contents
-    locator = Locator(reader, RankPosition(trainer.topology, trainer.coordinates), trainer.vocab_size)
     model = model_shards(trainer.chunks)
     by_part = _states(trainer, model)
     fills: list[TensorFill] = []
@@ -141,15 +143,15 @@ def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Ru
             if files:
                 found = plan.reader.shards(key, files[:1])
                 described = f", found {found[0].region.describe()}" if found else ""
+                note = _note(trainer, plan.manifest, plan.locator)
                 raise CheckpointMismatchError(
-                    f"{plan.folder}: {files[0].path}: tensor {key}: {reason}{described}{_note(trainer, plan.manifest)}"
+                    f"{plan.folder}: {files[0].path}: tensor {key}: {reason}{described}{note}"
                 )
 
 
-def _note(trainer: Trainer, manifest: Manifest) -> str:
-    saved = len({layer for stage in manifest.stages for layer in stage.decoder})
-    depth = f"; {trainer.num_layers} decoder layers here, {saved} there" if saved != trainer.num_layers else ""
-    return f" (saved on {manifest.topology}, this is {trainer.topology}{depth})"
+def _note(trainer: Trainer, manifest: Manifest, locator: Locator) -> str:
+    layers = "" if locator.unlike is None else f"; {locator.unlike}"
+    return f" (saved on {manifest.topology}, this is {trainer.topology}{layers})"
 
 
 def _check_contents(trainer: Trainer, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ The regions come from megatron's own `sharded_state_dict`, and the names from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,9 @@ import torch
 
 from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
 from mcore_ckpt.ranks.process_groups import ProcessGroups, find_process_groups
+from mcore_ckpt.ranks.rounds import Record
+from mcore_ckpt.ranks.topology import RankCoordinates
+from mcore_ckpt.sharding.counterparts import Layers, layers_of
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
 from mcore_ckpt.sharding.pipeline import StageLayers
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
@@ -127,6 +130,21 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
         if path.endswith(".experts") and isinstance(count, int):
             experts.append(ExpertNumbers(path, child.ep_group.rank() * count, count))
     return ChunkNames(tuple(layers), tuple(experts))
+
+
+def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Record:
+    """Returns what this rank's decoder layers consist of, as plain JSON values. One rank of each stage tells.
+
+    `whole_layers` puts the records of all ranks together.
+    """
+    at = coordinates
+    teller = (at.tp, at.cp, at.dp) == (0, 0, 0)
+    return {"layers": list(layers_of(shard.key.name for shard in shards).items()) if teller else []}
+
+
+def whole_layers(records: Iterable[Record]) -> Layers:
+    """Returns what the decoder layers of the whole model consist of, from the `own_layers` of all ranks."""
+    return {number: tuple(parts) for record in records for number, parts in record["layers"]}
 
 
 def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from mcore_ckpt.checkpoint.manifest import StageRecord
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
+from mcore_ckpt.sharding.counterparts import Layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Trainer:
         replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
-        num_layers: how many decoder layers the whole model has.
+        layers: what the decoder layers of the whole model consist of. Empty until all ranks have told.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
@@ -48,6 +49,6 @@ class Trainer:
     replicas: Replicas
     stages: tuple[StageRecord, ...]
     first_instance: bool
-    num_layers: int
     vocab_size: int | None
     agreement: Agreement
+    layers: Layers = field(default_factory=dict)

@@ -10,6 +10,7 @@ import torch
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.process_groups import has_process_group
 from mcore_ckpt.ranks.topology import Topology
+from mcore_ckpt.sharding.counterparts import Layers
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.model import unwrap
@@ -131,6 +132,28 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
                 f"tensor {shard.key} does not belong to one expert: with expert parallelism, each rank has a different "
                 "tensor under this name; keep adapters out of grouped experts, or use EP = 1"
             )
+
+
+def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> None:
+    """Raises UnsupportedError if no rank has some of the layers that a HybridModel's pattern names.
+
+    HybridModel (0.19) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not notice if
+    there are more segments than stages, so the other segments are nowhere.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        layers: the decoder layers that all ranks have together.
+    """
+    pattern = getattr(unwrap(chunks[0]), "hybrid_layer_pattern", None)
+    if not isinstance(pattern, str):
+        return
+    segments = pattern.partition("/")[0].split("|")
+    wanted = sum(map(len, segments))
+    if len(layers) != wanted:
+        raise UnsupportedError(
+            f"the model has {len(layers)} of the {wanted} layers in its hybrid_layer_pattern {pattern!r}: the pattern "
+            f"needs as many segments as there are pipeline stages, and it has {len(segments)}"
+        )
 
 
 def refuse_unsupported_optimizer(optimizer: Any) -> None:

@@ -1,6 +1,7 @@
 """The layouts that checkpoints are taken through, by name."""
 
 import inspect
+from importlib.util import find_spec
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from training import Layout
@@ -8,6 +9,8 @@ from training import Layout
 # Whether megatron keeps the replicas of experts alike where ETP ≠ TP and EP = 1, as it does since 0.19. See
 # state/unsupported.py.
 REDUCES_EXPERTS_APART = "use_expert_pgs" in inspect.getsource(ColumnParallelLinear)
+
+HAS_HYBRID = find_spec("megatron.core.models.hybrid") is not None
 
 LAYOUTS: dict[str, Layout] = {
     # one rank
@@ -57,3 +60,6 @@ LAYOUTS: dict[str, Layout] = {
 if REDUCES_EXPERTS_APART:
     LAYOUTS["tp2-etp1"] = Layout(2, tp=2, experts=4, etp=1)
     LAYOUTS["etp2"] = Layout(2, experts=4, etp=2)
+if HAS_HYBRID:
+    LAYOUTS["hybrid"] = Layout(1, pattern="M*-ME", experts=4)
+    LAYOUTS["pp2-vpp2-hybrid"] = Layout(2, pp=2, vpp=2, pattern="M|*-|M*|-", precision="bf16")

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import manager_of, save
 from layouts import LAYOUTS, REDUCES_EXPERTS_APART
+from megatron.core import parallel_state
 from refusals import assert_names
 from tiers import pairs
-from training import Layout, Training, build, parallel, train
+from training import Layout, Training, build, build_chunks, parallel, train
 
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -166,6 +168,21 @@ def test_experts_whose_replicas_drift_apart(shared_path: Path) -> None:
         training = build(layout, seed=1)
         error = error_of(lambda: manager_of(training, shared_path))
         assert_names(raised_everywhere(UnsupportedError, error), "EP=1", "ETP=1", "TP=2")
+
+
+@pytest.mark.skipif(
+    not hasattr(parallel_state, "get_gtp_weight_remat_world_size"),
+    reason="this megatron-core has no generalized tensor parallelism",
+)
+@pytest.mark.world(2)
+def test_generalized_tensor_parallelism(shared_path: Path) -> None:
+    """Its shards of a weight would pass for replicas. Only transformer-engine's layers cut weights so; these do not."""
+    with parallel(Layout(2), gtp_remat_size=2):
+        _, chunks = build_chunks(Layout(2), seed=1)
+        error = error_of(lambda: CheckpointManager(shared_path, chunks))
+        assert_names(raised_everywhere(UnsupportedError, error), "generalized tensor parallelism")
+        with everywhere():
+            assert not list(shared_path.iterdir())
 
 
 @pytest.mark.world(2)

@@ -12,7 +12,7 @@ import torch
 from agreement import everywhere, gather
 from checkpointing import files_of, manager_of, save
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
-from layouts import REDUCES_EXPERTS_APART
+from layouts import HAS_HYBRID, REDUCES_EXPERTS_APART
 from refusals import assert_names, refused
 from snapshot import poison
 from tiers import marks
@@ -102,6 +102,18 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "ep4-pp2": Layout(8, **MOE_4, ep=4, pp=2),
     },
 }
+
+
+# One model of every kind of layer, with other ends of pipeline stages.
+HYBRID: dict[str, Any] = MOE | {"expert_bias": False}
+if HAS_HYBRID:
+    FAMILIES["hybrid2"] = {
+        "dp2": Layout(2, **HYBRID, pattern="M*-ME*-"),
+        "pp2": Layout(2, **HYBRID, pp=2, pattern="M*-|ME*-"),
+        "tp2": Layout(2, **HYBRID, tp=2, pattern="M*-ME*-"),
+        "pp2-vpp2": Layout(2, **HYBRID, pp=2, vpp=2, pattern="M|*-|M|E*-"),
+        "ep2": Layout(2, **HYBRID, ep=2, pattern="M*-ME*-"),
+    }
 
 
 def families(in_ci: Collection[str]) -> list[Any]:
@@ -322,7 +334,9 @@ IMPOSSIBLE = {
         Layout(2, **DENSE), Layout(2, **(DENSE | {"padded_vocab": 148}), pp=2), ("word_embeddings", "148", "144")
     ),
     "more-layers": Impossible(
-        Layout(2, **(DENSE | {"num_layers": 2})), Layout(2, **DENSE, pp=2), (r"layers\.[23]\.", "4 decoder", "2 there")
+        Layout(2, **(DENSE | {"num_layers": 2})),
+        Layout(2, **DENSE, pp=2),
+        (r"layers\.[23]\.", r"wanted the layers 4 x \(.*, found 2 x"),
     ),
     "fewer-layers": Impossible(
         Layout(2, **DENSE), Layout(2, **(DENSE | {"num_layers": 2}), pp=2), (r"layers\.[23]\.", "wanted no such")

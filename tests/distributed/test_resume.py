@@ -58,6 +58,7 @@ IN_CI = {
     "dp2-rollback-to-before-first-step",
     "tp2-ep2-etp1",
     "tp2-etp1",
+    "pp2-vpp2-hybrid",
     "pp2-vpp2-dp2-stages",
     "dp4-two-instances",
 }

@@ -3,19 +3,25 @@
 import contextlib
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# Before megatron looks for mamba_ssm.
+sys.path.append(str(Path(__file__).parents[1] / "support" / "stand_ins"))
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -26,7 +32,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -75,6 +81,8 @@ class Layout:
     first_stage_layers: int | None = None
     stages: str | None = None
     """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
+    pattern: str | None = None
+    """hybrid_layer_pattern, for a HybridModel of megatron 0.19: "M*-|ME"."""
     tied_embeddings: bool = False
     mtp_layers: int | None = None
     experts: int | None = None
@@ -96,6 +104,11 @@ class Layout:
     overlap_grad_reduce: bool = False
     """DistributedDataParallel makes more than one bucket only with this."""
     overlap_param_gather: bool = False
+
+    @property
+    def depth(self) -> int:
+        """The number of decoder layers."""
+        return self.num_layers if self.pattern is None else len(self.pattern.replace("|", ""))
 
     @property
     def dp(self) -> int:
@@ -136,8 +149,8 @@ class Step:
 
 
 @contextlib.contextmanager
-def parallel(layout: Layout) -> Iterator[None]:
-    """The process groups of a layout, for as long as the block lasts."""
+def parallel(layout: Layout, **more: Any) -> Iterator[None]:
+    """The process groups of a layout, for as long as the block lasts. `more` is for `initialize_model_parallel`."""
     assert dist.get_world_size() == layout.world
     parallel_state.initialize_model_parallel(
         layout.tp,
@@ -149,6 +162,7 @@ def parallel(layout: Layout) -> Iterator[None]:
         num_distributed_optimizer_instances=layout.optimizer_instances,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=1,
+        **more,
     )
     try:
         yield
@@ -174,15 +188,16 @@ def _forget_parallel_state() -> None:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
     # Sized by the first model that logs, and kept (save_to_aux_losses_tracker, save_loss_to_tracker).
-    get_moe_layer_wise_logging_tracker().clear()
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:  # until 0.18
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
 
 
 def build(layout: Layout, seed: int) -> Training:
     """A new model, optimizer and scheduler. Call it within `parallel(layout)`."""
-    seed_everything(seed)
-    config = _transformer_config(layout)
-    chunks = [_build_chunk(layout, config, stage) for stage in range(layout.vpp or 1)]
+    config, chunks = build_chunks(layout, seed)
     # Attention with context parallelism needs transformer-engine, which the model asks for when it is built.
     # Only the rotary embedding and the schedule read the size later.
     config.context_parallel_size = layout.cp
@@ -192,6 +207,13 @@ def build(layout: Layout, seed: int) -> Training:
     # Replicas must begin with equal weights; from here on each rank draws its own numbers.
     seed_everything(seed + 10 * parallel_state.get_data_parallel_rank(with_context_parallel=True))
     return Training(layout, model, optimizer, _scheduler(optimizer))
+
+
+def build_chunks(layout: Layout, seed: int) -> tuple[TransformerConfig, list[LanguageModule]]:
+    """A model's configuration and its chunks, neither in 16 bits nor in DistributedDataParallel yet."""
+    seed_everything(seed)
+    config = _transformer_config(layout)
+    return config, [_build_chunk(layout, config, stage) for stage in range(layout.vpp or 1)]
 
 
 def seed_everything(seed: int) -> None:
@@ -212,7 +234,7 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
             "moe_ffn_hidden_size": layout.hidden_size // 2,
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": "allgather",
-            "moe_layer_freq": [index % 2 for index in range(layout.num_layers)],
+            "moe_layer_freq": 1 if layout.pattern else [index % 2 for index in range(layout.num_layers)],
             # MoELayer.forward refuses to train with TP > 1 otherwise.
             "sequence_parallel": layout.tp > 1,
             "moe_router_load_balancing_type": "none" if layout.expert_bias else "aux_loss",
@@ -224,8 +246,12 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
             "moe_router_score_function": "sigmoid",
             "moe_router_bias_update_rate": 0.05,
         }
+    if layout.pattern:
+        from hybrid_model import MAMBA
+
+        mixture |= {"is_hybrid_model": True, **MAMBA}
     return TransformerConfig(
-        num_layers=layout.num_layers,
+        num_layers=layout.depth,
         hidden_size=layout.hidden_size,
         num_attention_heads=4,
         num_query_groups=2,
@@ -277,27 +303,29 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerB
     return block
 
 
-def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> GPTModel:
+def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> LanguageModule:
     where = {"vp_stage": stage if layout.vpp else None}
+    arguments: dict[str, Any] = {
+        "vocab_size": layout.padded_vocab_size,
+        "max_sequence_length": SEQUENCE_LENGTH,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": layout.tied_embeddings,
+        **where,
+    }
+    if layout.pattern:
+        from hybrid_model import build_hybrid
+
+        return build_hybrid(config, RMSNorm, layout.pattern, **arguments)
     block = _block_spec(config, **where)
     mtp_block = None
     if layout.mtp_layers:
         mtp_block = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)
-    return GPTModel(
-        config,
-        block,
-        vocab_size=layout.padded_vocab_size,
-        max_sequence_length=SEQUENCE_LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=layout.tied_embeddings,
-        mtp_block_spec=mtp_block,
-        **where,
-    )
+    return GPTModel(config, block, mtp_block_spec=mtp_block, **arguments)
 
 
-def _wrap(layout: Layout, config: TransformerConfig, chunk: GPTModel, index: int) -> DistributedDataParallel:
+def _wrap(layout: Layout, config: TransformerConfig, chunk: LanguageModule, index: int) -> DistributedDataParallel:
     """In the order of megatron's trainer (get_model): freeze, move, 16-bit, DDP."""
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(not (layout.frozen and re.search(layout.frozen, name)))

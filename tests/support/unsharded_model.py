@@ -44,7 +44,6 @@ def trainer_of(model: torch.nn.Module, optimizer: Any, **config: Any) -> Trainer
         replicas=Replicas(),
         stages=(),
         first_instance=True,
-        num_layers=1,
         vocab_size=None,
         agreement=SimpleNamespace(rank=0),  # type: ignore[arg-type]
     )

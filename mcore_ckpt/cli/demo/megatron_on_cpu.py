@@ -82,6 +82,10 @@ class _Stream:
 class _Event:
     """A stand-in for a CUDA event that has happened already."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
     def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -131,6 +135,7 @@ def _map_torch_cuda() -> None:
         # DistributedDataParallel makes a stream if num_distributed_optimizer_instances > 1. MoE token dispatchers and
         # shared experts make a stream in their constructors.
         "Stream": _Stream,
+        "Event": _Event,
         "stream": _on_stream,
         "current_stream": lambda *args: _Stream(),
         "default_stream": lambda *args: _Stream(),

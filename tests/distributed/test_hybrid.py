@@ -1,0 +1,114 @@
+"""Checkpoints that go between GPTModel and HybridModel, which has attention and MLP in layers of their own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import error_of, everywhere, raised_everywhere
+from checkpointing import files_of, manager_of, save
+from global_state import GlobalState, global_state, loss_and_norm
+from layouts import HAS_HYBRID
+from refusals import assert_names, refused
+from snapshot import poison
+from training import Layout, Training, build, parallel, train
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+
+pytestmark = pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
+
+SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
+# The second layer of the GPTModel has experts (training.py).
+GPT = Layout(2, **SAME, experts=4, num_layers=2)
+HYBRID = Layout(2, **SAME, experts=4, pattern="*-*E")
+
+
+def loaded(layout: Layout, root: Path) -> Training:
+    training = build(layout, seed=2)
+    poison(training)
+    manager = manager_of(training, root)
+    manager.load()
+    manager.close()
+    return training
+
+
+def values(state: GlobalState) -> list[bytes]:
+    """The tensors without their names, in an order that does not depend on these."""
+    return sorted(tensor.contiguous().view(-1).numpy().tobytes() for tensor in state.values())
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "hybrid",
+    [
+        pytest.param(HYBRID, id="dp2"),
+        pytest.param(replace(HYBRID, pp=2, pattern="*|-*E"), id="pp2"),
+        pytest.param(replace(HYBRID, pp=2, vpp=2, pattern="*|-|*|E"), id="pp2-vpp2", marks=pytest.mark.full),
+        pytest.param(replace(HYBRID, tp=2), id="tp2", marks=pytest.mark.full),
+        pytest.param(replace(HYBRID, ep=2), id="ep2", marks=pytest.mark.full),
+    ],
+)
+def test_a_gpt_goes_through_a_hybrid_and_returns_the_same_bytes(hybrid: Layout, shared_path: Path) -> None:
+    with parallel(GPT):
+        first = build(GPT, seed=1)
+        train(first, 0, 2)
+        state = global_state(first)
+        save(first, shared_path / "gpt", 2)
+        reference = loss_and_norm(train(first, 2, 3)[0])
+    with parallel(hybrid):
+        second = loaded(hybrid, shared_path / "gpt")
+        of_hybrid = global_state(second)
+        save(second, shared_path / "hybrid", 2)
+        step = loss_and_norm(train(second, 2, 3)[0])
+        with everywhere():
+            assert values(of_hybrid) == values(state)
+            # The same computation, added up in another order where the layout differs.
+            assert step == pytest.approx(reference, rel=2e-5)
+    with parallel(GPT):
+        save(loaded(GPT, shared_path / "hybrid"), shared_path / "again", 2)
+    with everywhere():
+        first_files, last_files = (
+            files_of(shared_path / name / "global_steps_2" / "actor") for name in ("gpt", "again")
+        )
+        assert first_files.keys() == last_files.keys()
+        differing = [path for path in first_files if first_files[path] != last_files[path]]
+        assert all(path.startswith(("rng_states/", "extra_state/")) for path in differing), differing
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (
+            "*-*-*-",
+            r"wanted the layers attention, mlp, attention, mlp, attention, mlp, found attention",
+        ),
+        ("M*-*-", "wanted the layers mamba, attention"),
+        ("**--", r"wanted the layers 2 x \(attention\), 2 x \(mlp\), found"),
+    ],
+)
+def test_layers_that_do_not_match_are_listed(pattern: str, said: str, shared_path: Path) -> None:
+    with parallel(GPT):
+        save(build(GPT, seed=1), shared_path, 2)
+    hybrid = Layout(2, **SAME, pattern=pattern)
+    with parallel(hybrid):
+        training = build(hybrid, seed=2)
+
+        def load() -> None:
+            manager = manager_of(training, shared_path)
+            try:
+                manager.load()
+            finally:
+                manager.close()
+
+        assert_names(refused(training, load, CheckpointMismatchError), said)
+
+
+@pytest.mark.world(2)
+def test_a_model_of_which_megatron_builds_a_half_is_refused(shared_path: Path) -> None:
+    """Without pipeline parallelism, HybridModel builds the first segment and passes over the second."""
+    layout = replace(HYBRID, pattern="*-|*E")
+    with parallel(layout):
+        training = build(layout, seed=1)
+        error = error_of(lambda: manager_of(training, shared_path))
+        assert_names(raised_everywhere(UnsupportedError, error), r"has 2 of the 4 layers .*'\*-\|\*E'")

@@ -1,0 +1,45 @@
+"""The scan of a Mamba mixer."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def mamba_chunk_scan_combined(*args: Any, **more: Any) -> Any:
+    raise NotImplementedError("training uses mamba_split_conv1d_scan_combined")
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,  # as mamba_ssm calls it
+    D: torch.Tensor,
+    *,
+    headdim: int,
+    ngroups: int,
+    **more: Any,
+) -> torch.Tensor:
+    """Convolution, selective scan and gate of `zxbcdt`, of shape (batch, length, z + x + B + C + dt)."""
+    heads = dt_bias.shape[0]
+    inner = heads * headdim
+    state = (zxbcdt.shape[-1] - 2 * inner - heads) // (2 * ngroups)
+    z, mixed, dt = zxbcdt.split([inner, inner + 2 * ngroups * state, heads], -1)
+    padded = F.pad(mixed.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    mixed = F.silu(F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0])).transpose(1, 2)
+    x, b, c = mixed.split([inner, ngroups * state, ngroups * state], -1)
+    dt = F.softplus(dt + dt_bias)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (each.unflatten(-1, (ngroups, state)).repeat_interleave(heads // ngroups, 2) for each in (b, c))
+    memory = zxbcdt.new_zeros(x.shape[0], heads, headdim, state)
+    found = []
+    for at in range(x.shape[1]):
+        memory = (
+            memory * torch.exp(dt[:, at] * A)[..., None, None]
+            + (dt[:, at, :, None] * x[:, at])[..., None] * b[:, at, :, None]
+        )
+        found.append((memory * c[:, at, :, None]).sum(-1) + D[:, None] * x[:, at])
+    # The scan is in float32, as A is.
+    return (torch.stack(found, 1).flatten(2) * F.silu(z)).to(zxbcdt.dtype)
