@@ -23,7 +23,13 @@ from tiers import marks
 from training import Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig
-from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, UnsupportedError
+from mcore_ckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitError,
+    UnsupportedError,
+)
 from mcore_ckpt.integrations import megatron as drop_in
 from mcore_ckpt.steps import listing as steps
 
@@ -274,6 +280,35 @@ def test_a_run_of_megatron_lm_goes_on_without_being_converted(shared_path: Path)
 
 
 @pytest.mark.world(2)
+@pytest.mark.parametrize("verify", [False, True])
+def test_verify_integrity_checks_what_no_rank_needs_too(verify: bool, shared_path: Path) -> None:
+    """Here the generators of a rank are damaged, which a load of the weights alone does not read."""
+    with parallel(DP2):
+        loop = Loop(build(DP2, seed=1), arguments(shared_path))
+        loop.train(1)
+        loop.save()
+        with everywhere():
+            if dist.get_rank() == 0:
+                optimizer = shared_path / "global_steps_1" / "actor" / "optim" / "distrib_optim_pp0_tp0_cp0_dp0.pt"
+                flip_a_byte_of(optimizer)
+        second = Loop(build(DP2, seed=2), arguments(shared_path, no_load_optim=True, verify_integrity=verify))
+        if verify:
+            with pytest.raises(CheckpointCorruptError, match="distrib_optim"):
+                second.load()
+        else:
+            second.load()
+            assert second.iteration == 1
+
+
+def flip_a_byte_of(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.world(2)
 def test_what_cannot_be_honoured_is_refused_by_name(shared_path: Path) -> None:
     with parallel(DP2):
         loop = Loop(build(DP2, seed=1), arguments(shared_path))
@@ -302,6 +337,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(shared_path: Path) -> None:
             with pytest.raises(UnsupportedError, match="non_persistent_ckpt_type"):
                 work()
         del loop.args.non_persistent_ckpt_type
+        for name in ("torch_dcp", "fsdp_dtensor"):
+            loop.args.ckpt_format = name
+            with pytest.raises(UnsupportedError, match=f"ckpt_format is '{name}'"):
+                loop.save()
+        loop.args.ckpt_format = "torch_dist"
         loop.args.dataloader_save = "somewhere"
         with pytest.raises(UnsupportedError, match="save_state"):
             loop.save(train_data_iterator=iter([]))

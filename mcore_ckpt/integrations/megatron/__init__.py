@@ -7,9 +7,10 @@
         save_checkpoint,
     )
 
-Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16, and additions until
-2026-08). The functions read the arguments that were given to `configure` (`args.save`, `args.load`, ...), or Megatron's
-global arguments if none were given. An argument that cannot be honoured is refused by name, never silently ignored.
+Names, signatures and results are those of `megatron/training/checkpointing.py` (core_r0.16 to core_r0.19, and main
+until 2026-08). The functions read the arguments that were given to `configure` (`args.save`, `args.load`, ...), or
+Megatron's global arguments if none were given. An argument that cannot be honoured is refused by name, never silently
+ignored.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def configure(
     Args:
         args: any object whose attributes have the names of Megatron-LM's arguments: `save`, `load`, `ckpt_step`,
             `finetune`, `no_load_optim`, `no_load_rng`, `no_save_optim`, `no_save_rng`, `async_save`,
-            `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`. Missing
-            attributes have Megatron-LM's defaults. Each save reads `consumed_train_samples`, `skipped_train_samples`
-            and `consumed_valid_samples`, and each load sets them. None: what `megatron.training.get_args()` returns at
-            each call.
+            `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`,
+            `verify_integrity` (a load then checks the CRCs of all files first). Missing attributes have Megatron-LM's
+            defaults. Each save reads `consumed_train_samples`, `skipped_train_samples` and `consumed_valid_samples`,
+            and each load sets them. None: what `megatron.training.get_args()` returns at each call.
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
             and with `save_retain_interval` sets which steps stay.
         role, hf_config, processing_class: see CheckpointManager.
@@ -364,7 +365,9 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
     generators = read_rng()
     manager = trainer.manager(found["folder"], config)
     try:
-        result = manager.load(step=found.get("step"), path=theirs)
+        # Megatron-LM checks SHA-256 digests, which only its own saves have. Ours have CRCs for the same purpose.
+        verify = "full" if args["verify_integrity"] else "read"
+        result = manager.load(step=found.get("step"), path=theirs, verify=verify)
     finally:
         manager.close()
     state = found["state"] if theirs is not None else _state_of(result)

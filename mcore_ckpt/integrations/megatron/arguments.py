@@ -8,6 +8,8 @@ from typing import Any
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 
+# The other formats are torch and torch_dist. Saves have this package's format instead of both.
+_FSDP_FORMATS = ("torch_dcp", "fsdp_dtensor")
 # Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out.
 _DEFAULTS: dict[str, Any] = {
     "save": None,
@@ -24,6 +26,8 @@ _DEFAULTS: dict[str, Any] = {
     "save_retain_interval": None,
     "dataloader_save": None,
     "non_persistent_ckpt_type": None,
+    "ckpt_format": "torch_dist",
+    "verify_integrity": False,
     "consumed_train_samples": 0,
     "skipped_train_samples": 0,
     "consumed_valid_samples": 0,
@@ -97,7 +101,12 @@ class Arguments:
         return replace(config, save_contents=("model",), load_contents=words)
 
     def refuse_unsupported(self) -> None:
-        """Raises UnsupportedError if the arguments request non-persistent checkpoints."""
+        """Raises UnsupportedError if the arguments ask for non-persistent checkpoints, or for a format of FSDP."""
+        if self["ckpt_format"] in _FSDP_FORMATS:
+            raise UnsupportedError(
+                f"args.ckpt_format is {self['ckpt_format']!r}, which is for Megatron-FSDP and torch's FSDP2: they are "
+                "not supported. Use DistributedDataParallel and leave the argument out"
+            )
         if self["non_persistent_ckpt_type"] is not None:
             raise UnsupportedError(
                 f"args.non_persistent_ckpt_type is {self['non_persistent_ckpt_type']!r}: non-persistent checkpoints "
