@@ -64,18 +64,22 @@ packages() {
     local wanted=requirements-$1.txt stamp=.venv/$1.installed
     if ! cmp -s "$wanted" "$stamp"; then
         rm -rf ".venv/$1"
-        .venv/bin/pip install -qq --disable-pip-version-check --no-compile --no-deps --target ".venv/$1" -r "$wanted"
+        .venv/bin/pip install -qq --disable-pip-version-check --no-compile --no-deps --ignore-requires-python \
+            --target ".venv/$1" -r "$wanted"
         cp "$wanted" "$stamp"
     fi
 }
 
-if [ "$tier" != quick ]; then
-    for name in te transformers4 remote verl areal; do
-        beside "packages-$name" packages "$name"
-    done
-fi
+# All tests run with the newest megatron-core, and some with the other versions (tests/test_versions.py).
+newest=megatron-0.19
+wanted=("$newest" triton)
+[ "$tier" = quick ] || wanted+=(megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 remote verl areal)
+for name in "${wanted[@]}"; do
+    beside "packages-$name" packages "$name"
+done
 bash scripts/install.sh
 wait_beside
+export PYTHONPATH=$PWD/.venv/$newest:$PWD/.venv/triton${PYTHONPATH:+:$PYTHONPATH}
 
 # Tests wait for the disk thousands of times. With their folders in memory they take two thirds of the time. They use up
 # to 3 GiB, and load a library that they compile there.

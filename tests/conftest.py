@@ -46,6 +46,7 @@ NOT_QUICK = frozenset(
         "test_foreign_models.py",
         "test_fsdp_reader.py",
         "test_huggingface_writer.py",
+        "test_versions.py",
         "test_merge_command.py",
         "test_other_world.py",
         "test_packaging.py",
@@ -67,7 +68,7 @@ NOT_QUICK = frozenset(
 ON_DISK = frozenset({"faults", "native", "save", "test_shared_writes.py"})
 
 # The longest first. Begun last, they would run on alone when all else has ended.
-LONG = ("test_areal.py", "test_verl.py", "test_demo.py", "test_chaos.py")
+LONG = ("test_areal.py", "test_verl.py", "test_versions.py", "test_demo.py", "test_chaos.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

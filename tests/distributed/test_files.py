@@ -88,6 +88,8 @@ def global_name(name: str, chunk: GPTModel, layout: Layout) -> str:
     name = re.sub(
         r"^(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{chunk.decoder.layers[int(m[2])].layer_number - 1}", name
     )
+    # As megatron 0.17 and newer call it.
+    name = name.replace(".mtp_model_layer.", ".transformer_layer.")
     return re.sub(r"(local_experts\.)(\d+)", lambda m: f"{m[1]}{first_expert + int(m[2])}", name)
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hf_names import build
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.ssm import gated_delta_net
 from safetensors.torch import load_file
+from te_on_cpu import do_without_fla
 from tiny_models import make_hf_folder
 from transformers import AutoConfig
 
@@ -34,8 +34,7 @@ def main(root: Path, names: Sequence[str]) -> None:
             make_hf_folder(root / name / "hf", name)
     dist.barrier()
     enable_cpu()
-    # It is asked for when the module is made, and used in forward only.
-    gated_delta_net.HAVE_FLA = True
+    do_without_fla()
     for name in names:
         model = model_from_config(read_config(root / name / "hf"))
         experts = {"expert_model_parallel_size": world, "expert_tensor_parallel_size": 1}

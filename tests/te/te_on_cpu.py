@@ -122,3 +122,16 @@ def cuda_seems_available() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_available = truth
+
+
+def do_without_fla() -> None:
+    """Has GatedDeltaNets made without flash-linear-attention, whose kernels need a GPU. They can then not run.
+
+    They ask for the package when they are made, and use it in forward only.
+    """
+    from megatron.core.ssm import gated_delta_net
+
+    # Since 0.19 the module is a package of two modules.
+    for part in ("GatedDeltaNetSubmodules", "GatedDeltaNet"):
+        using: Any = sys.modules[getattr(gated_delta_net, part).__module__]
+        using.HAVE_FLA, using.chunk_gated_delta_rule = True, _decorator

@@ -1,0 +1,71 @@
+"""Runs tests with each version of megatron-core, and writes the table of README.md from their results.
+
+    .venv/bin/python scripts/versions_table.py [--full]      after scripts/test.sh has installed the versions
+
+A cell has the number of cases that passed, "-" if the version lacks what is tested, or "failed". With --full all cases
+of the files run, otherwise those that CI runs.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from megatron_cases import CASES, REPOSITORY, VERSIONS, Cases, packages
+
+BEGIN, END = "<!-- written by scripts/versions_table.py -->", "<!-- end -->"
+RING = "loads what every other version saved"
+
+
+def main(full: bool) -> int:
+    rows = {what: {version: cell(version, cases, full) for version in VERSIONS} for what, cases in CASES.items()}
+    rows[RING] = {version: cell_of_ring(version) for version in VERSIONS}
+    readme = REPOSITORY / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+    return any("failed" in found for row in rows.values() for found in row.values())
+
+
+def cell(version: str, cases: Cases, full: bool) -> str:
+    chosen = ["--full"] if full else ["-k", cases.chosen]
+    return run([cases.path, *chosen], packages(version))
+
+
+def cell_of_ring(version: str) -> str:
+    """Loads of what each version saved, the version itself included."""
+    test = "tests/test_versions.py"
+    return run([test, "--full", "-k", f"loads_every_other and -{version}]"], [])
+
+
+def run(arguments: list[str], path: list[Path]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        search = os.pathsep.join([*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
+        print(" ".join(arguments), done.stdout.strip().splitlines()[-1], sep=": ", flush=True)
+        return shown(ElementTree.parse(report).getroot().find("testsuite"))
+
+
+def shown(suite: ElementTree.Element | None) -> str:
+    assert suite is not None
+    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    if count["failures"] or count["errors"]:
+        return "failed"
+    passed = count["tests"] - count["skipped"]
+    return str(passed) if passed else "-"
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    lines = [f"| megatron-core | {' | '.join(VERSIONS)} |", f"|---|{'---|' * len(VERSIONS)}"]
+    lines += [f"| {what} | {' | '.join(row[version] for version in VERSIONS)} |" for what, row in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main("--full" in sys.argv[1:]))

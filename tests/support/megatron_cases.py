@@ -1,0 +1,35 @@
+"""Which versions of megatron-core the tests know, and which tests of several ranks each of them runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+VERSIONS = ("0.16", "0.17", "0.18", "0.19")
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Tests of one file of tests/distributed. `chosen` is what CI runs of them, an expression for `pytest -k`."""
+
+    file: str
+    chosen: str
+
+    @property
+    def path(self) -> str:
+        return f"tests/distributed/{self.file}.py"
+
+
+CASES = {
+    "a killed training goes on bit for bit": Cases("test_resume", "mtp or tp2-ep2-etp1 or pp2-vpp2-hybrid"),
+    "loads under any other layout": Cases("test_reshard", "before and (tied-mtp2 or bf16-2 or hybrid2)"),
+    "process groups of the trainer's own": Cases("test_process_groups", "never_had or pp2-tied-bf16"),
+    "HuggingFace in and out": Cases("test_hf_round_trip", "pp2 or ep2"),
+    "Megatron's `torch_dist`": Cases("test_foreign", "resumed and reshardable and (overlap or ep2 or pp2-vpp2)"),
+    "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2)"),
+    "`HybridModel`, and `GPTModel` to it and back": Cases("test_hybrid", "returns"),
+}
+
+
+def packages(version: str) -> list[Path]:
+    """The folders of a version, for PYTHONPATH."""
+    return [REPOSITORY / ".venv" / f"megatron-{version}", REPOSITORY / ".venv" / "triton"]

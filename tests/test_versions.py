@@ -1,0 +1,89 @@
+"""Every supported version of megatron-core: one case for each reason, and checkpoints that go from one to another.
+
+All other tests run with the newest version (scripts/test.sh).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_cases import CASES, REPOSITORY, VERSIONS, packages
+
+SUPPORT = REPOSITORY / "tests" / "support"
+LAYOUT: dict[str, Any] = {
+    "world": 2,
+    "pp": 2,
+    "num_layers": 4,
+    "mtp_layers": 1,
+    "experts": 4,
+    "precision": "bf16",
+    "padded_vocab": 144,
+    "global_batch": 4,
+    "dropout": 0.0,
+}
+
+
+def stop(what: str, source: str, target: str) -> tuple[dict[str, Any], str, str, str]:
+    return LAYOUT, what, source, target
+
+
+def tensor_files(checkpoint: Path) -> dict[str, bytes]:
+    files = [*checkpoint.glob("model/*/*.pt"), *checkpoint.glob("optim/*.pt")]
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in files}
+
+
+def assert_same_bytes(first: Path, second: Path) -> None:
+    one, other = (tensor_files(path / "global_steps_2" / "actor") for path in (first, second))
+    assert one
+    assert one.keys() == other.keys()
+    assert [path for path in one if one[path] != other[path]] == []
+
+
+def move(run_python: Callable[..., str], version: str, root: Path, *stops: Any) -> None:
+    root.mkdir(exist_ok=True)
+    run_python("tests/distributed/move.py", root, json.dumps(stops), path=[*packages(version), SUPPORT])
+
+
+def test_a_checkpoint_goes_round_all_versions(tmp_path: Path, run_python: Callable[..., str]) -> None:
+    """Each version loads what the one before has saved: the same state, the same next step, the same bytes again."""
+    move(run_python, VERSIONS[0], tmp_path, stop("train", "-", VERSIONS[0]))
+    for before, version in zip(VERSIONS, (*VERSIONS[1:], "0.16"), strict=True):
+        target = version if version != VERSIONS[0] else "round"
+        move(run_python, version, tmp_path, stop("resume", before, target))
+        assert_same_bytes(tmp_path / before, tmp_path / target)
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a checkpoint that a version has saved, which its tests share."""
+    made: dict[str, Path] = {}
+
+    def saved(version: str) -> Path:
+        return made.setdefault(version, tmp_path_factory.mktemp("saved"))
+
+    return saved
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("saved", VERSIONS)
+def test_every_version_loads_every_other(
+    saved: str, version: str, saved_by: Callable[[str], Path], run_python: Callable[..., str]
+) -> None:
+    root = saved_by(saved)
+    if not (root / "saved").exists():
+        move(run_python, saved, root, stop("train", "-", "saved"))
+    move(run_python, version, root, stop("resume", "saved", version))
+    assert_same_bytes(root / "saved", root / version)
+
+
+@pytest.mark.parametrize("version", VERSIONS[:-1])
+def test_one_case_for_each_reason(version: str, run_python: Callable[..., str], inner_pytest: list[str]) -> None:
+    """With --full, all cases of the same files."""
+    chosen = " or ".join(f"({cases.file} and ({cases.chosen}))" for cases in CASES.values())
+    select = [] if "--full" in inner_pytest else ["-k", chosen]
+    paths = [cases.path for cases in CASES.values()]
+    output = run_python(*inner_pytest, *paths, *select, path=packages(version))
+    assert " passed" in output, output
