@@ -522,7 +522,7 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
     config, chunks, optimizer = trainer.config, trainer.chunks, trainer.optimizer
 
     def work() -> Record:
-        refuse_unsupported_model(chunks)
+        refuse_unsupported_model(chunks, trainer.replicas.groups)
         model = model_shards(chunks)
         refuse_unsupported_experts(trainer.topology, model)
         if "hf_model" in config.save_contents:

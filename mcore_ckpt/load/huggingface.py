@@ -92,8 +92,8 @@ def load_hf(
 ) -> HfLoadReport:
     """Fills a live megatron-core model with the weights of a HuggingFace folder. Every rank calls it.
 
-    megatron's `parallel_state` must be initialized, or the model have a `pg_collection`, even in a single process.
-    Without them megatron neither builds a GPTModel nor knows which part of a tensor a rank holds.
+    Either initialize megatron's `parallel_state`, or build the model with a `pg_collection`, even in a single process.
+    Without one of them megatron neither builds a GPTModel nor knows which part of a tensor a rank holds.
 
     Each rank reads only the slices that it holds, under any layout, directly into its parameters. Rows that pad the
     vocabulary become zero. Weights of another floating-point dtype are converted through a limited amount of memory.
@@ -196,7 +196,7 @@ def _plan_together(here: _Here, contents: FolderContents, source: Source, ignore
 
 
 def _plan(here: _Here, contents: FolderContents, source: Source, ignore: Sequence[str]) -> _Plan:
-    refuse_unsupported_model(here.chunks)
+    refuse_unsupported_model(here.chunks, here.replicas.groups)
     shards = model_shards(here.chunks)
     refuse_unsupported_experts(here.topology, shards)
     reader = HuggingFaceReader(contents, ignore)

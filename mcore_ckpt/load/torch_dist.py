@@ -40,7 +40,7 @@ from mcore_ckpt.load.foreign_state import (
 from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import synonyms
-from mcore_ckpt.state.model import sharding_metadata, unwrap
+from mcore_ckpt.state.model import sharded_state_dict, unwrap
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
 from mcore_ckpt.state.trainer import Trainer
 
@@ -151,7 +151,7 @@ def _missing(files: TorchDistFiles, entries: Sequence[_Entry]) -> int:
 
 
 def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
-    sharded = module.sharded_state_dict(metadata=sharding_metadata(module, **metadata))
+    sharded = sharded_state_dict(module, **metadata)
     for name, live in module.state_dict(keep_vars=True).items():
         # transformer-engine's _extra_state contains a pickle. Only FP8 needs it, and FP8 is refused.
         if live is None or name.endswith("_extra_state"):

@@ -50,8 +50,8 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
     """Returns the process groups that a model was built with, or those of `parallel_state`.
 
     Args:
-        model: an unwrapped megatron model. The groups of its `pg_collection` are used. None, or a model without a
-            collection: the groups of `parallel_state`.
+        model: an unwrapped megatron model. The groups of its `pg_collection` are used, and those of `parallel_state`
+            for what the collection lacks. None, or a model without a collection: the groups of `parallel_state`.
 
     Returns:
         The groups. None if torch.distributed is not initialized, so that this process is the only rank.
@@ -59,43 +59,57 @@ def find_process_groups(model: Any = None) -> ProcessGroups | None:
     Raises:
         InvalidStateError: there is a process group, but the model has no collection and `parallel_state` is not
             initialized, or a group of the model's collection has been destroyed.
-        UnsupportedError: the model's collection lacks a group.
+        UnsupportedError: a group is in neither of the two.
     """
     if not has_process_group():
         return None
-    collection = getattr(model, "pg_collection", None)
-    return _of(_of_parallel_state() if collection is None else collection)
-
-
-def _of_parallel_state() -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    if not parallel_state.model_parallel_is_initialized():
+    collection, default = getattr(model, "pg_collection", None), _of_parallel_state()
+    if collection is None and default is None:
         raise InvalidStateError(
             "torch.distributed is initialized but megatron's parallel_state is not: call "
             "parallel_state.initialize_model_parallel(...) first, or build the model with a pg_collection"
         )
+    # A field that was never set is an attribute that is missing (until 0.18) or None (0.19).
+    found: dict[str, Any] = {
+        name: getattr(collection, name, None) or getattr(default, name, None) for name in (*_NEEDED, *_OTHERS)
+    }
+    return _checked(found, _has_experts(model))
+
+
+def _of_parallel_state() -> Any:
+    """Returns megatron's own groups as a collection; None if they are not initialized."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if not parallel_state.model_parallel_is_initialized():
+        return None
     return ProcessGroupCollection.use_mpu_process_groups([*_NEEDED, *_OTHERS])
 
 
-def _of(collection: Any) -> ProcessGroups:
-    # A field that was never set is an attribute that is missing (until 0.18) or None (0.19).
-    found: dict[str, Any] = {name: getattr(collection, name, None) for name in (*_NEEDED, *_OTHERS)}
+def _has_experts(model: Any) -> bool:
+    modules = getattr(model, "modules", None)
+    return modules is not None and any(hasattr(module, "num_local_experts") for module in modules())
+
+
+def _checked(found: dict[str, Any], has_experts: bool) -> ProcessGroups:
     missing = [name for name in _NEEDED if found[name] is None]
     if found["dp_cp"] is None and not missing:
         # Without context parallelism megatron does not ask for this group (setup_process_groups_for_optimizer).
         missing = ["dp_cp"] if found["cp"].size() > 1 else []
         found["dp_cp"] = found["dp"]
-    for name, group in found.items():
-        _check_alive(name, group)
-    experts = [name for name in _EXPERTS if found[name] is None]
-    if missing or 0 < len(experts) < len(_EXPERTS):
+    of_experts = [name for name in _EXPERTS if found[name] is None]
+    missing += of_experts if has_experts else []
+    if missing:
         raise UnsupportedError(
-            f"the model's pg_collection lacks {', '.join(missing or experts)}: a checkpoint needs "
+            f"the model's pg_collection lacks {', '.join(missing)}: a checkpoint needs "
             f"{', '.join((*_NEEDED, 'dp_cp'))}, and {', '.join(_EXPERTS)} if the model has experts. Set them when you "
             "make the ProcessGroupCollection"
         )
+    if of_experts:
+        found |= dict.fromkeys(_EXPERTS)
+    for name, group in found.items():
+        if group is not None:
+            _check_alive(name, group)
     return ProcessGroups(
         **{name: found[name] for name in (*_NEEDED, "dp_cp", "ep")},
         etp=found["expt_tp"],
@@ -104,7 +118,7 @@ def _of(collection: Any) -> ProcessGroups:
     )
 
 
-def _check_alive(name: str, group: ProcessGroup | None) -> None:
+def _check_alive(name: str, group: ProcessGroup) -> None:
     import torch.distributed as dist
 
     try:

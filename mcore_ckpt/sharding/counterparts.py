@@ -1,6 +1,6 @@
 """Finds the layers of a stored model that hold the parts of another model's layers.
 
-A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.19) is only one of them, or a
+A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.18) is only one of them, or a
 Mamba mixer. So the same sequence of parts has different layer numbers in the two.
 """
 

@@ -12,8 +12,7 @@ logger = logging.getLogger(__name__)
 
 # The versions that the tests run with, oldest first.
 TESTED = ("0.16", "0.17", "0.18", "0.19")
-# The first version with a ProcessGroupCollection, which says where a rank stands.
-_FIRST = (0, 15)
+_FIRST = (0, 16)
 
 
 def check_megatron() -> None:
@@ -37,8 +36,7 @@ def check_version(version: str) -> None:
     number = (int(match[1]), int(match[2])) if match else None
     if number is not None and number < _FIRST:
         raise UnsupportedError(
-            f"megatron-core {version} is not supported, because it has no ProcessGroupCollection: use one of the "
-            f"versions {TESTED[0]} to {TESTED[-1]}"
+            f"megatron-core {version} is not supported: use one of the versions {TESTED[0]} to {TESTED[-1]}"
         )
     if number is None or f"{number[0]}.{number[1]}" not in TESTED:
         logger.warning(

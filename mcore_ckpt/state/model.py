@@ -170,7 +170,8 @@ def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:
 
 def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
     names = chunk_names(module)
-    sharded = _sharded_state_dict(module)
+    # Without this flag, TransformerBlock.sharded_state_dict (0.16.1) turns the layer number into an axis.
+    sharded = sharded_state_dict(module, non_homogeneous_layers=True)
     owners = dict(module.named_modules(remove_duplicate=False))
     for local_name, value in module.state_dict(keep_vars=True).items():
         if value is None:
@@ -192,19 +193,19 @@ def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
     return owner
 
 
-def sharding_metadata(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
-    """Returns the `metadata` argument for the `sharded_state_dict` of an unwrapped model, with these flags.
+def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
+    """Returns megatron's ShardedTensors and ShardedTensorFactories of an unwrapped model, by local name.
 
-    If the model has process groups of its own, it must be told the group whose ranks hold the same tensors. Otherwise
-    it asks `parallel_state`, which may be uninitialized (ensure_metadata_has_dp_cp_group, 0.16 to 0.19).
+    Args:
+        module: the model.
+        flags: what megatron's function takes as `metadata`.
+
+    Raises:
+        UnsupportedError: megatron's own function fails.
     """
     groups = find_process_groups(module)
-    return {**flags, **({} if groups is None else {"dp_cp_group": groups.dp_cp})}
-
-
-def _sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    # Without this flag, TransformerBlock.sharded_state_dict (0.16.1) turns the layer number into an axis.
-    metadata = sharding_metadata(module, non_homogeneous_layers=True)
+    # Without this group megatron asks parallel_state, which may be uninitialized (ensure_metadata_has_dp_cp_group).
+    metadata = {**flags, **({} if groups is None else {"dp_cp_group": groups.dp_cp})}
     try:
         return module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     except AssertionError as error:
@@ -232,7 +233,8 @@ def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     found.pop("output_layer._extra_state", None)
     for name in (_EMBEDDING, "output_layer.weight"):
         if name in found:
-            found[name] = replace(found[name], key=_EMBEDDING, replica_id=(1, *found[name].replica_id[1:]))
+            replica = (1, *found[name].replica_id[1:])
+            found[name] = replace(found[name], key=_EMBEDDING, replica_id=replica, allow_shape_mismatch=True)
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.ranks.process_groups import has_process_group
+from mcore_ckpt.ranks.process_groups import ProcessGroups, has_process_group
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.counterparts import Layers
 from mcore_ckpt.sharding.names import expert_of
@@ -32,14 +33,19 @@ _OPTIMIZERS = {
 }
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
-# The groups that all modules of a model must share.
+# The groups that all modules of a model must share. Context parallelism divides no tensor, and attention may change its
+# group from batch to batch.
 _GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
 _FP8_PARAMETERS = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor", "QuantizedTensor")
 
 
-def refuse_unsupported_model(chunks: Sequence[torch.nn.Module]) -> None:
-    """Raises UnsupportedError if a chunk, bare or wrapped, contains something that can only be saved in part."""
-    _refuse_other_groups(chunks)
+def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessGroups | None = None) -> None:
+    """Raises UnsupportedError if a chunk, bare or wrapped, contains something that can only be saved in part.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        groups: the process groups that the checkpoint's layout is read from.
+    """
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
             raise UnsupportedError(f"not supported: {_MODULES['MegatronFSDP']}")
@@ -55,6 +61,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module]) -> None:
                 )
             if hasattr(parameter, "_local_tensor"):
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
+    _refuse_other_groups(chunks, groups)
 
 
 def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
@@ -76,26 +83,36 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
     found += [f"parameter {name}" for name, p in chunk.named_parameters() if getattr(p, "is_gtp_weight_remat", False)]
     if found:
         raise UnsupportedError(
-            f"generalized tensor parallelism is not supported ({found[0]}): set tensor_parallel_num_weight_shards to "
-            "tensor_model_parallel_size"
+            f"generalized tensor parallelism is not supported ({found[0]}): leave out "
+            "tensor_parallel_num_weight_shards and expert_tensor_parallel_num_weight_shards"
         )
 
 
-def _refuse_other_groups(chunks: Iterable[torch.nn.Module]) -> None:
+def _refuse_other_groups(chunks: Iterable[torch.nn.Module], groups: ProcessGroups | None) -> None:
     """Refuses a model whose modules are divided in several ways (MIMO), because a checkpoint has one layout."""
     if not has_process_group():
         return
     first: dict[str, tuple[str, list[int]]] = {}
+    if groups is not None:
+        ours = {"tp": groups.tp, "pp": groups.pp, "dp": groups.dp, "dp_cp": groups.dp_cp}
+        get_ranks = torch.distributed.get_process_group_ranks
+        first = {name: ("the whole model", get_ranks(group)) for name, group in ours.items()}
+        sizes = [group.size() for group in (groups.tp, groups.pp, groups.dp_cp)]
+        if prod(sizes) != torch.distributed.get_world_size():
+            raise UnsupportedError(
+                f"the model's process groups have {' x '.join(map(str, sizes))} ranks (tp, pp, dp_cp), but there are "
+                f"{torch.distributed.get_world_size()} ranks: a model that only some ranks have is not supported"
+            )
     for path, collection in (found for chunk in chunks for found in _collections(unwrap(chunk))):
         for name in _GROUPS:
             group = getattr(collection, name, None)
             if group is None:
                 continue
             ranks = torch.distributed.get_process_group_ranks(group)
-            other, wanted = first.setdefault(name, (path, ranks))
+            other, wanted = first.setdefault(name, (f"module {path}", ranks))
             if ranks != wanted:
                 raise UnsupportedError(
-                    f"module {path} has the {name} group {ranks}, but module {other} has {wanted}: several "
+                    f"module {path} has the {name} group {ranks}, but {other} has {wanted}: several "
                     "process-group collections in one model are not supported; save each part with a manager and a "
                     "role of its own"
                 )
@@ -137,8 +154,8 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
 def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> None:
     """Raises UnsupportedError if no rank has some of the layers that a HybridModel's pattern names.
 
-    HybridModel (0.19) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not notice if
-    there are more segments than stages, so the other segments are nowhere.
+    HybridModel (0.18 and newer) builds the segment of `hybrid_layer_pattern` that belongs to its stage. It does not
+    notice if there are more segments than stages, so the other segments are nowhere.
 
     Args:
         chunks: the model's chunks on this rank.

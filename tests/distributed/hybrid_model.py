@@ -1,4 +1,4 @@
-"""Megatron's HybridModel (0.19) with local layers; megatron has specs of transformer-engine's layers only.
+"""Megatron's HybridModel (0.18 and newer) with local layers; megatron has specs of transformer-engine's layers only.
 
 Real: HybridModel, its layers and mixers. Stood in for: the kernels of mamba_ssm (tests/support/stand_ins).
 """

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from agreement import everywhere, gather
 from checkpointing import manager_of
 from foreign_checkpoints import STEP, save_as, save_torch_dist, save_verl_ranks, seed_replicas_alike
+from global_state import assert_same_state, global_state
 from layouts import LAYOUTS
 from refusals import assert_names
 from snapshot import Snapshot, assert_same, poison, snapshot
@@ -529,6 +530,26 @@ def test_damaged_torch_dist(damage: str, shared_path: Path) -> None:
                 else:
                     os.truncate(file, file.stat().st_size // 2)
         assert_names(refused(training, shared_path / "saved", CheckpointCorruptError), "cannot be read")
+
+
+@pytest.mark.world(2)
+def test_torch_dist_into_a_stage_with_a_copy_of_the_embedding(shared_path: Path) -> None:
+    """Megatron's own sharded_state_dict fails on this stage: its MTP layers have the embedding, too."""
+    same: dict[str, Any] = {"tied_embeddings": True, "mtp_layers": 1, "padded_vocab": 144}
+    with parallel(Layout(2, **same)):
+        first = build(Layout(2, **same), seed=1)
+        train(first, 0, 1)
+        save_torch_dist(first, shared_path / "saved", "dp_reshardable")
+        saved = global_state(first)
+    other = Layout(2, **same, pp=2)
+    with parallel(other):
+        second = build(other, seed=2)
+        poison(second)
+        load(second, shared_path / "saved", load_contents=("model",))
+        found = global_state(second)
+        with everywhere():
+            weights = [name for name in saved if name.endswith(" model")]
+            assert_same_state({name: found[name] for name in weights}, {name: saved[name] for name in weights})
 
 
 @pytest.mark.world(2)

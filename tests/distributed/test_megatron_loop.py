@@ -16,8 +16,9 @@ import torch.distributed as dist
 from agreement import error_of, everywhere, raised_everywhere
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from layouts import LAYOUTS
-from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state
 from megatron.core import rerun_state_machine as machines
+from megatron.core.dist_checkpointing import validation
 from snapshot import assert_same, poison, snapshot
 from tiers import marks
 from training import Layout, Step, Training, build, parallel, train
@@ -282,7 +283,7 @@ def test_a_run_of_megatron_lm_goes_on_without_being_converted(shared_path: Path)
 @pytest.mark.world(2)
 @pytest.mark.parametrize("verify", [False, True])
 def test_verify_integrity_checks_what_no_rank_needs_too(verify: bool, shared_path: Path) -> None:
-    """Here the generators of a rank are damaged, which a load of the weights alone does not read."""
+    """Here a file of optimizer states is damaged, which a load without the optimizer does not read."""
     with parallel(DP2):
         loop = Loop(build(DP2, seed=1), arguments(shared_path))
         loop.train(1)
@@ -298,6 +299,30 @@ def test_verify_integrity_checks_what_no_rank_needs_too(verify: bool, shared_pat
         else:
             second.load()
             assert second.iteration == 1
+
+
+@pytest.mark.skipif(
+    "verify_integrity" not in inspect.signature(dist_checkpointing.save).parameters,
+    reason="this megatron-core writes no digests",
+)
+@pytest.mark.world(2)
+def test_verify_integrity_asks_for_the_digests_of_megatron_lm(shared_path: Path) -> None:
+    with parallel(DP2):
+        first = Loop(build(DP2, seed=1), arguments(shared_path))
+        first.train(1)
+        folder = shared_path / "iter_0000003"
+        save_torch_dist(first.training, folder, "dp_reshardable", iteration=3)
+        if dist.get_rank() == 0:
+            (shared_path / "latest_checkpointed_iteration.txt").write_text("3")
+        dist.barrier()
+        second = Loop(build(DP2, seed=2), arguments(shared_path, verify_integrity=True, no_load_rng=True))
+        with pytest.raises(CheckpointCorruptError, match=r"leave out args\.verify_integrity"):
+            second.load()
+        if dist.get_rank() == 0:
+            validation.save_integrity_manifest(str(folder))
+        dist.barrier()
+        second.load()
+        assert second.iteration == 3
 
 
 def flip_a_byte_of(path: Path) -> None:

@@ -82,7 +82,7 @@ class Layout:
     stages: str | None = None
     """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
     pattern: str | None = None
-    """hybrid_layer_pattern, for a HybridModel of megatron 0.19: "M*-|ME"."""
+    """hybrid_layer_pattern, for a HybridModel of megatron 0.18 and newer: "M*-|ME"."""
     tied_embeddings: bool = False
     mtp_layers: int | None = None
     experts: int | None = None

@@ -47,14 +47,15 @@ def initialize(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | No
     )
 
 
-def model_of(*fields: str) -> Any:
+def model_of(*fields: str, experts: bool = False) -> Any:
     """A model with a collection of these groups, and without parallel_state."""
     collection = ProcessGroupCollection.use_mpu_process_groups(list(fields))
+    module = SimpleNamespace(num_local_experts=2)
     for group in list(parallel_state.__dict__):
         if group.endswith("_GROUP"):
             parallel_state.__dict__[group] = None
     assert not parallel_state.model_parallel_is_initialized()
-    return SimpleNamespace(pg_collection=collection)
+    return SimpleNamespace(pg_collection=collection, modules=lambda: [module] if experts else [])
 
 
 DENSE = ("tp", "pp", "cp", "dp", "dp_cp")
@@ -111,6 +112,39 @@ def test_a_model_without_groups_for_experts_has_them_divided_as_the_rest() -> No
         assert read_replicas(groups).experts == read_replicas(groups).dense
 
 
+def test_a_dense_model_may_have_some_groups_for_experts() -> None:
+    """megatron asks dense models for `expt_dp`, too (setup_process_groups_for_optimizer)."""
+    with rank_of(8, 5):
+        initialize(tp=2, ep=2, etp=1)
+        topology = read_topology(find_process_groups(model_of(*DENSE, "ep", "expt_dp")))[1]
+        assert topology == Topology(8, tp=2, dp=4, etp=2, edp=4)
+
+
+def test_what_a_collection_lacks_is_taken_from_parallel_state() -> None:
+    with rank_of(4, 2):
+        initialize(tp=2)
+        groups = find_process_groups(
+            SimpleNamespace(pg_collection=ProcessGroupCollection.use_mpu_process_groups(["tp"]))
+        )
+        assert groups is not None
+        assert groups.dp is parallel_state.get_data_parallel_group()
+
+
+def test_a_torch_that_knows_no_group_of_none_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 raises KeyError where newer ones take None for the default group."""
+    get_ranks = dist.get_process_group_ranks
+
+    def strict(group: Any) -> list[int]:
+        if group is None:
+            raise KeyError(group)
+        return get_ranks(group)
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", strict)
+    with rank_of(4, 2):
+        initialize(tp=2)
+        assert find_process_groups() is not None
+
+
 def test_data_parallel_ranks_hold_the_same_without_context_parallelism() -> None:
     with rank_of(4, 2):
         initialize(tp=2)
@@ -131,7 +165,7 @@ def test_data_parallel_ranks_hold_the_same_without_context_parallelism() -> None
 def test_a_collection_that_lacks_a_group_is_refused_by_its_name(fields: tuple[str, ...], missing: str) -> None:
     with rank_of(4, 2):
         initialize(cp=2)
-        model = model_of(*fields)
+        model = model_of(*fields, experts="ep" in fields)
         with pytest.raises(UnsupportedError, match=f"pg_collection lacks {missing}: "):
             find_process_groups(model)
 

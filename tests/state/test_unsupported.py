@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.ranks.process_groups import ProcessGroups
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -211,7 +212,8 @@ def test_a_tensor_that_all_experts_of_a_rank_share_is_refused() -> None:
 def groups() -> Iterator[dict[str, dist.ProcessGroup]]:
     """Groups of a world of four, of which this process is rank 0: the others do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield {"alone": dist.new_group([0]), "two": dist.new_group([0, 1]), "others": dist.new_group([0, 2])}
+    ranks = {"alone": [0], "two": [0, 1], "others": [0, 2], "everyone": [0, 1, 2, 3]}
+    yield {name: dist.new_group(members) for name, members in ranks.items()}
     dist.destroy_process_group()
 
 
@@ -235,6 +237,20 @@ def test_modules_with_other_groups_than_their_model_are_refused(groups: dict[str
         UnsupportedError, match=r"module Plain has the pp group \[0, 2\], but module Plain has \[0, 1\]"
     ):
         refuse_unsupported_model([with_groups(pp=two), with_groups(pp=others)])
+
+
+def test_modules_are_compared_with_the_groups_of_the_layout(groups: dict[str, dist.ProcessGroup]) -> None:
+    """A model without a collection of its own may have a part with one."""
+    alone, two, others, everyone = (groups[name] for name in ("alone", "two", "others", "everyone"))
+    layout = ProcessGroups(tp=alone, pp=alone, cp=alone, dp=everyone, dp_cp=everyone)
+    model = Plain(with_groups(tp=alone))
+    refuse_unsupported_model([model], layout)
+    model.child.pg_collection = SimpleNamespace(tp=others)  # type: ignore[union-attr, assignment]
+    with pytest.raises(UnsupportedError, match=r"child has the tp group \[0, 2\], but the whole model has \[0\]"):
+        refuse_unsupported_model([model], layout)
+    part = ProcessGroups(tp=alone, pp=alone, cp=alone, dp=two, dp_cp=two)
+    with pytest.raises(UnsupportedError, match=r"have 1 x 1 x 2 ranks .* but there are 4 ranks"):
+        refuse_unsupported_model([Plain()], part)
 
 
 def test_sharded_weights_are_refused_by_their_groups(groups: dict[str, dist.ProcessGroup]) -> None:

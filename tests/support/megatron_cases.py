@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.state.megatron_versions import TESTED
+
 REPOSITORY = Path(__file__).parents[2]
-VERSIONS = ("0.16", "0.17", "0.18", "0.19")
+VERSIONS = TESTED
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,17 @@ CASES = {
     "HuggingFace in and out": Cases("test_hf_round_trip", "pp2 or ep2"),
     "Megatron's `torch_dist`": Cases("test_foreign", "resumed and reshardable and (overlap or ep2 or pp2-vpp2)"),
     "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2)"),
+    "refuses experts whose replicas drift apart": Cases("test_refusals", "drift_apart"),
     "`HybridModel`, and `GPTModel` to it and back": Cases("test_hybrid", "returns"),
 }
 
 
 def packages(version: str) -> list[Path]:
-    """The folders of a version, for PYTHONPATH."""
-    return [REPOSITORY / ".venv" / f"megatron-{version}", REPOSITORY / ".venv" / "triton"]
+    """The folders of a version, for PYTHONPATH.
+
+    They must be there. Otherwise Python would find another version.
+    """
+    folders = [REPOSITORY / ".venv" / f"megatron-{version}", REPOSITORY / ".venv" / "triton"]
+    for folder in folders:
+        assert folder.is_dir(), f"{folder} is missing: scripts/test.sh installs it"
+    return folders

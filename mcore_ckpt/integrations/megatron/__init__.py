@@ -34,7 +34,7 @@ except ImportError as error:
     raise ImportError("mcore_ckpt.integrations.megatron needs megatron-core: pip install megatron-core") from error
 
 from mcore_ckpt.integrations.megatron.arguments import Arguments, LoopSettings
-from mcore_ckpt.integrations.megatron.folders import COUNTERS, find
+from mcore_ckpt.integrations.megatron.folders import COUNTERS, check_integrity, find
 from mcore_ckpt.integrations.megatron.refusals import (
     check_groups,
     check_place,
@@ -99,9 +99,10 @@ def configure(
         args: any object whose attributes have the names of Megatron-LM's arguments: `save`, `load`, `ckpt_step`,
             `finetune`, `no_load_optim`, `no_load_rng`, `no_save_optim`, `no_save_rng`, `async_save`,
             `exit_on_missing_checkpoint`, `pretrained_checkpoint`, `save_retain_interval`, `dataloader_save`,
-            `verify_integrity` (a load then checks the CRCs of all files first). Missing attributes have Megatron-LM's
-            defaults. Each save reads `consumed_train_samples`, `skipped_train_samples` and `consumed_valid_samples`,
-            and each load sets them. None: what `megatron.training.get_args()` returns at each call.
+            `verify_integrity` (a load then checks all files first: ours by their CRCs, Megatron-LM's by their digests).
+            Missing attributes have Megatron-LM's defaults. Each save reads `consumed_train_samples`,
+            `skipped_train_samples` and `consumed_valid_samples`, and each load sets them. None: what
+            `megatron.training.get_args()` returns at each call.
         config: the options of this package. `args` overrides `async_save`, can take the optimizer out of the contents,
             and with `save_retain_interval` sets which steps stay.
         role, hf_config, processing_class: see CheckpointManager.
@@ -365,7 +366,8 @@ def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[in
     generators = read_rng()
     manager = trainer.manager(found["folder"], config)
     try:
-        # Megatron-LM checks SHA-256 digests, which only its own saves have. Ours have CRCs for the same purpose.
+        if theirs is not None and args["verify_integrity"]:
+            check_integrity(theirs)
         verify = "full" if args["verify_integrity"] else "read"
         result = manager.load(step=found.get("step"), path=theirs, verify=verify)
     finally:

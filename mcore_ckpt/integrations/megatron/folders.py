@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.checkpoint import megatron_dir
+from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
 from mcore_ckpt.formats import TorchDistFiles, torch_dist_folders
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
@@ -58,3 +59,26 @@ def _state_of_theirs(path: Path) -> dict[str, Any]:
         "tp": args.get("tensor_model_parallel_size", 1),
         "pp": args.get("pipeline_model_parallel_size", 1),
     }
+
+
+def check_integrity(path: str) -> None:
+    """Compares the files of Megatron-LM's checkpoint with the SHA-256 digests in it. Every rank calls it.
+
+    Raises:
+        CheckpointCorruptError: a file differs, or the checkpoint was saved without `verify_integrity`.
+        UnsupportedError: this megatron-core, older than 0.17, cannot check digests.
+    """
+    from megatron.core.dist_checkpointing import validation
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    if not hasattr(validation, "verify_integrity_manifest"):
+        raise UnsupportedError(
+            f"{path}: args.verify_integrity is set, but this megatron-core cannot check the digests of Megatron-LM's "
+            "checkpoints: leave the argument out, or use megatron-core 0.17 or newer"
+        )
+    try:
+        validation.verify_integrity_manifest(path)
+    except CheckpointingException as error:
+        raise CheckpointCorruptError(
+            f"{path}: {error}. To load it unchecked, leave out args.verify_integrity"
+        ) from None
