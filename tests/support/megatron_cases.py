@@ -22,9 +22,9 @@ class Cases:
 
 
 CASES = {
-    "a killed training goes on bit for bit": Cases("test_resume", "mtp or tp2-ep2-etp1 or pp2-vpp2-hybrid"),
+    "a killed training goes on bit for bit": Cases("test_resume", "pp2-tied-bf16 or pp2-vpp2-hybrid"),
     "loads under any other layout": Cases("test_reshard", "before and (tied-mtp2 or bf16-2 or hybrid2)"),
-    "process groups of the trainer's own": Cases("test_process_groups", "never_had or pp2-tied-bf16"),
+    "process groups of the trainer's own": Cases("test_process_groups", "never_had"),
     "HuggingFace in and out": Cases("test_hf_round_trip", "pp2 or ep2"),
     "Megatron's `torch_dist`": Cases("test_foreign", "resumed and reshardable and (overlap or ep2 or pp2-vpp2)"),
     "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2)"),
