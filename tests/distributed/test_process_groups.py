@@ -47,7 +47,13 @@ def no_parallel_state() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, id=name, marks=marks(layout.world, name in IN_CI)) for name, layout in LAYOUTS.items()],
+    [
+        pytest.param(layout, id=name, marks=marks(layout.world, name in IN_CI))
+        for name, layout in LAYOUTS.items()
+        # With a pipeline layout megatron's own sharded_state_dict asks parallel_state for the pipeline rank
+        # (PipelineParallelLayerLayout.get_layer_offset, 0.19), so such a model is refused.
+        if layout.stages is None
+    ],
 )
 def test_a_checkpoint_needs_no_parallel_state(layout: Layout, shared_path: Path) -> None:
     with parallel(layout):
