@@ -154,7 +154,7 @@ def shown(step: Step) -> list[float]:
 
 # Each kind of cut is in one of these families. The others repeat it with fewer or more ranks, or with more layers.
 @pytest.mark.parametrize(
-    "layouts", families(in_ci={"dense2", "tied2", "tied-mtp2", "mtp2", "bf16-2", "dense4", "moe4"})
+    "layouts", families(in_ci={"hybrid2", "dense2", "tied2", "tied-mtp2", "mtp2", "bf16-2", "dense4", "moe4"})
 )
 def test_every_layout_loads_the_one_before(layouts: dict[str, Layout], shared_path: Path) -> None:
     names = list(layouts)
