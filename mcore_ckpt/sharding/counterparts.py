@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # The modules of a layer, in the order in which the layer runs them, and the part that each belongs to.
 _MODULES = {
     "input_layernorm": "attention",
@@ -41,16 +41,23 @@ def layers_of(names: Iterable[str]) -> Layers:
     """
     found: dict[int, dict[str, str]] = {}
     for name in names:
-        match = _LAYER.fullmatch(name)
-        part = None if match is None else _MODULES.get(match[3].partition(".")[0])
-        if match is None or part is None:
+        place = _place(name)
+        if place is None:
             continue
-        parts = found.setdefault(int(match[2]), {})
+        number, part, rest = place
+        parts = found.setdefault(number, {})
         parts.setdefault(part, part)
         for kind, start, variant in _VARIANTS:
-            if kind == part and match[3].startswith(start):
+            if kind == part and rest.startswith(start):
                 parts[part] = variant
     return {number: tuple(parts[part] for part in _ORDER if part in parts) for number, parts in sorted(found.items())}
+
+
+def _place(name: str) -> tuple[int, str, str] | None:
+    """Returns a tensor's layer, the part that it belongs to, and its name there. None if it is of no known part."""
+    match = _LAYER.fullmatch(name)
+    part = None if match is None else _MODULES.get(match[2].partition(".")[0])
+    return None if match is None or part is None else (int(match[1]), part, match[2])
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Counterparts:
     """The layer of a stored model for each part of each layer of a wanted model.
 
     Attributes:
-        stored: by the wanted layer's number and the place of the part in the layer, the stored layer's number. Empty if
+        stored: by the wanted layer's number and its part (attention, mlp or mamba), the stored layer's number. Empty if
             both models have the same layers.
     """
 
@@ -72,12 +79,11 @@ class Counterparts:
             >>> find_counterparts(wanted, stored).stored_name("decoder.layers.1.mlp.linear_fc2.weight")
             'decoder.layers.0.mlp.linear_fc2.weight'
         """
-        match = _LAYER.fullmatch(name) if self.stored else None
-        part = None if match is None else _MODULES.get(match[3].partition(".")[0])
-        if match is None or part is None:
+        place = _place(name) if self.stored else None
+        if place is None:
             return name
-        number = self.stored.get((int(match[2]), part))
-        return name if number is None else f"{match[1]}{number}.{match[3]}"
+        number, part, rest = place
+        return f"decoder.layers.{self.stored.get((number, part), number)}.{rest}"
 
 
 def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:

@@ -95,7 +95,7 @@ class OwnTraining:
 
     def __init__(self, groups: ProcessGroupCollection, seed: int) -> None:
         self.groups = groups
-        # megatron 0.16 seeds with the ranks of parallel_state only.
+        # Without these, megatron asks parallel_state.
         ranks = {"tp_rank": 0, "ep_rank": 0, "etp_rank": 0}
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed, **ranks)

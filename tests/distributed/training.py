@@ -190,7 +190,7 @@ def _forget_parallel_state() -> None:
     # Sized by the first model that logs, and kept (save_to_aux_losses_tracker, save_loss_to_tracker).
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         moe_utils.get_moe_metrics_tracker().metrics.clear()
-    else:  # until 0.18
+    else:  # until 0.17
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
 
