@@ -61,5 +61,5 @@ if REDUCES_EXPERTS_APART:
     LAYOUTS["tp2-etp1"] = Layout(2, tp=2, experts=4, etp=1)
     LAYOUTS["etp2"] = Layout(2, experts=4, etp=2)
 if HAS_HYBRID:
-    LAYOUTS["hybrid"] = Layout(1, pattern="M*-ME", experts=4)
+    LAYOUTS["hybrid"] = Layout(1, pattern="M*-MEG-/*-/*-", experts=4, mtp_layers=2)
     LAYOUTS["pp2-vpp2-hybrid"] = Layout(2, pp=2, vpp=2, pattern="M|*-|M*|-", precision="bf16")

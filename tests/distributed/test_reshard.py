@@ -105,14 +105,21 @@ FAMILIES: dict[str, dict[str, Layout]] = {
 
 
 # One model of every kind of layer, with other ends of pipeline stages.
-HYBRID: dict[str, Any] = MOE | {"expert_bias": False}
+HYBRID: dict[str, Any] = MOE | {"expert_bias": False, "mtp_layers": 1}
+HYBRID_4: dict[str, Any] = MOE_4 | {"expert_bias": False, "mtp_layers": 1}
 if HAS_HYBRID:
     FAMILIES["hybrid2"] = {
-        "dp2": Layout(2, **HYBRID, pattern="M*-ME*-"),
-        "pp2": Layout(2, **HYBRID, pp=2, pattern="M*-|ME*-"),
-        "tp2": Layout(2, **HYBRID, tp=2, pattern="M*-ME*-"),
-        "pp2-vpp2": Layout(2, **HYBRID, pp=2, vpp=2, pattern="M|*-|M|E*-"),
-        "ep2": Layout(2, **HYBRID, ep=2, pattern="M*-ME*-"),
+        "dp2": Layout(2, **HYBRID, pattern="M*-GE*-/*E"),
+        "pp2": Layout(2, **HYBRID, pp=2, pattern="M*-|GE*-/*E"),
+        "tp2": Layout(2, **HYBRID, tp=2, pattern="M*-GE*-/*E"),
+        "pp2-vpp2": Layout(2, **HYBRID, pp=2, vpp=2, pattern="M|*-|G|E*-/*E"),
+        "ep2": Layout(2, **HYBRID, ep=2, pattern="M*-GE*-/*E"),
+    }
+    FAMILIES["hybrid4"] = {
+        "tp2-pp2": Layout(4, **HYBRID_4, tp=2, pp=2, pattern="M*-|GE*-/*E"),
+        "pp2-ep2": Layout(4, **HYBRID_4, pp=2, ep=2, pattern="M*|-GE*-/*E"),
+        "pp2-vpp2-dp2": Layout(4, **HYBRID_4, pp=2, vpp=2, pattern="M|*-G|E|*-/*E"),
+        "tp2-ep2-etp1": Layout(4, **HYBRID_4, tp=2, ep=2, etp=1, pattern="M*-GE*-/*E"),
     }
 
 

@@ -82,7 +82,7 @@ class Layout:
     stages: str | None = None
     """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
     pattern: str | None = None
-    """hybrid_layer_pattern, for a HybridModel of megatron 0.18 and newer: "M*-|ME"."""
+    """hybrid_layer_pattern, for a HybridModel of megatron 0.18 and newer: "M*-|ME". With "/*-" at the end goes mtp_layers."""
     tied_embeddings: bool = False
     mtp_layers: int | None = None
     experts: int | None = None
@@ -108,7 +108,7 @@ class Layout:
     @property
     def depth(self) -> int:
         """The number of decoder layers."""
-        return self.num_layers if self.pattern is None else len(self.pattern.replace("|", ""))
+        return self.num_layers if self.pattern is None else len(self.pattern.partition("/")[0].replace("|", ""))
 
     @property
     def dp(self) -> int:
@@ -247,9 +247,9 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
             "moe_router_bias_update_rate": 0.05,
         }
     if layout.pattern:
-        from hybrid_model import MAMBA
+        from hybrid_model import MIXERS
 
-        mixture |= {"is_hybrid_model": True, **MAMBA}
+        mixture |= {"is_hybrid_model": True, **MIXERS}
     return TransformerConfig(
         num_layers=layout.depth,
         hidden_size=layout.hidden_size,
