@@ -1,7 +1,8 @@
 """Finds the layers of a stored model that hold the parts of another model's layers.
 
 A layer of GPTModel has attention and an MLP. A layer of HybridModel (megatron-core 0.18) is only one of them, or a
-Mamba mixer. So the same sequence of parts has different layer numbers in the two.
+Mamba mixer. So the same sequence of parts has different layer numbers in the two. In multi-token prediction, GPTModel
+has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictionLayer`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+from mcore_ckpt.sharding.names import natural_order
+
+# The stack that a tensor belongs to (the decoder, or one depth of multi-token prediction), its layer there, and the
+# rest of its name.
+_NAME = re.compile(
+    r"((decoder)\.layers\.\d+|(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer\.layers\.\d+))\.(.+)"
+)
 # The modules of a layer, in the order in which the layer runs them, and the part that each belongs to.
 _MODULES = {
     "input_layernorm": "attention",
@@ -27,37 +34,54 @@ _VARIANTS = (
     ("attention", "self_attention.linear_kv_down_proj.", "latent attention"),
     ("mlp", "mlp.router.", "experts"),
 )
+_DECODER = "decoder"
 
-# By layer number, the layer's parts in the order in which it runs them.
-Layers = Mapping[int, tuple[str, ...]]
+# By the beginning of the names of a layer's tensors ("decoder.layers.3"), the layer's parts in the order in which it
+# runs them.
+Layers = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is: its stack ("decoder", "mtp.layers.0"), its layer's name, its part, and its name there."""
+
+    stack: str
+    layer: str
+    part: str
+    rest: str
+
+
+def _place(name: str) -> _Place | None:
+    """Returns where a tensor is. None if it belongs to no known part of a layer."""
+    match = _NAME.fullmatch(name)
+    part = None if match is None else _MODULES.get(match[4].partition(".")[0])
+    return None if match is None or part is None else _Place(match[2] or match[3], match[1], part, match[4])
 
 
 def layers_of(names: Iterable[str]) -> Layers:
-    """Returns the parts of all decoder layers that the names belong to. Tensors of no known part are left out.
+    """Returns the parts of all layers that the names belong to. Tensors of no known part are left out.
 
     Example:
         >>> layers_of(["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.router.weight"])
-        {0: ('attention', 'experts')}
+        {'decoder.layers.0': ('attention', 'experts')}
     """
-    found: dict[int, dict[str, str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for name in names:
         place = _place(name)
         if place is None:
             continue
-        number, part, rest = place
-        parts = found.setdefault(number, {})
-        parts.setdefault(part, part)
+        parts = found.setdefault(place.layer, {})
+        parts.setdefault(place.part, place.part)
         for kind, start, variant in _VARIANTS:
-            if kind == part and rest.startswith(start):
-                parts[part] = variant
-    return {number: tuple(parts[part] for part in _ORDER if part in parts) for number, parts in sorted(found.items())}
+            if kind == place.part and place.rest.startswith(start):
+                parts[kind] = variant
+    ordered = sorted(found.items(), key=lambda item: natural_order(item[0]))
+    return {layer: tuple(parts[part] for part in _ORDER if part in parts) for layer, parts in ordered}
 
 
-def _place(name: str) -> tuple[int, str, str] | None:
-    """Returns a tensor's layer, the part that it belongs to, and its name there. None if it is of no known part."""
-    match = _LAYER.fullmatch(name)
-    part = None if match is None else _MODULES.get(match[2].partition(".")[0])
-    return None if match is None or part is None else (int(match[1]), part, match[2])
+def decoder_layers(layers: Layers) -> Layers:
+    """Returns the layers without those of multi-token prediction."""
+    return _by_stack(layers).get(_DECODER, {})
 
 
 @dataclass(frozen=True)
@@ -65,48 +89,62 @@ class Counterparts:
     """The layer of a stored model for each part of each layer of a wanted model.
 
     Attributes:
-        stored: by the wanted layer's number and its part (attention, mlp or mamba), the stored layer's number. Empty if
-            both models have the same layers.
+        stored: by the wanted layer and its part (attention, mlp or mamba), the stored layer. Empty if both models have
+            the same layers.
     """
 
-    stored: Mapping[tuple[int, str], int]
+    stored: Mapping[tuple[str, str], str]
 
     def stored_name(self, name: str) -> str:
         """Returns the name that a tensor of the wanted model has in the stored model.
 
         Example:
-            >>> wanted, stored = {0: ("attention",), 1: ("mlp",)}, {0: ("attention", "mlp")}
-            >>> find_counterparts(wanted, stored).stored_name("decoder.layers.1.mlp.linear_fc2.weight")
+            >>> hybrid = {"decoder.layers.0": ("attention",), "decoder.layers.1": ("mlp",)}
+            >>> found = find_counterparts(hybrid, {"decoder.layers.0": ("attention", "mlp")})
+            >>> found.stored_name("decoder.layers.1.mlp.linear_fc2.weight")
             'decoder.layers.0.mlp.linear_fc2.weight'
         """
         place = _place(name) if self.stored else None
         if place is None:
             return name
-        number, part, rest = place
-        return f"decoder.layers.{self.stored.get((number, part), number)}.{rest}"
+        return f"{self.stored.get((place.layer, place.part), place.layer)}.{place.rest}"
 
 
 def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:
     """Matches the parts of two models one by one, in the order in which the models run them.
 
+    The layers of multi-token prediction are matched separately for each depth. A depth that only one model has is left
+    out.
+
     Raises:
         ValueError: the models do not run the same parts in the same order. The message lists the layers of both.
     """
-    if wanted == stored:
-        return Counterparts({})
-    ours, theirs = _sequence(wanted), _sequence(stored)
+    found: dict[tuple[str, str], str] = {}
+    ours, theirs = _by_stack(wanted), _by_stack(stored)
+    for stack, layers in ours.items():
+        others = theirs.get(stack, {})
+        if layers != others and (others or stack == _DECODER):
+            found |= _match(stack, layers, others)
+    return Counterparts(found)
+
+
+def _by_stack(layers: Layers) -> dict[str, dict[str, tuple[str, ...]]]:
+    stacks: dict[str, dict[str, tuple[str, ...]]] = {}
+    for layer, parts in sorted(layers.items(), key=lambda item: natural_order(item[0])):
+        stack = _DECODER if layer.startswith(_DECODER) else ".".join(layer.split(".")[:3])
+        stacks.setdefault(stack, {})[layer] = parts
+    return stacks
+
+
+def _match(stack: str, wanted: Layers, stored: Layers) -> dict[tuple[str, str], str]:
+    ours, theirs = ([(layer, part) for layer, parts in each.items() for part in parts] for each in (wanted, stored))
     if [part for _, part in ours] != [part for _, part in theirs]:
-        raise ValueError(f"wanted the layers {describe(wanted)}, found {describe(stored)}")
-    return Counterparts(
-        {(number, _module_part(part)): other for (number, part), (other, _) in zip(ours, theirs, strict=True)}
-    )
+        where = "" if stack == _DECODER else f" in {stack}"
+        raise ValueError(f"wanted the layers {describe(wanted)}{where}, found {describe(stored)}")
+    return {(layer, _kind(part)): other for (layer, part), (other, _) in zip(ours, theirs, strict=True)}
 
 
-def _sequence(layers: Layers) -> list[tuple[int, str]]:
-    return [(number, part) for number, parts in sorted(layers.items()) for part in parts]
-
-
-def _module_part(part: str) -> str:
+def _kind(part: str) -> str:
     return next((kind for kind, _, variant in _VARIANTS if variant == part), part)
 
 
@@ -114,11 +152,11 @@ def describe(layers: Layers) -> str:
     """Returns the layers as text, with equal ones in a row counted.
 
     Example:
-        >>> describe({0: ("attention", "mlp"), 1: ("attention", "mlp"), 2: ("mamba",)})
-        '2 x (attention + mlp), mamba'
+        >>> describe({"decoder.layers.0": ("attention", "mlp"), "decoder.layers.1": ("attention", "mlp")})
+        '2 x (attention + mlp)'
     """
     runs: list[tuple[str, int]] = []
-    for _, parts in sorted(layers.items()):
+    for parts in layers.values():
         text = " + ".join(parts)
         if runs and runs[-1][0] == text:
             runs[-1] = (text, runs[-1][1] + 1)

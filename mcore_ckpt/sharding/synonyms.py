@@ -18,6 +18,8 @@ _NORMS = (
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
     # The norm before linear attention (get_gated_delta_net_module_spec).
     ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
+    # The norm before a Mamba mixer (hybrid_layer_specs.py).
+    ("norm.", "mixer.in_proj.layer_norm_"),
     # In heterogeneous models, one linear layer can replace attention or an MLP (heterogeneous_layer_specs.py).
     ("input_layernorm.", "self_attention.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.layer_norm_"),

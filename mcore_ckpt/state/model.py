@@ -133,7 +133,7 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 
 
 def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Record:
-    """Returns what this rank's decoder layers consist of, as plain JSON values. One rank of each stage tells.
+    """Returns what this rank's layers consist of, as plain JSON values. One rank of each stage tells.
 
     `whole_layers` puts the records of all ranks together.
     """
@@ -143,7 +143,7 @@ def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Re
 
 
 def whole_layers(records: Iterable[Record]) -> Layers:
-    """Returns what the decoder layers of the whole model consist of, from the `own_layers` of all ranks."""
+    """Returns what the layers of the whole model consist of, from the `own_layers` of all ranks."""
     return {number: tuple(parts) for record in records for number, parts in record["layers"]}
 
 

@@ -31,7 +31,7 @@ class Trainer:
         replicas: the world ranks that hold the same tensors as this rank.
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
-        layers: what the decoder layers of the whole model consist of. Empty until all ranks have told.
+        layers: what the layers of the whole model consist of. Empty until all ranks have told.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """

@@ -11,7 +11,7 @@ import torch
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.ranks.process_groups import ProcessGroups, has_process_group
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.sharding.counterparts import Layers, decoder_layers
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.model import unwrap
@@ -24,6 +24,8 @@ _MODULES = {
     "FullyShardedDataParallel": "Megatron-FSDP: use DistributedDataParallel",
     "MegatronFSDP": "Megatron-FSDP: use DistributedDataParallel",
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
+    # One weight (0.17) that other layer specs, HuggingFace and megatron's own checkpoints have as two.
+    "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
 }
 _OPTIMIZERS = {
     "HybridDeviceOptimizer": "HybridDeviceOptimizer (optimizer_cpu_offload): turn the offload off",
@@ -159,16 +161,17 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
 
     Args:
         chunks: the model's chunks on this rank.
-        layers: the decoder layers that all ranks have together.
+        layers: the layers that all ranks have together.
     """
     pattern = getattr(unwrap(chunks[0]), "hybrid_layer_pattern", None)
     if not isinstance(pattern, str):
         return
     segments = pattern.partition("/")[0].split("|")
     wanted = sum(map(len, segments))
-    if len(layers) != wanted:
+    found = len(decoder_layers(layers))
+    if found != wanted:
         raise UnsupportedError(
-            f"the model has {len(layers)} of the {wanted} layers in its hybrid_layer_pattern {pattern!r}: the pattern "
+            f"the model has {found} of the {wanted} layers in its hybrid_layer_pattern {pattern!r}: the pattern "
             f"needs as many segments as there are pipeline stages, and it has {len(segments)}"
         )
 

@@ -18,9 +18,9 @@ from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 pytestmark = pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
 
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
-# The second layer of the GPTModel has experts (training.py).
-GPT = Layout(2, **SAME, experts=4, num_layers=2)
-HYBRID = Layout(2, **SAME, experts=4, pattern="*-*E")
+# The second layer of the GPTModel has experts (training.py), and the layer of multi-token prediction is like it.
+GPT = Layout(2, **SAME, experts=4, num_layers=2, mtp_layers=1)
+HYBRID = Layout(2, **SAME, experts=4, pattern="*-*E/*E", mtp_layers=1)
 
 
 def loaded(layout: Layout, root: Path) -> Training:
@@ -42,8 +42,8 @@ def values(state: GlobalState) -> list[bytes]:
     "hybrid",
     [
         pytest.param(HYBRID, id="dp2"),
-        pytest.param(replace(HYBRID, pp=2, pattern="*|-*E"), id="pp2"),
-        pytest.param(replace(HYBRID, pp=2, vpp=2, pattern="*|-|*|E"), id="pp2-vpp2", marks=pytest.mark.full),
+        pytest.param(replace(HYBRID, pp=2, pattern="*|-*E/*E"), id="pp2"),
+        pytest.param(replace(HYBRID, pp=2, vpp=2, pattern="*|-|*|E/*E"), id="pp2-vpp2", marks=pytest.mark.full),
         pytest.param(replace(HYBRID, tp=2), id="tp2", marks=pytest.mark.full),
         pytest.param(replace(HYBRID, ep=2), id="ep2", marks=pytest.mark.full),
     ],
@@ -83,6 +83,7 @@ def test_a_gpt_goes_through_a_hybrid_and_returns_the_same_bytes(hybrid: Layout, 
             "*-*-*-",
             r"wanted the layers attention, mlp, attention, mlp, attention, mlp, found attention",
         ),
+        ("*-*E/M-", r"wanted the layers mamba, mlp in mtp\.layers\.0, found attention \+ experts"),
         ("M*-*-", "wanted the layers mamba, attention"),
         ("**--", r"wanted the layers 2 x \(attention\), 2 x \(mlp\), found"),
     ],
@@ -90,7 +91,7 @@ def test_a_gpt_goes_through_a_hybrid_and_returns_the_same_bytes(hybrid: Layout, 
 def test_layers_that_do_not_match_are_listed(pattern: str, said: str, shared_path: Path) -> None:
     with parallel(GPT):
         save(build(GPT, seed=1), shared_path, 2)
-    hybrid = Layout(2, **SAME, pattern=pattern)
+    hybrid = replace(HYBRID, pattern=pattern, mtp_layers=pattern.count("/") or None)
     with parallel(hybrid):
         training = build(hybrid, seed=2)
 

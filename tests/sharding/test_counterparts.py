@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.sharding.counterparts import describe, find_counterparts, layers_of
+from mcore_ckpt.sharding.counterparts import Layers, decoder_layers, describe, find_counterparts, layers_of
 
 TENSORS = {
     "attention": (
@@ -22,24 +22,35 @@ ATTENTION = ("attention", "linear attention", "latent attention")
 MLP = ("mlp", "experts")
 
 
-def names_of(layers: list[tuple[str, ...]]) -> dict[str, list[str]]:
+# How the two models name a layer of the decoder, and of the second depth of multi-token prediction.
+GPT = ("decoder.layers.{}", "mtp.layers.1.transformer_layer")
+HYBRID = ("decoder.layers.{}", "mtp.layers.1.mtp_model_layer.layers.{}")
+
+
+def names_of(stack: str, layers: list[tuple[str, ...]]) -> dict[str, list[str]]:
     """The names of a model's tensors, by part in the order in which the model runs them."""
     names = {}
     for number, parts in enumerate(layers):
         for part in parts:
-            names[f"{len(names)} {part}"] = [f"decoder.layers.{number}.{tensor}" for tensor in TENSORS[part]]
+            key = f"{stack[:3]} {len(names)} {part}"
+            names[key] = [f"{stack.format(number)}.{tensor}" for tensor in TENSORS[part]]
     return names
+
+
+def decoder(layers: list[tuple[str, ...]]) -> Layers:
+    return {f"decoder.layers.{number}": parts for number, parts in enumerate(layers)}
 
 
 gpt_layers = st.lists(st.tuples(st.sampled_from(ATTENTION), st.sampled_from(MLP)), max_size=12)
 
 
-@given(gpt_layers, st.randoms())
+@given(gpt_layers, st.tuples(st.sampled_from(ATTENTION), st.sampled_from(MLP)))
 def test_each_part_finds_itself_however_the_parts_are_put_into_layers(
-    layers: list[tuple[str, str]], rng: object
+    layers: list[tuple[str, str]], mtp: tuple[str, str]
 ) -> None:
-    gpt = names_of(layers)
-    hybrid = names_of([(part,) for layer in layers for part in layer])
+    gpt = names_of(GPT[0], list(layers)) | names_of(GPT[1], [mtp])
+    hybrid = names_of(HYBRID[0], [(part,) for layer in layers for part in layer])
+    hybrid |= names_of(HYBRID[1], [(part,) for part in mtp])
     for wanted, stored in ((gpt, hybrid), (hybrid, gpt), (gpt, gpt)):
         found = find_counterparts(
             *(layers_of(name for names in each.values() for name in names) for each in (wanted, stored))
@@ -49,14 +60,21 @@ def test_each_part_finds_itself_however_the_parts_are_put_into_layers(
 
 
 def test_models_of_the_same_layers_keep_their_names() -> None:
-    layers = {0: ("attention", "mlp"), 1: ("mamba",)}
+    layers = decoder([("attention", "mlp"), ("mamba",)])
     assert find_counterparts(layers, layers).stored == {}
     assert find_counterparts(layers, layers).stored_name("decoder.layers.7.mlp.weight") == "decoder.layers.7.mlp.weight"
 
 
+def test_a_depth_that_only_one_model_has_is_left_out() -> None:
+    one = decoder([("attention", "mlp")])
+    two = one | {"mtp.layers.0.transformer_layer": ("attention", "mlp")}
+    assert find_counterparts(one, two).stored == find_counterparts(two, one).stored == {}
+    assert decoder_layers(two) == one
+
+
 def test_tensors_outside_the_layers_keep_their_names() -> None:
-    found = find_counterparts({0: ("attention",), 1: ("mlp",)}, {0: ("attention", "mlp")})
-    for name in ("decoder.final_norm.weight", "embedding.word_embeddings.weight", "mtp.layers.0.mlp.weight"):
+    found = find_counterparts(decoder([("attention",), ("mlp",)]), decoder([("attention", "mlp")]))
+    for name in ("decoder.final_norm.weight", "embedding.word_embeddings.weight", "mtp.layers.0.enorm.weight"):
         assert found.stored_name(name) == name
 
 
@@ -78,9 +96,18 @@ def test_other_parts_another_number_or_another_order_are_refused(
     wanted: list[tuple[str, ...]], stored: list[tuple[str, ...]], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        find_counterparts(dict(enumerate(wanted)), dict(enumerate(stored)))
+        find_counterparts(decoder(wanted), decoder(stored))
+
+
+def test_the_depth_of_other_parts_is_named() -> None:
+    one, two = (
+        decoder([("attention", "mlp")]) | layers_of(name for names in names_of(stack, parts).values() for name in names)
+        for stack, parts in ((GPT[1], [("attention", "mlp")]), (HYBRID[1], [("mamba",), ("mlp",)]))
+    )
+    with pytest.raises(ValueError, match=r"the layers mamba, mlp in mtp.layers.1, found attention \+ mlp"):
+        find_counterparts(two, one)
 
 
 def test_layers_are_described_shortly() -> None:
     assert describe({}) == "none"
-    assert describe({4: ("mamba",), 5: ("mamba",), 6: ("attention",)}) == "2 x (mamba), attention"
+    assert describe(decoder([("mamba",), ("mamba",), ("attention",)])) == "2 x (mamba), attention"
