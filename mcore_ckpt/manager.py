@@ -41,6 +41,7 @@ from mcore_ckpt.state.model import (
     whole_layers,
 )
 from mcore_ckpt.state.optimizer import optimizer_parts
+from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
     refuse_missing_layers,
@@ -520,13 +521,13 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
     Otherwise the other ranks would later wait for the rank that refused.
     """
     config, chunks, optimizer = trainer.config, trainer.chunks, trainer.optimizer
+    shards: list[LocalShard] = []
 
     def work() -> Record:
         refuse_unsupported_model(chunks, trainer.replicas.groups)
         model = model_shards(chunks)
         refuse_unsupported_experts(trainer.topology, model)
-        if "hf_model" in config.save_contents:
-            check_exportable(trainer, model)
+        shards.extend(model)
         if optimizer is not None:
             refuse_unsupported_optimizer(optimizer)
         return {
@@ -558,7 +559,15 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
         lock.look()
         return {"layers": list(layers.items())}
 
-    return whole_layers([decide(trainer.agreement, _SETTING_UP, work, combine)])
+    layers = whole_layers([decide(trainer.agreement, _SETTING_UP, work, combine)])
+    if "hf_model" in config.save_contents:
+
+        def check() -> Record:
+            check_exportable(replace(trainer, layers=layers), shards)
+            return {}
+
+        decide(trainer.agreement, _SETTING_UP, check, lambda _: {})
+    return layers
 
 
 def _vocab_size(hf_config: Any) -> int | None:

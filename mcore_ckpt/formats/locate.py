@@ -59,9 +59,6 @@ class Locator:
         vocab_size: the number of tokens without padding; None if it is unknown.
         layers: the layers of the whole model that reads. The checkpoint may have the same parts in other
             layers (a GPTModel's in a HybridModel). None: the checkpoint's layers have the same numbers.
-
-    Attributes:
-        unlike: why the checkpoint's layers cannot be matched with `layers`; None if they can.
     """
 
     def __init__(
@@ -72,16 +69,14 @@ class Locator:
         layers: Layers | None = None,
     ) -> None:
         self.reader = reader
-        self.unlike: str | None = None
         self._position = position
         self._vocab_size = vocab_size
-        self._counterparts = Counterparts({})
-        if layers is not None:
-            try:
-                self._counterparts = find_counterparts(layers, layers_of(reader.names))
-            except ValueError as error:
-                # The first tensor that is missing will raise, and its message has this reason.
-                self.unlike = str(error)
+        self._counterparts = Counterparts({}) if layers is None else find_counterparts(layers, layers_of(reader.names))
+
+    @property
+    def unlike(self) -> str | None:
+        """Why the checkpoint's layers cannot be matched with those that read. For messages about missing tensors."""
+        return self._counterparts.unlike
 
     def stored_key(self, key: ShardKey) -> ShardKey | None:
         """Returns the key with the checkpoint's name of the tensor, or None if the checkpoint has no such tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,13 +25,14 @@ from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology, read_replicas, read_topology
-from mcore_ckpt.sharding.plan import MODEL, ShardKey
+from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
 from mcore_ckpt.state.megatron_versions import check_megatron
-from mcore_ckpt.state.model import as_chunks, model_shards, process_groups_of, unwrap
+from mcore_ckpt.state.model import as_chunks, model_shards, own_layers, process_groups_of, unwrap, whole_layers
 from mcore_ckpt.state.shards import LocalShard
-from mcore_ckpt.state.unsupported import refuse_unsupported_experts, refuse_unsupported_model
+from mcore_ckpt.state.unsupported import refuse_missing_layers, refuse_unsupported_experts, refuse_unsupported_model
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,10 @@ class HfLoadReport:
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """This rank's model, coordinates and agreement."""
+    """This rank's model, its tensors, coordinates and agreement."""
 
     chunks: tuple[torch.nn.Module, ...]
+    shards: tuple[LocalShard, ...]
     coordinates: RankCoordinates
     topology: Topology
     replicas: Replicas
@@ -144,8 +146,8 @@ def load_hf(
     except BaseException as error:
         agreement.fail_next_round(topic, error)
         raise
-    contents = _read_contents_together(here, path, source, ignore)
-    plan = _plan_together(here, contents, source, ignore, topic)
+    contents, layers = _read_contents_together(here, path, source, ignore)
+    plan = _plan_together(here, contents, layers, source, ignore, topic)
     nbytes = _apply_together(here, plan, source)
     if optimizer is not None:
         optimizer.reload_model_params()
@@ -158,35 +160,50 @@ def _here(model: Any, agreement: Agreement) -> _Here:
     check_megatron()
     groups = process_groups_of(chunks)
     coordinates, topology = read_topology(groups, len(chunks))
-    return _Here(chunks, coordinates, topology, read_replicas(groups), agreement)
+    replicas = read_replicas(groups)
+    refuse_unsupported_model(chunks, replicas.groups)
+    shards = tuple(model_shards(chunks))
+    refuse_unsupported_experts(topology, shards)
+    return _Here(chunks, shards, coordinates, topology, replicas, agreement)
 
 
-def _read_contents_together(here: _Here, path: Path, source: str, ignore: Sequence[str]) -> FolderContents:
-    """Reads the folder's headers on rank 0 and sends them to all ranks, so that only rank 0 opens every file."""
+def _read_contents_together(
+    here: _Here, path: Path, source: str, ignore: Sequence[str]
+) -> tuple[FolderContents, Layers]:
+    """Reads the folder's headers on rank 0 and sends them to all ranks, so that only rank 0 opens every file.
+
+    Returns the headers and the layers of the whole model.
+    """
 
     def work() -> Record:
         if source not in ("shared", "rank0"):
             raise InvalidArgumentError(f"source is {source!r}: use 'shared' or 'rank0'")
         where = str(path.absolute()) if source == "shared" else None
-        return {"path": where, "source": source, "ignore": list(ignore)}
+        arguments = {"path": where, "source": source, "ignore": list(ignore)}
+        return {"arguments": arguments, **own_layers(here.shards, here.coordinates)}
 
     def combine(records: Sequence[Record]) -> Record:
-        same_everywhere(records, "the arguments of load_hf")
-        return read_contents(path).to_record()
+        same_everywhere([record["arguments"] for record in records], "the arguments of load_hf")
+        layers = whole_layers(records)
+        refuse_missing_layers(here.chunks, layers)
+        return {**read_contents(path).to_record(), "layers": list(layers.items())}
 
     record = decide(here.agreement, f"opening {path}", work, combine)
-    return FolderContents.from_record(path, record)
+    return FolderContents.from_record(path, record), whole_layers([record])
 
 
 # -- plan -------------------------------------------------------------------------------------------------
 
 
-def _plan_together(here: _Here, contents: FolderContents, source: Source, ignore: Sequence[str], topic: str) -> _Plan:
+def _plan_together(
+    here: _Here, contents: FolderContents, layers: Layers, source: Source, ignore: Sequence[str], topic: str
+) -> _Plan:
     def plan() -> tuple[_Plan, Record]:
         if source == "rank0":
             refuse_broadcast(here.chunks, here.replicas, 'source="rank0"')
-        own = _plan(here, contents, source, ignore)
-        return own, {"used": positions_taken(own.locator, (ShardKey(r.name, MODEL) for r in own.requests))}
+        reader = HuggingFaceReader(contents, ignore)
+        own = _plan(here, reader, _locator(here, reader, layers), source)
+        return own, {"used": positions_taken(own.locator, (shard.key for shard in _taken(here, reader)))}
 
     def check(own: _Plan, reports: Sequence[Record]) -> None:
         _check_all_used(own, [report["used"] for report in reports])
@@ -195,21 +212,24 @@ def _plan_together(here: _Here, contents: FolderContents, source: Source, ignore
     return plan_together(here.agreement, topic, plan, check)
 
 
-def _plan(here: _Here, contents: FolderContents, source: Source, ignore: Sequence[str]) -> _Plan:
-    refuse_unsupported_model(here.chunks, here.replicas.groups)
-    shards = model_shards(here.chunks)
-    refuse_unsupported_experts(here.topology, shards)
-    reader = HuggingFaceReader(contents, ignore)
+def _locator(here: _Here, reader: HuggingFaceReader, layers: Layers) -> Locator:
+    position = RankPosition(here.topology, here.coordinates)
+    return Locator(reader, position, reader.model.sizes["vocab"], layers)
+
+
+def _plan(here: _Here, reader: HuggingFaceReader, locator: Locator, source: Source) -> _Plan:
     _check_config(here, reader)
-    locator = Locator(reader, RankPosition(here.topology, here.coordinates), reader.model.sizes["vocab"])
-    requests = [
-        _request(here, shard, reader, locator, source)
-        for shard in shards
-        if shard.key.kind == MODEL and not any(reader.model.ignores(name) for name in synonyms(shard.key.name))
-    ]
+    requests = [_request(here, shard, locator, reader, source) for shard in _taken(here, reader)]
     if source == "shared":
         reader.check_visible(read.stored.file for request in requests for read in request.fill.reads)
     return _Plan(locator, reader, tuple(requests))
+
+
+def _taken(here: _Here, reader: HuggingFaceReader) -> Iterator[LocalShard]:
+    """Yields the tensors of this rank that are to be filled."""
+    for shard in here.shards:
+        if shard.key.kind == MODEL and not any(reader.model.ignores(name) for name in synonyms(shard.key.name)):
+            yield shard
 
 
 def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
@@ -218,14 +238,15 @@ def _check_config(here: _Here, reader: HuggingFaceReader) -> None:
         check_model(unwrap(chunk), reader.model)
 
 
-def _request(here: _Here, shard: LocalShard, reader: HuggingFaceReader, locator: Locator, source: Source) -> Request:
+def _request(here: _Here, shard: LocalShard, locator: Locator, reader: HuggingFaceReader, source: Source) -> Request:
     wanted = Wanted(shard.key, shard.region, str(reader.place))
     refuse_freed(shard.key, shard.tensor, "load_hf()")
     found = locator.find(wanted)
-    if found is None:
+    stored = locator.stored_key(shard.key)
+    if found is None or stored is None:
         raise CheckpointMismatchError(
             f"{wanted.file}: {reader.model.describe()} has nothing for tensor {shard.key}, "
-            f"{shard.region.describe()}{_hint(shard.key.name, reader)}"
+            f"{shard.region.describe()}{_hint(shard.key.name, reader, locator)}"
         )
     _check_vocabulary(shard, reader, here.topology)
     if not shard.tensor.dtype.is_floating_point:
@@ -235,14 +256,16 @@ def _request(here: _Here, shard: LocalShard, reader: HuggingFaceReader, locator:
         )
     replicas = _replicas(here, shard.expert) if source == "rank0" else ()
     fill = TensorFill(found.reads, found.dtype, lambda: shard.tensor, padded=bool(found.outside), replicas=replicas)
-    return Request(shard.key.name, shard.region, fill)
+    return Request(stored.name, shard.region, fill)
 
 
 def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
     return here.replicas.experts if expert and here.topology.experts_apart else here.replicas.dense
 
 
-def _hint(name: str, reader: HuggingFaceReader) -> str:
+def _hint(name: str, reader: HuggingFaceReader, locator: Locator) -> str:
+    if locator.unlike is not None:
+        return f": {locator.unlike}"
     if name == MCORE_HEAD and reader.model.is_tied:
         return ": its embeddings are tied: build the model with share_embeddings_and_output_weights=True"
     return ". List in `ignore` the tensors that may keep their values"
@@ -265,10 +288,11 @@ def _check_all_used(plan: _Plan, used: Sequence[Runs]) -> None:
     if left:
         stored = plan.reader.parts_of(left[0])[0]
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        layers = "" if plan.locator.unlike is None else f" ({plan.locator.unlike})"
         raise CheckpointMismatchError(
             f"{plan.reader.place / stored.file}: {plan.reader.model.describe()} has tensor {left[0]}, "
-            f"{stored.region.describe()}{more}, which no rank of this model has. List in `ignore` the tensors to "
-            "leave out"
+            f"{stored.region.describe()}{more}, which no rank of this model has{layers}. List in `ignore` the "
+            "tensors to leave out"
         )
 
 

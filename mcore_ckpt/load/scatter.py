@@ -30,7 +30,7 @@ _GOOD, _FAILED = 1, 0
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A tensor that a rank needs: its global name, its region of the global tensor, and its fill."""
+    """A tensor that a rank needs: its name in the checkpoint, its region of the global tensor, and its fill."""
 
     name: str
     region: Region

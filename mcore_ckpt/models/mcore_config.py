@@ -102,6 +102,11 @@ def to_hf_config(
     Raises:
         UnsupportedError: the model has a feature that the architecture cannot express. The message names the feature.
     """
+    if _field(transformer, "is_hybrid_model") is True:
+        raise UnsupportedError(
+            "is_hybrid_model is True: a HybridModel's num_layers counts attention and MLP as layers of their own; pass "
+            "the TransformerConfig of the GPTModel with the same layers"
+        )
     config: dict[str, Any] = {**base, "model_type": architecture.model_type}
     for rule in architecture.rules:
         try:
@@ -174,6 +179,9 @@ _NOT_COMPARED = {
     *("params_dtype", "bf16", "fp16", *_TRAINING_FIELDS),
     *("gpt.vocab_size", "gpt.max_sequence_length", "gpt.share_embeddings_and_output_weights"),
 }
+# A HybridModel has a layer for each part of a GPTModel's layer, and its pattern says which part. Its layers are
+# compared when its tensors are matched (`sharding/counterparts.py`).
+_NOT_COMPARED_IF_HYBRID = {"num_layers", "moe_layer_freq", "linear_attention_freq", "experimental_attention_variant"}
 _NOT_COMPARED_IF_LATENT = {"kv_channels", "gpt.rotary_percent", "gpt.rotary_base"}
 
 
@@ -181,14 +189,17 @@ def check_model(model: Any, hf_model: HfModel) -> None:
     """Raises CheckpointMismatchError unless a live model is the one that a HuggingFace config describes.
 
     Args:
-        model: an unwrapped `GPTModel`, or another module with megatron's `config`. Arguments that this module does not
-            expose are not compared. A model without multi-token prediction is accepted.
+        model: an unwrapped `GPTModel` or `HybridModel`, or another module with megatron's `config`. Arguments that this
+            module does not expose are not compared, and neither are the layers of a `HybridModel`. A model without
+            multi-token prediction is accepted.
         hf_model: the model that the config describes, from `model_from_config`.
     """
     wanted = to_mcore_config(hf_model)
     gpt = gpt_arguments(model)
     is_latent = wanted.transformer.get("multi_latent_attention")
-    not_compared = _NOT_COMPARED | _NOT_COMPARED_IF_LATENT if is_latent else _NOT_COMPARED
+    is_hybrid = getattr(model, "hybrid_layer_pattern", None) is not None
+    not_compared = _NOT_COMPARED | (_NOT_COMPARED_IF_LATENT if is_latent else set())
+    not_compared |= _NOT_COMPARED_IF_HYBRID if is_hybrid else set()
     flat = {**wanted.transformer, **{_ATTRIBUTES + n: v for n, v in wanted.attributes.items()}}
     flat |= {_GPT + name: value for name, value in wanted.gpt.items()}
     for name, value in flat.items():

@@ -33,6 +33,7 @@ from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
@@ -57,14 +58,17 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
         described = _as_value_model(described)
     _check_config(trainer, described)
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
+    # A HybridModel has the same parts in other layers.
+    counterparts = find_counterparts(trainer.layers, layers_of(wanted))
+    unlike = "" if counterparts.unlike is None else f" ({counterparts.unlike})"
     for shard in model:
         if shard.key.kind == OPAQUE:
             continue
-        name, shape = found_as(shard.key.name, wanted), shard.region.global_shape
+        name, shape = found_as(counterparts.stored_name(shard.key.name), wanted), shard.region.global_shape
         if name is None:
             raise CheckpointMismatchError(
-                f"tensor {shard.key}: hf_config describes {described.describe()}, which has no such tensor: pass the "
-                "model's own hf_config, or leave 'hf_model' out of save_contents"
+                f"tensor {shard.key}: hf_config describes {described.describe()}, which has no such tensor{unlike}: "
+                "pass the model's own hf_config, or leave 'hf_model' out of save_contents"
             )
         if shape != wanted[name] and not _is_padded(name, shape, wanted[name]):
             raise CheckpointMismatchError(

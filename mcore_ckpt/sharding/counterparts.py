@@ -90,10 +90,12 @@ class Counterparts:
 
     Attributes:
         stored: by the wanted layer and its part (attention, mlp or mamba), the stored layer. Empty if both models have
-            the same layers.
+            the same layers, or cannot be matched.
+        unlike: why the models cannot be matched, with the layers of both; None if they can.
     """
 
     stored: Mapping[tuple[str, str], str]
+    unlike: str | None = None
 
     def stored_name(self, name: str) -> str:
         """Returns the name that a tensor of the wanted model has in the stored model.
@@ -115,16 +117,18 @@ def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:
 
     The layers of multi-token prediction are matched separately for each depth. A depth that only one model has is left
     out.
-
-    Raises:
-        ValueError: the models do not run the same parts in the same order. The message lists the layers of both.
     """
     found: dict[tuple[str, str], str] = {}
     ours, theirs = _by_stack(wanted), _by_stack(stored)
     for stack, layers in ours.items():
         others = theirs.get(stack, {})
-        if layers != others and (others or stack == _DECODER):
-            found |= _match(stack, layers, others)
+        if layers == others or (not others and stack != _DECODER):
+            continue
+        matched = _match(layers, others)
+        if matched is None:
+            where = "" if stack == _DECODER else f" in {stack}"
+            return Counterparts({}, f"wanted the layers {describe(layers)}{where}, found {describe(others)}")
+        found |= matched
     return Counterparts(found)
 
 
@@ -136,11 +140,11 @@ def _by_stack(layers: Layers) -> dict[str, dict[str, tuple[str, ...]]]:
     return stacks
 
 
-def _match(stack: str, wanted: Layers, stored: Layers) -> dict[tuple[str, str], str]:
+def _match(wanted: Layers, stored: Layers) -> dict[tuple[str, str], str] | None:
+    """Returns None if the two do not run the same parts in the same order."""
     ours, theirs = ([(layer, part) for layer, parts in each.items() for part in parts] for each in (wanted, stored))
     if [part for _, part in ours] != [part for _, part in theirs]:
-        where = "" if stack == _DECODER else f" in {stack}"
-        raise ValueError(f"wanted the layers {describe(wanted)}{where}, found {describe(stored)}")
+        return None
     return {(layer, _kind(part)): other for (layer, part), (other, _) in zip(ours, theirs, strict=True)}
 
 

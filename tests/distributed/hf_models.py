@@ -1,6 +1,8 @@
 """Live megatron models of the shape that a HuggingFace folder's config says, and what they must hold after a load."""
 
+import copy
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from mcore_ckpt.state.model import model_shards, unwrap
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from element_positions import positions
 from global_tensors import to_mcore
-from parity import ValueHead, block_spec, make_latent, make_linear
+from parity import ValueHead, ZeroCentredNorm, block_spec, make_latent, make_linear
 
 Model = list[torch.nn.Module]
 
@@ -47,6 +49,8 @@ class Shape:
     """None: as tp."""
     first_stage_layers: int | None = None
     dtype: torch.dtype = torch.float32
+    hybrid: bool = False
+    """A HybridModel of the same parts, instead of a GPTModel."""
 
     @property
     def layout(self) -> Layout:
@@ -121,10 +125,11 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
 
 def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: int) -> GPTModel:
     where = {"vp_stage": stage if shape.vpp else None}
-    block = block_spec(config, **where)
+    config_of_block = _on_one_stage(config) if shape.hybrid else config
+    block = block_spec(config_of_block, **where)
     if config.experimental_attention_variant:
-        offset = get_transformer_layer_offset(config, **where)
-        make_linear(config, block, offset)
+        offset = 0 if shape.hybrid else get_transformer_layer_offset(config, **where)
+        make_linear(config_of_block, block, offset)
         for layer, is_linear in zip(block.layer_specs, config.linear_attention_freq[offset:], strict=False):
             if is_linear:
                 # As transformer-engine's spec has it, which is the only one for these layers.
@@ -137,28 +142,49 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
         if config.multi_latent_attention:
             make_latent(config, block)
     mtp = None
-    if config.mtp_num_layers:
+    if config.mtp_num_layers and not shape.hybrid:
         mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)
     multiple = 1 if shape.tp == 1 else 4 * shape.tp
     rows = -(-wanted.gpt["vocab_size"] // multiple) * multiple
-    model = GPTModel(
-        config,
-        block,
-        **{**wanted.gpt, "vocab_size": rows},
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
-        mtp_block_spec=mtp,
-        **where,
-    )
+    gpt = {**wanted.gpt, "vocab_size": rows}
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+    }
+    if shape.hybrid:
+        from hf_hybrid import hybrid_chunk
+
+        norm = ZeroCentredNorm if config.experimental_attention_variant else RMSNorm
+        model = hybrid_chunk(config, block, norm, gpt, **ends, **where)
+    else:
+        model = GPTModel(config, block, **gpt, mtp_block_spec=mtp, **ends, **where)
     return model.to(shape.dtype).eval()
+
+
+def _on_one_stage(config: TransformerConfig) -> TransformerConfig:
+    config = copy.copy(config)
+    config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size = 1, None
+    return config
 
 
 # -- what must be there -----------------------------------------------------------------------------------
 
 
-def global_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """megatron's global tensors, put together from the folder's tensors element by element."""
-    return to_mcore(model_from_config(read_config(folder)), read_tensors(folder))
+def global_tensors(folder: Path, hybrid: bool = False) -> dict[str, torch.Tensor]:
+    """megatron's global tensors, put together from the folder's tensors element by element, under GPTModel's names."""
+    tensors = to_mcore(model_from_config(read_config(folder)), read_tensors(folder))
+    return {_name_in_hybrid(name): tensor for name, tensor in tensors.items()} if hybrid else tensors
+
+
+def _name_in_hybrid(name: str) -> str:
+    """A GPTModel's layer 3 is the layers 6 (attention) and 7 (MLP) of the HybridModel."""
+    match = re.fullmatch(r"(decoder\.layers\.|mtp\.layers\.\d+\.transformer_layer\.)(\d*)(\.?)(.+)", name)
+    if match is None:
+        return name
+    stack, number, _, rest = match.groups()
+    second = not rest.startswith(("input_layernorm.", "self_attention."))
+    stack = stack.replace("transformer_layer.", "mtp_model_layer.layers.")
+    return f"{stack}{2 * int(number or 0) + second}.{rest}"
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ def _stack(config: TransformerConfig, norm: type) -> ModuleSpec:
             norm, ModuleSpec(SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention)
         ),
         "gdn_layer": _attention(norm, ModuleSpec(gated_delta_net.GatedDeltaNet, submodules=delta_net)),
-        "mtp_block_spec": _mtp_block(norm),
+        "mtp_block_spec": mtp_block(norm),
         "mlp_layer": ModuleSpec(
             MLPLayer,
             submodules=TransformerLayerSubmodules(
@@ -106,7 +106,7 @@ def _attention(norm: type, self_attention: ModuleSpec) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=parts)
 
 
-def _mtp_block(norm: type) -> ModuleSpec:
+def mtp_block(norm: type) -> ModuleSpec:
     """Its layers are built from the pattern after the slash."""
     layer = MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=norm

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import TIMEOUT_S
 from hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
+from layouts import HAS_HYBRID
 from tiers import marks
 from tiny_models import make_hf_folder, read_config
 from training import parallel
@@ -19,6 +20,14 @@ from mcore_ckpt.load.huggingface import load_hf
 from mcore_ckpt.models import model_from_config, to_mcore_config
 
 UNEVEN = {"pp": 2, "first_stage_layers": 1}
+
+# A HybridModel of the same parts. Its stages end within the GPTModel's layers.
+HYBRID = {
+    "hybrid-linear-attention": ("qwen3_next", Shape(1, hybrid=True)),
+    "hybrid-pp2-vpp2": ("qwen3", Shape(2, pp=2, vpp=2, hybrid=True)),
+    "hybrid-mtp-pp2": ("glm4_moe-mtp", Shape(2, pp=2, hybrid=True)),
+    "hybrid-shared-expert-tp2-ep2": ("qwen2_moe", Shape(4, tp=2, ep=2, hybrid=True)),
+}
 
 CASES: dict[str, tuple[str, Shape]] = {
     # one rank
@@ -40,6 +49,7 @@ CASES: dict[str, tuple[str, Shape]] = {
     "value-tp2-pp2": ("qwen2-value", Shape(4, tp=2, pp=2)),
     "tied-tp2-vpp2": ("qwen3-tied", Shape(4, tp=2, pp=2, vpp=2)),
     "mixture-tp2-ep2": ("mixtral", Shape(4, tp=2, ep=2)),
+    **(HYBRID if HAS_HYBRID else {}),
     "mixture-ep2-etp2": ("mixtral", Shape(4, ep=2, etp=2)),
     "shared-expert-tp2-pp2-ep2-etp1": ("qwen2_moe", Shape(4, tp=2, pp=2, ep=2, etp=1)),
     "mla-mtp-tp2-pp2-uneven": ("deepseek_v3-mtp", Shape(4, tp=2, **UNEVEN)),
@@ -52,6 +62,8 @@ CASES: dict[str, tuple[str, Shape]] = {
 # Each kind of attention, of layer and of cut once.
 IN_CI = {
     "mla-mtp",
+    "hybrid-linear-attention",
+    "hybrid-mtp-pp2",
     "biased-experts",
     "tied-tp2-bf16",
     "value-tp2",
@@ -82,7 +94,7 @@ def test_a_folder_comes_back_through_a_live_model(
         load_hf(chunks, folder)
         with everywhere():
             # The rows that pad the vocabulary among it, which no export shows.
-            assert_holds(chunks, global_tensors(folder))
+            assert_holds(chunks, global_tensors(folder, shape.hybrid))
         config = CheckpointConfig(save_contents=("model", "hf_model"), load_contents=("model",), timeout_s=TIMEOUT_S)
         root = shared_path / "root"
         manager = CheckpointManager(root, chunks, hf_config=AutoConfig.from_pretrained(folder), config=config)

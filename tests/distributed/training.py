@@ -82,7 +82,7 @@ class Layout:
     stages: str | None = None
     """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
     pattern: str | None = None
-    """hybrid_layer_pattern, for a HybridModel of megatron 0.18 and newer: "M*-|ME". With "/*-" at the end goes mtp_layers."""
+    """hybrid_layer_pattern, for a HybridModel of megatron 0.18 and newer: "M*-|ME", "M*-|ME/*-" with mtp_layers=1."""
     tied_embeddings: bool = False
     mtp_layers: int | None = None
     experts: int | None = None

@@ -14,6 +14,7 @@ from mcore_ckpt.formats.contract import TensorInfo
 from mcore_ckpt.formats.huggingface.safetensors_files import file_name, has_name
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import HF_LAYER, HfTensor, hf_tensors
+from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 
@@ -182,19 +183,23 @@ def _is_mtp(model: HfModel, tensor: HfTensor) -> bool:
 def _resolve(model: HfModel, wanted: Iterable[HfTensor], tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Maps each mcore tensor to its name in the source, and refuses missing and unknown tensors."""
     needed = dict.fromkeys(slab.mcore for tensor in wanted for slab in tensor.slabs if slab.mcore)
-    found = {name: found_as(name, tensors) for name in needed}
+    # A HybridModel has the same parts in other layers.
+    counterparts = find_counterparts(layers_of(needed), layers_of(tensors))
+    unlike = "" if counterparts.unlike is None else f" ({counterparts.unlike})"
+    found = {name: found_as(counterparts.stored_name(name), tensors) for name in needed}
     missing = [name for name, stored in found.items() if stored is None]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has: use the config.json of this model"
+            f"the checkpoint lacks {_some(missing)}, which a {model.describe()} has{unlike}: use the config.json of "
+            "this model"
         )
     resolved = {name: stored for name, stored in found.items() if stored is not None}
     used = set(resolved.values())
     unused = [name for name in tensors if name not in used and not name.endswith("_extra_state")]
     if unused:
         raise CheckpointMismatchError(
-            f"the checkpoint has {_some(unused)}, which a {model.describe()} does not have: use the config.json of "
-            "this model"
+            f"the checkpoint has {_some(unused)}, which a {model.describe()} does not have{unlike}: use the "
+            "config.json of this model"
         )
     return resolved
 
