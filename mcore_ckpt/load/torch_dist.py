@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.kinds import step_of, torch_dist_folders
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.formats.torch_dist.stored_keys import StoredKeys
 from mcore_ckpt.load.foreign_state import (
     KINDS,
     BucketRange,
@@ -47,6 +49,24 @@ from mcore_ckpt.state.trainer import Trainer
 _FULLY_RESHARDABLE = "fully_reshardable"
 _DP_RESHARDABLE = "dp_reshardable"
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """The checkpoint: its files, and the keys under which they have the model's tensors."""
+
+    files: TorchDistFiles
+    keys: StoredKeys
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Says in an error of the block which layers the checkpoint and the model have, if they differ."""
+        try:
+            yield
+        except CheckpointMismatchError as error:
+            if self.keys.unlike is None:
+                raise
+            raise CheckpointMismatchError(f"{error} ({self.keys.unlike})") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,31 +97,35 @@ def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
             changed.
         UnsupportedError: the optimizer state is stored in an unsupported form. Nothing has changed.
     """
-    opened: list[TorchDistFiles] = []
+    opened: list[_Source] = []
 
     def read() -> ForeignState:
-        opened.append(TorchDistFiles(path, torch_dist_folders(path)))
-        return _read(trainer, opened[0])
+        files = TorchDistFiles(path, torch_dist_folders(path))
+        source = _Source(files, StoredKeys(files, trainer.layers))
+        opened.append(source)
+        with source.explained():
+            return _read(trainer, source)
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"names": record["names"]} for record in records], f"{path}: the tensors seen there")
-        _check_leftovers(trainer, opened[0], [record["read"] for record in records])
+        with opened[0].explained():
+            _check_leftovers(trainer, opened[0].files, [record["read"] for record in records])
         return {}
 
     return load_together(trainer, path, read, combine)
 
 
-def _read(trainer: Trainer, files: TorchDistFiles) -> ForeignState:
-    contents = trainer.config.load_contents
-    entries = [entry for entry in _entries(trainer, files) if not (trainer.config.skip_frozen and entry.is_frozen)]
+def _read(trainer: Trainer, source: _Source) -> ForeignState:
+    contents, files = trainer.config.load_contents, source.files
+    entries = [entry for entry in _entries(trainer, source) if not (trainer.config.skip_frozen and entry.is_frozen)]
     weights: tuple[LoadedModelTensor, ...] = ()
     # The optimizer state is checked against the weights, so read the weights even if only the optimizer is loaded.
-    if "model" in contents or ("optimizer" in contents and _missing(files, entries) < len(entries)):
-        weights = tuple(_read_weight(files, entry) for entry in entries)
+    if "model" in contents or ("optimizer" in contents and _missing(source, entries) < len(entries)):
+        weights = tuple(_read_weight(source, entry) for entry in entries)
     step = files.common.get("iteration")
     state = ForeignState(step if isinstance(step, int) else step_of(files.path), 0, weights)
     if "optimizer" in contents:
-        state = _with_optimizer(trainer, files, entries, state)
+        state = _with_optimizer(trainer, source, entries, state)
     if "extra" in contents:
         state = replace(state, rng=_read_rng(trainer, files))
     return replace(state, nbytes=files.nbytes, report={"names": files.digest(), "read": files.positions_read()})
@@ -130,24 +154,24 @@ def _numbered(name: str) -> str:
 # -- model -------------------------------------------------------------------------------------------------
 
 
-def _entries(trainer: Trainer, files: TorchDistFiles) -> list[_Entry]:
+def _entries(trainer: Trainer, source: _Source) -> list[_Entry]:
     """Lists the model's tensors under the names that the checkpoint uses.
 
     The names depend on flags that newer megatron versions store in the checkpoint (`content_metadata`), and on whether
     the layers were homogeneous, which not every checkpoint records. So this tries the names of both cases, and returns
     those of which fewer are missing.
     """
-    saved = files.common.get("content_metadata")
+    saved = source.files.common.get("content_metadata")
     flags = {key: value for key, value in saved.items() if isinstance(value, bool)} if isinstance(saved, dict) else {}
     choices: list[dict[str, Any]] = [flags, {**flags, "non_homogeneous_layers": True}]
     found = [
         [entry for chunk in trainer.chunks for entry in _chunk_entries(unwrap(chunk), choice)] for choice in choices
     ]
-    return min(found, key=lambda entries: _missing(files, entries))
+    return min(found, key=lambda entries: _missing(source, entries))
 
 
-def _missing(files: TorchDistFiles, entries: Sequence[_Entry]) -> int:
-    return sum(not files.has_tensor(entry.sharded.key) for entry in entries)
+def _missing(source: _Source, entries: Sequence[_Entry]) -> int:
+    return sum(not source.keys.has(entry.sharded.key) for entry in entries)
 
 
 def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
@@ -165,45 +189,51 @@ def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
         yield _Entry(name, live, entry)
 
 
-def _read_weight(files: TorchDistFiles, entry: _Entry) -> LoadedModelTensor:
+def _read_weight(source: _Source, entry: _Entry) -> LoadedModelTensor:
     # Rows that pad the vocabulary and have no counterpart in the checkpoint keep their values.
     memory = entry.live.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return LoadedModelTensor(entry.name, entry.live, _fill(files, entry.sharded, entry.sharded.key, memory))
+    return LoadedModelTensor(entry.name, entry.live, _fill(source, entry.sharded, entry.sharded.key, memory))
 
 
-def _fill(files: TorchDistFiles, sharded: Any, key: str, memory: torch.Tensor) -> torch.Tensor:
-    """Reads the tensor that `sharded` describes and that is stored under `key`.
+def _fill(source: _Source, sharded: Any, key: str, memory: torch.Tensor) -> torch.Tensor:
+    """Reads the tensor that `sharded` describes and that has the key `key` in the live model.
 
     Returns:
         The filled tensor. It is `memory` itself or, if `sharded` is a factory, what the factory's `merge_fn` returns.
     """
     if not isinstance(sharded, ShardedTensorFactory):
-        _fill_part(files, replace(sharded, key=key, data=memory, dtype=memory.dtype))
+        _fill_part(source, replace(sharded, key=key, data=memory, dtype=memory.dtype))
         return memory
     built = replace(sharded, key=key, data=memory).build()
     # A factory's parts can be copies of parts of `memory`. Only the factory's merge_fn can put them together again.
-    loaded = dict_list_map_outplace(lambda part: _fill_part(files, part), built)
+    loaded = dict_list_map_outplace(lambda part: _fill_part(source, part), built)
     merged: torch.Tensor = sharded.merge_fn(loaded)
     return merged
 
 
-def _fill_part(files: TorchDistFiles, part: Any) -> torch.Tensor:
+def _fill_part(source: _Source, part: Any) -> torch.Tensor:
     data: torch.Tensor = part.data
-    memory = data[(None,) * part.prepend_axis_num] if part.prepend_axis_num else data
-    shape, offset = tuple(part.global_shape), tuple(part.global_offset)
-    files.read(WantedPart(part.key, shape, offset, memory, part.allow_shape_mismatch))
+    place = source.keys.place(part.key)
+    axes = part.prepend_axis_num + len(place.index)
+    memory = data[(None,) * axes] if axes else data
+    shape, offset = (*place.lengths, *part.global_shape), (*place.index, *part.global_offset)
+    source.files.read(WantedPart(place.key, shape, offset, memory, part.allow_shape_mismatch))
     return data
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------
 
 
-def _with_optimizer(
-    trainer: Trainer, files: TorchDistFiles, entries: Sequence[_Entry], state: ForeignState
-) -> ForeignState:
-    owned = owned_parameters(trainer)
+def _with_optimizer(trainer: Trainer, source: _Source, entries: Sequence[_Entry], state: ForeignState) -> ForeignState:
+    owned, files = owned_parameters(trainer), source.files
     saved = _saved_parts(files)
     form = _sharding_type(files, saved)
+    if form == _DP_RESHARDABLE and source.keys.are_other_layers:
+        raise CheckpointMismatchError(
+            f"{files.path}: the model has the checkpoint's parts in other layers (GPTModel and HybridModel), but a "
+            f"{_DP_RESHARDABLE} optimizer state can be loaded only into the same layers: save it as "
+            f"{_FULLY_RESHARDABLE}, or leave 'optimizer' out of load_contents"
+        )
     weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
     sharded = {id(entry.live): entry.sharded for entry in entries}
     parameters: list[LoadedParameter] = []
@@ -213,7 +243,7 @@ def _with_optimizer(
         mine = [parameter for parameter in owned if parameter.part.megatron is part.megatron]
         if form == _FULLY_RESHARDABLE:
             prefixes = ["", *(f"chained_{other}." for other in range(len(saved)))]
-            parameters += [_read_parameter(files, prefixes, sharded[id(p.parameter)], p, weights) for p in mine]
+            parameters += [_read_parameter(source, prefixes, sharded[id(p.parameter)], p, weights) for p in mine]
             loaded.append(_shared_by_all(trainer, files, saved, part))
         else:
             chained = _ChainedState(files, f"chained_{number}." if len(parts) > 1 else "", part)
@@ -254,7 +284,7 @@ def _sharding_type(files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) ->
 
 
 def _read_parameter(
-    files: TorchDistFiles,
+    source: _Source,
     prefixes: Sequence[str],
     sharded: Any,
     owned: OwnedParameter,
@@ -272,8 +302,8 @@ def _read_parameter(
         # `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the name if there are several
         # parts. Another layout can have other parts, so look under every number.
         names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
-        name = next((name for name in names if files.has_tensor(name)), names[0])
-        tensors[kind] = _fill(files, sharded, name, memory).reshape(-1)[owned.start : owned.stop].clone()
+        name = next((name for name in names if source.keys.has(name)), names[0])
+        tensors[kind] = _fill(source, sharded, name, memory).reshape(-1)[owned.start : owned.stop].clone()
     return LoadedParameter(owned, tensors)
 
 

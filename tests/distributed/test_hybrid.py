@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import files_of, manager_of, save
-from global_state import GlobalState, global_state, loss_and_norm
+from foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
 from layouts import HAS_HYBRID
 from refusals import assert_names, refused
 from snapshot import poison
@@ -23,11 +24,12 @@ GPT = Layout(2, **SAME, experts=4, num_layers=2, mtp_layers=1)
 HYBRID = Layout(2, **SAME, experts=4, pattern="*-*E/*E", mtp_layers=1)
 
 
-def loaded(layout: Layout, root: Path) -> Training:
+def loaded(layout: Layout, root: Path, path: Path | None = None) -> Training:
     training = build(layout, seed=2)
     poison(training)
-    manager = manager_of(training, root)
-    manager.load()
+    contents = ("model", "optimizer", "extra") if path is None else ("model", "optimizer")
+    manager = manager_of(training, root, load_contents=contents)
+    manager.load(path=path)
     manager.close()
     return training
 
@@ -73,6 +75,74 @@ def test_a_gpt_goes_through_a_hybrid_and_returns_the_same_bytes(hybrid: Layout, 
         assert first_files.keys() == last_files.keys()
         differing = [path for path in first_files if first_files[path] != last_files[path]]
         assert all(path.startswith(("rng_states/", "extra_state/")) for path in differing), differing
+
+
+# With layers that are alike, megatron stores those of a GPTModel as one tensor, and otherwise each as one of its own.
+DENSE = replace(GPT, experts=None)
+DENSE_HYBRID = replace(HYBRID, experts=None, pattern="*-*-/*-")
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("gpt", "hybrid"),
+    [
+        pytest.param(DENSE, DENSE_HYBRID, id="dense-dp2"),
+        pytest.param(GPT, replace(HYBRID, pp=2, pattern="*|-*E/*E"), id="experts-pp2"),
+        pytest.param(DENSE, replace(DENSE_HYBRID, tp=2), id="dense-tp2", marks=pytest.mark.full),
+        pytest.param(GPT, replace(HYBRID, ep=2), id="experts-ep2", marks=pytest.mark.full),
+    ],
+)
+def test_torch_dist_goes_from_one_to_the_other_and_back(gpt: Layout, hybrid: Layout, shared_path: Path) -> None:
+    with parallel(gpt):
+        first = build(gpt, seed=1)
+        seed_replicas_alike()
+        train(first, 0, 2)
+        state = global_state(first)
+        save_torch_dist(first, shared_path / "gpt", "fully_reshardable")
+        reference = loss_and_norm(train(first, 2, 3)[0])
+    with parallel(hybrid):
+        second = loaded(hybrid, shared_path / "unused", path=shared_path / "gpt")
+        of_hybrid = global_state(second)
+        seed_replicas_alike()
+        save_torch_dist(second, shared_path / "hybrid", "fully_reshardable")
+        step = loss_and_norm(train(second, 2, 3)[0])
+        with everywhere():
+            assert values(of_hybrid) == values(state)
+            assert step == pytest.approx(reference, rel=2e-5)
+    with parallel(gpt):
+        found = global_state(loaded(gpt, shared_path / "unused", path=shared_path / "hybrid"))
+        with everywhere():
+            assert_same_state(found, state)
+
+
+@pytest.mark.world(2)
+def test_torch_dist_of_other_layers_is_refused(shared_path: Path) -> None:
+    with parallel(DENSE):
+        first = build(DENSE, seed=1)
+        seed_replicas_alike()
+        train(first, 0, 1)
+        for form in ("fully_reshardable", "dp_reshardable"):
+            save_torch_dist(first, shared_path / form, form)
+    for form, pattern, said in (
+        (
+            "fully_reshardable",
+            "*-M-/*-",
+            r"wanted the layers attention, mlp, mamba, mlp, found 2 x \(attention \+ mlp\)",
+        ),
+        ("dp_reshardable", "*-*-/*-", "dp_reshardable optimizer state can be loaded only into the same layers"),
+    ):
+        hybrid = replace(DENSE_HYBRID, pattern=pattern)
+        with parallel(hybrid):
+            training = build(hybrid, seed=2)
+
+            def load(training: Training = training, path: Path = shared_path / form) -> None:
+                manager = manager_of(training, shared_path / "unused", load_contents=("model", "optimizer"))
+                try:
+                    manager.load(path=path)
+                finally:
+                    manager.close()
+
+            assert_names(refused(training, load, CheckpointMismatchError), said)
 
 
 @pytest.mark.world(2)

@@ -156,6 +156,10 @@ class TorchDistFiles:
     def has_tensor(self, key: str) -> bool:
         return key in self._tensors
 
+    def size_of(self, key: str) -> tuple[int, ...]:
+        """Returns the shape of a stored tensor. Raises KeyError if there is none."""
+        return tuple(self._tensors[key][1].size)
+
     def object_keys(self, prefix: str) -> list[str]:
         return sorted(key for key in self._objects if key.startswith(prefix))
 

@@ -1,0 +1,72 @@
+"""Finds the keys of a torch_dist checkpoint under which the parts of another model's layers are stored.
+
+A GPTModel's checkpoint fits a HybridModel that runs the same parts, and the other way round. The two have other layer
+numbers (`sharding/counterparts.py`), and only GPTModel stores layers that are alike as one tensor with an axis of
+layers. megatron-core 0.19 reads the first of the two (`gpt_checkpoint_interop.py`), without multi-token prediction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.formats.torch_dist.keys import Place
+from mcore_ckpt.sharding.counterparts import Layers, find_counterparts, layers_of
+from mcore_ckpt.sharding.synonyms import synonyms
+
+# The beginning of a key of the optimizer's state (`DistributedOptimizer.sharded_param_state_fully_reshardable`).
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.\w+\.")
+_SHARED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+class StoredKeys:
+    """The keys of one checkpoint.
+
+    Args:
+        files: the checkpoint.
+        layers: the layers of the whole model that reads.
+
+    Attributes:
+        unlike: why the layers of the checkpoint and of the model cannot be matched; None if they can.
+        are_other_layers: True if the same parts are in other layers.
+    """
+
+    def __init__(self, files: TorchDistFiles, layers: Layers) -> None:
+        self._files = files
+        self._counterparts = find_counterparts(layers, layers_of(_numbered_names(files)))
+        self.unlike = self._counterparts.unlike
+        self.are_other_layers = bool(self._counterparts.stored)
+
+    def has(self, key: str) -> bool:
+        """Returns True if the checkpoint has the tensor that megatron has under this key in the live model."""
+        return self._files.has_tensor(self.place(key).key)
+
+    def place(self, key: str) -> Place:
+        """Returns where the tensor is stored that megatron has under this key in the live model.
+
+        If there is no such tensor, returns the key itself, under which there is nothing.
+        """
+        if not self.are_other_layers:
+            return Place(key, (), ())
+        match = _STATE.match(key)
+        prefix = match[0] if match else ""
+        for name in synonyms(self._counterparts.stored_name(key.removeprefix(prefix))):
+            if self._files.has_tensor(prefix + name):
+                return Place(prefix + name, (), ())
+            layer = _NUMBERED.fullmatch(name)
+            shared = "" if layer is None else f"{prefix}decoder.layers.{layer[2]}"
+            if layer is not None and self._files.has_tensor(shared):
+                return Place(shared, (int(layer[1]),), (self._files.size_of(shared)[0],))
+        return Place(key, (), ())
+
+
+def _numbered_names(files: TorchDistFiles) -> Iterator[str]:
+    """Yields the names of all tensors of the model, with a number for each layer."""
+    for key in files.names:
+        name = _STATE.sub("", key, count=1)
+        if match := _SHARED.fullmatch(name):
+            yield from (f"decoder.layers.{number}.{match[1]}" for number in range(files.size_of(key)[0]))
+        else:
+            yield name
