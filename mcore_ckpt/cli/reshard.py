@@ -64,6 +64,9 @@ def add_to(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--pipeline-layout", metavar="TEXT", help='pipeline layout of megatron, such as "Et|t*2|t|tL"')
     parser.add_argument(
+        "--hybrid-layer-pattern", metavar="TEXT", help='pattern of a HybridModel, such as "M*-|ME": a segment per stage'
+    )
+    parser.add_argument(
         "--account-for-embedding", action="store_true", help="count the embedding as a layer of the first stage"
     )
     parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer of the last stage")
@@ -78,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
     from mcore_ckpt.tools.reshard.reshard import reshard
     from mcore_ckpt.tools.reshard.target import WantedLayout
 
-    fields = (*(name.replace("-", "_") for name, _ in _SIZES), "vocab_divisor", "pipeline_layout")
+    fields = (
+        *(name.replace("-", "_") for name, _ in _SIZES),
+        "vocab_divisor",
+        "pipeline_layout",
+        "hybrid_layer_pattern",
+    )
     wanted = WantedLayout(
         **{field: getattr(args, field) for field in fields},
         account_for_embedding=args.account_for_embedding,

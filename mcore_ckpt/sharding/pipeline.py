@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 _WORDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+# Mamba, gated delta net, attention, DeepSeek's sparse attention, latent attention, MLP, experts (`Symbols`, 0.19).
+_LAYER_SYMBOLS = "MG*D+-E"
 _REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 
@@ -25,9 +27,9 @@ class StageLayers:
 class PipelineSplit:
     """The fields of megatron's TransformerConfig that decide which stage has which layers.
 
-    `layout` is `pipeline_model_parallel_layout` as tuples of words (embedding, decoder, mtp, loss), one tuple per
-    virtual stage. The tuples of virtual stage 0 of all ranks precede those of virtual stage 1, and so on
-    (`PipelineParallelLayerLayout`, megatron-core 0.16.1).
+    `layout` is `pipeline_model_parallel_layout` or `hybrid_layer_pattern` as tuples of words (embedding, decoder, mtp,
+    loss), one tuple per virtual stage. The tuples of virtual stage 0 of all ranks precede those of virtual stage 1, and
+    so on (`PipelineParallelLayerLayout`, megatron-core 0.16.1; `select_pipeline_segment`, 0.19).
     """
 
     num_layers: int
@@ -114,6 +116,28 @@ def parse_layout(text: str) -> tuple[tuple[str, ...], ...]:
             f"pipeline layout {text!r} must begin with its one E (embedding) and end with its one L (loss)"
         )
     return tuple(tuple(_WORDS[letter] for letter in stage) for stage in written.split("|"))
+
+
+def parse_pattern(text: str) -> tuple[tuple[str, ...], ...]:
+    """Parses the stages of a `hybrid_layer_pattern` (`parse_hybrid_pattern`, 0.19) as `parse_layout` does.
+
+    Each character is a layer, `|` ends a stage, and `/` begins a depth of multi-token prediction. All depths are on the
+    last stage.
+
+    Raises:
+        ValueError: the text has a layer that megatron does not know, or no layer at all.
+
+    Example:
+        >>> parse_pattern("M*|-E/*-")
+        (('decoder', 'decoder'), ('decoder', 'decoder', 'mtp'))
+    """
+    main, *depths = text.split("/")
+    unknown = sorted(set("".join((main.replace("|", ""), *depths))) - set(_LAYER_SYMBOLS))
+    if unknown or not main.replace("|", "") or not all(depths):
+        wrong = f"has {', '.join(map(repr, unknown))}" if unknown else "has no layers, or an empty depth"
+        raise ValueError(f"hybrid layer pattern {text!r} {wrong}: use only {' '.join(_LAYER_SYMBOLS)}, | and /")
+    *stages, last = [("decoder",) * len(segment) for segment in main.split("|")]
+    return (*stages, (*last, *("mtp" for _ in depths)))
 
 
 def _divide(total: int, parts: int, what: str, among: str) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import manager_of, save
-from layouts import LAYOUTS
+from layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
 from snapshot import Snapshot, assert_same, poison, snapshot
 from tiers import marks
 from training import Layout, build, parallel, train
@@ -47,6 +47,8 @@ IN_CI = {
     "expert-bias",
     "stages-to-tp2-pp2",
     "two-instances",
+    "hybrid",
+    "etp2-to-tp2-etp1",
 }
 
 TWO, FOUR = Layout(2), Layout(4)
@@ -107,6 +109,17 @@ CASES = {
     ),
     "two-instances": Case(Layout(4, optimizer_instances=2), Layout(4, tp=2), FOUR),
 }
+if HAS_HYBRID:
+    HYBRID = Layout(2, experts=4, mtp_layers=1, pattern="M*-GE*-/*E")
+    CASES["hybrid"] = Case(
+        replace(HYBRID, pp=2, pattern="M|*-GE*-/*E"),
+        replace(HYBRID, tp=2),
+        replace(HYBRID, pp=2, vpp=2, pattern="M*|-|GE|*-/*E"),
+    )
+if REDUCES_EXPERTS_APART:
+    CASES["etp2-to-tp2-etp1"] = Case(
+        Layout(2, etp=2, **MIXTURE), Layout(2, tp=2, etp=1, **MIXTURE), Layout(2, ep=2, **MIXTURE)
+    )
 
 
 def wanted(layout: Layout) -> WantedLayout:
@@ -121,6 +134,7 @@ def wanted(layout: Layout) -> WantedLayout:
         world=layout.world,
         first_stage_layers=layout.first_stage_layers,
         pipeline_layout=layout.stages,
+        hybrid_layer_pattern=layout.pattern,
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.sharding.cuts import Cut, axes_of, find_cut
-from mcore_ckpt.sharding.pipeline import StageLayers, parse_layout
+from mcore_ckpt.sharding.pipeline import StageLayers, parse_layout, parse_pattern
 from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.sharding.vocabulary import padded_rows
@@ -193,6 +193,27 @@ def test_pipeline_layouts_are_read_as_megatron_reads_them(text: str) -> None:
 
     theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
     assert parse_layout(text) == tuple(tuple(layer.name for layer in stage) for stage in theirs)
+
+
+@given(
+    st.lists(st.text("MG*-E", max_size=3), min_size=1, max_size=4).filter(any),
+    st.text("MG*-E", min_size=1, max_size=3),
+    st.integers(0, 2),
+)
+def test_hybrid_patterns_are_read_as_megatron_reads_them(segments: list[str], mtp: str, depths: int) -> None:
+    from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+
+    text = "|".join(segments) + f"/{mtp}" * depths
+    theirs = parse_hybrid_pattern(text)
+    found = parse_pattern(text)
+    assert [stage.count("decoder") for stage in found] == [len(part) for part in theirs.main_pattern.split("|")]
+    assert [stage.count("mtp") for stage in found] == [0] * (len(segments) - 1) + [theirs.mtp_num_depths]
+
+
+@pytest.mark.parametrize("text", ["", "|", "/*-", "*-/", "*-/|", "Et|tL", "* -"])
+def test_patterns_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="hybrid layer pattern"):
+        parse_pattern(text)
 
 
 @pytest.mark.parametrize("text", ["Ex|L", "t|tL", "Et|t", "EtL|L", ""])

@@ -196,6 +196,9 @@ def test_experts_that_do_not_divide(tmp_path: Path) -> None:
         {"tp": 2, "dp": 2, "world": 2},
         {"vpp": 2},
         {"pipeline_layout": "Et|L"},
+        {"hybrid_layer_pattern": "*-|*-"},
+        {"hybrid_layer_pattern": "*?-"},
+        {"hybrid_layer_pattern": "*-*-", "pipeline_layout": "EttttL"},
     ],
     ids=str,
 )

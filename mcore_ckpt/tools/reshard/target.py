@@ -9,7 +9,7 @@ from math import lcm
 from mcore_ckpt.checkpoint.manifest import Manifest, StageRecord
 from mcore_ckpt.errors import CheckpointMismatchError, InvalidArgumentError
 from mcore_ckpt.ranks.topology import Topology
-from mcore_ckpt.sharding.pipeline import PipelineSplit, StageLayers, parse_layout
+from mcore_ckpt.sharding.pipeline import PipelineSplit, StageLayers, parse_layout, parse_pattern
 from mcore_ckpt.sharding.placement import Stages
 
 
@@ -27,6 +27,7 @@ class WantedLayout:
         etp: the tensor-parallel size of the experts.
         world: the number of all ranks; it can be given instead of `dp`.
         pipeline_layout: megatron's pipeline_model_parallel_layout, as text: "Et|t*2|t|tL".
+        hybrid_layer_pattern: a HybridModel's pattern, with a segment for each stage: "M*-|ME".
         first_stage_layers: megatron's num_layers_in_first_pipeline_stage.
         last_stage_layers: megatron's num_layers_in_last_pipeline_stage.
         account_for_embedding: megatron's account_for_embedding_in_pipeline_split.
@@ -44,6 +45,7 @@ class WantedLayout:
     etp: int | None = None
     world: int | None = None
     pipeline_layout: str | None = None
+    hybrid_layer_pattern: str | None = None
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     account_for_embedding: bool = False
@@ -54,8 +56,25 @@ class WantedLayout:
     @property
     def splits_layers(self) -> bool:
         """True if any field determines how the layers are divided among the stages."""
-        ends = (self.pipeline_layout, self.first_stage_layers, self.last_stage_layers)
-        return any(end is not None for end in ends) or self.account_for_embedding or self.account_for_loss
+        ends = (self.first_stage_layers, self.last_stage_layers)
+        counted = self.account_for_embedding or self.account_for_loss
+        return any(end is not None for end in ends) or counted or self.stages is not None
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...] | None:
+        """What each stage holds, in words (`parse_layout`). None if neither a layout nor a pattern is given.
+
+        Raises:
+            InvalidArgumentError: the layout or the pattern cannot be parsed, or both are given.
+        """
+        if self.pipeline_layout is not None and self.hybrid_layer_pattern is not None:
+            raise InvalidArgumentError("pipeline_layout and hybrid_layer_pattern both divide the layers: give one")
+        try:
+            if self.hybrid_layer_pattern is not None:
+                return parse_pattern(self.hybrid_layer_pattern)
+            return None if self.pipeline_layout is None else parse_layout(self.pipeline_layout)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -86,8 +105,9 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
 
     - The number of ranks stays as saved if the other sizes divide it. Otherwise it is the smallest number that they
       divide.
-    - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` is 1.
-    - `vpp` is 1 if there is one pipeline rank. If a pipeline layout is given, `vpp` follows from its number of stages.
+    - `etp` equals `tp` if the two were equal in the saved layout, or if `ep` becomes 1.
+    - `vpp` is 1 if there is one pipeline rank. If a pipeline layout or a pattern is given, `vpp` follows from its
+      number of stages.
 
     Args:
         wanted: the wanted sizes.
@@ -116,7 +136,7 @@ def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topol
     if not has_experts and (wanted.ep or 1) > 1:
         raise InvalidArgumentError(f"ep is {wanted.ep}, but the checkpoint has no experts: leave out ep")
     ep = (wanted.ep or saved.ep) if has_experts else 1
-    etp = _expert_tp(wanted, saved, tp, ep) if has_experts else tp
+    etp = (wanted.etp or _expert_tp(saved, tp, ep)) if has_experts else tp
     dense, experts = tp * pp * cp, etp * ep * pp
     world = _world(wanted, saved.world_size, dense, experts)
     return Topology(
@@ -132,13 +152,10 @@ def _topology(wanted: WantedLayout, saved: Topology, has_experts: bool) -> Topol
     )
 
 
-def _expert_tp(wanted: WantedLayout, saved: Topology, tp: int, ep: int) -> int:
-    if wanted.etp is None:
-        return tp if ep == 1 or saved.etp == saved.tp else saved.etp
-    if ep == 1 and wanted.etp != tp:
-        # Otherwise megatron-core 0.16.1 does not reduce the experts' gradients over the ranks that replicate them.
-        raise InvalidArgumentError(f"etp is {wanted.etp} and tp is {tp}: with ep = 1 they must be the same")
-    return wanted.etp
+def _expert_tp(saved: Topology, tp: int, ep: int) -> int:
+    # megatron-core before 0.19 cannot train with ep = 1 and another etp than tp (`state/unsupported.py`), so such a
+    # layout is written only where somebody names it, or had it.
+    return tp if saved.etp == saved.tp or (ep == 1 and saved.ep > 1) else saved.etp
 
 
 def _world(wanted: WantedLayout, saved: int, dense: int, experts: int) -> int:
@@ -161,13 +178,13 @@ def _world(wanted: WantedLayout, saved: int, dense: int, experts: int) -> int:
 
 
 def _virtual_stages(wanted: WantedLayout, saved: Topology, pp: int) -> int:
-    if wanted.pipeline_layout is not None:
-        stages = len(_parsed(wanted.pipeline_layout))
+    if wanted.stages is not None:
+        stages = len(wanted.stages)
         if stages % pp or wanted.vpp not in (None, stages // pp) or (pp == 1 and stages > 1):
             vpp = "" if wanted.vpp is None else f" x vpp = {wanted.vpp}"
             raise InvalidArgumentError(
-                f"pipeline layout {wanted.pipeline_layout!r} has {stages} stages, not pp = {pp}{vpp}: change "
-                "one of them"
+                f"{wanted.pipeline_layout or wanted.hybrid_layer_pattern!r} has {stages} stages, not pp = {pp}{vpp}: "
+                "change one of them"
             )
         return stages // pp
     if pp == 1:
@@ -175,13 +192,6 @@ def _virtual_stages(wanted: WantedLayout, saved: Topology, pp: int) -> int:
             raise InvalidArgumentError(f"vpp is {wanted.vpp}: there are virtual stages only with pp above 1")
         return 1
     return wanted.vpp or saved.vpp
-
-
-def _parsed(text: str) -> tuple[tuple[str, ...], ...]:
-    try:
-        return parse_layout(text)
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
 
 
 def _stages(wanted: WantedLayout, layout: SavedLayout, topology: Topology) -> Stages:
@@ -199,7 +209,7 @@ def _stages(wanted: WantedLayout, layout: SavedLayout, topology: Topology) -> St
         last=wanted.last_stage_layers,
         account_for_embedding=wanted.account_for_embedding,
         account_for_loss=wanted.account_for_loss,
-        layout=None if wanted.pipeline_layout is None else _parsed(wanted.pipeline_layout),
+        layout=wanted.stages,
         mtp_num_layers=len(mtp),
     )
     return _divided(split, layers, mtp)
@@ -212,8 +222,8 @@ def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) ->
         stages = {place: split.stage(*place) for place in places}
     except ValueError as error:
         raise CheckpointMismatchError(
-            f"{how}: {error}. Choose how to divide them with --vpp, --first-stage-layers, --last-stage-layers or "
-            "--pipeline-layout"
+            f"{how}: {error}. Choose how to divide them with --vpp, --first-stage-layers, --last-stage-layers, "
+            "--pipeline-layout or --hybrid-layer-pattern"
         ) from None
     for what, wanted, found in (
         ("decoder", layers, [layer for place in places for layer in stages[place].decoder]),
@@ -222,6 +232,6 @@ def _divided(split: PipelineSplit, layers: Sequence[int], mtp: Sequence[int]) ->
         if list(wanted) != found:
             raise CheckpointMismatchError(
                 f"{how}: the wanted stages hold {len(found)} {what} layers, the checkpoint has {len(wanted)}: change "
-                "the pipeline layout"
+                "the pipeline layout, or the pattern"
             )
     return stages
