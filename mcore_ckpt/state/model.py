@@ -206,6 +206,8 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
     groups = find_process_groups(module)
     # Without this group megatron asks parallel_state, which may be uninitialized (ensure_metadata_has_dp_cp_group).
     metadata = {**flags, **({} if groups is None else {"dp_cp_group": groups.dp_cp})}
+    if groups is not None:
+        _give_missing_groups(module, groups)
     try:
         return module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     except AssertionError as error:
@@ -216,6 +218,22 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
                 f"megatron's own sharded_state_dict of this {type(module).__name__} fails, so the places of its "
                 f"tensors are unknown: {str(error)[:300]}{_hint()}"
             ) from error
+
+
+def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None:
+    """Gives its tensor-parallel group to each module that has none and would ask an uninitialized parallel_state.
+
+    `MegatronModule.sharded_state_dict` asks for modules that their constructor gave no `tp_group`:
+    MultiTokenPredictionLayer (0.16), MambaLayer (0.18).
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import MegatronModule
+
+    if parallel_state.model_parallel_is_initialized():
+        return
+    for child in module.modules():
+        if isinstance(child, MegatronModule) and not hasattr(child, "tp_group"):
+            child.tp_group = groups.tp
 
 
 def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Checkpoints of models with process groups of their own, while megatron's parallel_state is uninitialized."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +12,14 @@ import torch
 import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import manager_of, save
-from layouts import LAYOUTS
+from layouts import HAS_HYBRID, LAYOUTS
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from snapshot import assert_same, poison, snapshot
 from tiers import marks
@@ -28,6 +30,8 @@ from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.optimizer import read_optimizer
 
 STEP = 2
+# MambaMixer.sharded_state_dict of 0.18 forgets to pass on the group that its caller gives, so such a model is refused.
+MAMBA_ASKS_PARALLEL_STATE = HAS_HYBRID and inspect.getsource(MambaMixer.sharded_state_dict).count("dp_cp_group=") < 2
 IN_CI = {"pp2-tied-bf16", "pp2-vpp2", "cp2", "ep2", "tp2", "tp2-ep2-etp1", "dp4-two-instances"}
 
 
@@ -52,7 +56,7 @@ def no_parallel_state() -> Iterator[None]:
         for name, layout in LAYOUTS.items()
         # With a pipeline layout megatron's own sharded_state_dict asks parallel_state for the pipeline rank
         # (PipelineParallelLayerLayout.get_layer_offset, 0.19), so such a model is refused.
-        if layout.stages is None
+        if layout.stages is None and not (layout.pattern and MAMBA_ASKS_PARALLEL_STATE)
     ],
 )
 def test_a_checkpoint_needs_no_parallel_state(layout: Layout, shared_path: Path) -> None:

@@ -47,19 +47,24 @@ class LoopSettings:
     def arguments(self) -> Arguments:
         """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
 
-        Raises InvalidStateError if none were given and `megatron.training` is not installed.
+        Raises InvalidStateError if none were given and `megatron.training` is not installed, or has none.
         """
         if self.args is not None:
             return Arguments(self.args)
         try:
             from megatron.training import get_args
+
+            return Arguments(get_args())
         except ImportError:
-            raise InvalidStateError(
-                "megatron.training is not installed, so its arguments are unknown: call "
-                "mcore_ckpt.integrations.megatron.configure(args) once, with args.save, args.load, ... as Megatron-LM "
-                "names them"
-            ) from None
-        return Arguments(get_args())
+            why = "is not installed"
+        except AssertionError:
+            # The wheels since 0.17 have megatron.training, which another trainer does not initialize.
+            why = "is not initialized"
+        raise InvalidStateError(
+            f"megatron.training {why}, so its arguments are unknown: call "
+            "mcore_ckpt.integrations.megatron.configure(args) once, with args.save, args.load, ... as Megatron-LM "
+            "names them"
+        )
 
 
 class Arguments:
