@@ -2,8 +2,9 @@
 
 python move.py FOLDER STOPS
 
-STOPS is JSON: for each stop its layout, "train", "load" or "resume", where the checkpoint is, and where it goes. The
-ranks of each stop are forked from a process that has done nothing but imports.
+STOPS is JSON: for each stop its layout, what to do, where the checkpoint is, and where it goes. What to do is "train",
+"load" or "resume". A sharding type behind it ("resume dp_reshardable") means that a torch_dist checkpoint goes along,
+which Megatron writes itself. The ranks of each stop are forked from a process that has done nothing but imports.
 """
 
 import json
@@ -16,22 +17,29 @@ import torch
 import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import manager_of, save
+from foreign_checkpoints import save_torch_dist
 from global_state import assert_same_state, global_state, loss_and_norm
 from snapshot import poison
 from training import Layout, Training, build, parallel, train
 
 
 def main(root: Path, what: str, source: str, target: str, layout: Layout) -> None:
+    what, *sharding_types = what.split()
     with parallel(layout):
         training = build(layout, seed=1)
         if what == "train":
             train(training, 0, 2)
             keep(root / "state.pt", global_state(training))
             save(training, root / target, 2)
+            for kind in sharding_types:
+                save_torch_dist(training, root / target / kind, kind)
             keep(root / "next.pt", loss_and_norm(train(training, 2, 3)[0]))
         else:
             load(training, root / source, root / "state.pt")
             save(training, root / target, 2)
+            for kind in sharding_types:
+                load(training, root / source, root / "state.pt", root / source / kind)
+                save_torch_dist(training, root / target / kind, kind)
             (step,) = train(training, 2, 3)
             found, wanted = torch.tensor(loss_and_norm(step)), torch.tensor(torch.load(root / "next.pt"))
             with everywhere():
@@ -39,10 +47,10 @@ def main(root: Path, what: str, source: str, target: str, layout: Layout) -> Non
                 torch.testing.assert_close(found, wanted, rtol=0 if what == "resume" else 2e-5, atol=0)
 
 
-def load(training: Training, source: Path, state: Path) -> None:
+def load(training: Training, source: Path, state: Path, path: Path | None = None) -> None:
     poison(training)
     manager = manager_of(training, source)
-    manager.load()
+    manager.load(path=path)
     manager.close()
     found, wanted = global_state(training), torch.load(state)
     with everywhere():

@@ -26,6 +26,7 @@ CASES = {
     "loads under any other layout": Cases("test_reshard", "before and (tied-mtp2 or bf16-2 or hybrid2)"),
     "process groups of the trainer's own": Cases("test_process_groups", "never_had"),
     "HuggingFace in and out": Cases("test_hf_round_trip", "pp2 or ep2"),
+    "HuggingFace as `torch_dist`, loaded by Megatron": Cases("test_load_hf", "dist_checkpoint and dense-tp2"),
     "Megatron's `torch_dist`": Cases("test_foreign", "resumed and reshardable and (overlap or ep2 or pp2-vpp2)"),
     "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2)"),
     "refuses experts whose replicas drift apart": Cases("test_refusals", "drift_apart"),
