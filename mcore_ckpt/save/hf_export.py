@@ -51,7 +51,8 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
 
     Raises:
         UnsupportedError: there is no table for the architecture.
-        CheckpointMismatchError: a tensor is not in the table, has another shape, or has its rows in another order.
+        CheckpointMismatchError: the model has other layers, or a tensor is not in the table, has another shape, or has
+            its rows in another order.
     """
     described = described_model(trainer)
     if any(shard.key.name == MCORE_HEAD and shard.region.global_shape[0] == 1 for shard in model):
@@ -60,15 +61,19 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
     # A HybridModel has the same parts in other layers.
     counterparts = find_counterparts(trainer.layers, layers_of(wanted))
-    unlike = "" if counterparts.unlike is None else f" ({counterparts.unlike})"
+    if counterparts.unlike is not None:
+        raise CheckpointMismatchError(
+            f"hf_config describes {described.describe()}, another model than the one to save: {counterparts.unlike}: "
+            "pass the model's own hf_config, or leave 'hf_model' out of save_contents"
+        )
     for shard in model:
         if shard.key.kind == OPAQUE:
             continue
         name, shape = found_as(counterparts.stored_name(shard.key.name), wanted), shard.region.global_shape
         if name is None:
             raise CheckpointMismatchError(
-                f"tensor {shard.key}: hf_config describes {described.describe()}, which has no such tensor{unlike}: "
-                "pass the model's own hf_config, or leave 'hf_model' out of save_contents"
+                f"tensor {shard.key}: hf_config describes {described.describe()}, which has no such tensor: pass the "
+                "model's own hf_config, or leave 'hf_model' out of save_contents"
             )
         if shape != wanted[name] and not _is_padded(name, shape, wanted[name]):
             raise CheckpointMismatchError(

@@ -223,8 +223,8 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
 def _give_missing_groups(module: torch.nn.Module, groups: ProcessGroups) -> None:
     """Gives its tensor-parallel group to each module that has none and would ask an uninitialized parallel_state.
 
-    `MegatronModule.sharded_state_dict` asks for modules that their constructor gave no `tp_group`:
-    MultiTokenPredictionLayer (0.16), MambaLayer (0.18).
+    `MegatronModule.sharded_state_dict` asks for modules that their constructor gave no `tp_group`, such as
+    MultiTokenPredictionLayer (0.16).
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import MegatronModule

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from agreement import everywhere
+from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import manager_of, position
 from global_state import GlobalState, assert_same_state, global_state, positions
 from layouts import LAYOUTS
@@ -293,8 +293,11 @@ def test_a_missing_layer_fails_the_save_on_all_ranks_and_leaves_nothing(shared_p
     with parallel(layout):
         training = build(layout, seed=1)
         config = hf_config(layout)
-        config.num_hidden_layers += 1
         manager = manager_of(training, shared_path, hf_config=config, save_contents=CONTENTS)
+        config.num_hidden_layers += 1  # a manager is not made with it
+        error = error_of(lambda: manager_of(training, shared_path / "a", hf_config=config, save_contents=CONTENTS))
+        said = r"hf_config .* wanted the layers 2 x \(attention \+ mlp\), found 3 x"
+        assert_names(raised_everywhere(CheckpointMismatchError, error), said)
         messages = refused(training, lambda: manager.save(1), CheckpointMismatchError)
         assert_names(messages, r"decoder\.layers\.2")
         dist.barrier()

@@ -21,6 +21,7 @@ from hf_models import (
     transformers_logits,
     wrap,
 )
+from layouts import HAS_HYBRID
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from refusals import assert_names
@@ -28,6 +29,7 @@ from safetensors.torch import save_file
 from tiers import marks, pairs
 from tiny_models import make_hf_folder, read_config
 from training import parallel
+from transformers import AutoConfig
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import (
@@ -254,6 +256,30 @@ def test_what_does_not_fit_is_refused_by_all_and_nothing_changes(case: str, sour
         assert_names(raised_everywhere(expected, error), words)
         with everywhere():
             assert all(s.tensor.isnan().all() for s in model_shards(chunks) if s.key.kind == "model")
+
+
+@pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
+@pytest.mark.parametrize("other", ["deeper", "experts"])
+@pytest.mark.world(2)
+def test_a_hybrid_model_of_other_layers_is_refused(other: str, shared_path: Path) -> None:
+    """By load_hf, and by a manager that would export it."""
+    folder, others = shared_path / "hf", shared_path / "other"
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    name, sizes = ("qwen3", {"num_hidden_layers": 6}) if other == "deeper" else ("qwen3_moe", {})
+    on_rank_0(lambda: make_hf_folder(others, name, **sizes))
+    said = {
+        "deeper": [r"wanted the layers attention, mlp, .*, found 6 x \(attention \+ mlp\)"] * 2,
+        "experts": ["num_moe_experts is None", r"wanted the layers .*, found 4 x \(attention \+ experts\)"],
+    }[other]
+    shape = Shape(2, pp=2, hybrid=True)
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        error = error_of(lambda: load_hf(chunks, others))
+        assert_names(raised_everywhere(CheckpointMismatchError, error), said[0])
+        config = CheckpointConfig(save_contents=("model", "hf_model"), load_contents=("model",))
+        hf_config = AutoConfig.from_pretrained(others)
+        error = error_of(lambda: CheckpointManager(shared_path / "root", chunks, hf_config=hf_config, config=config))
+        assert_names(raised_everywhere(CheckpointMismatchError, error), "hf_config", said[1])
 
 
 @pytest.mark.world(2)

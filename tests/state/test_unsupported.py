@@ -146,6 +146,9 @@ def d_tensor() -> torch.nn.Parameter:
     ("chunk", "name"),
     [
         # megatron has this class until 0.16.
+        pytest.param(
+            Plain(module_named("FusedMLASelfAttention")), "module child .* mla_down_proj_fusion=False", id="fused-mla"
+        ),
         pytest.param(Plain(module_named("GroupedMLP")), "module child .* legacy GroupedMLP", id="grouped-mlp"),
         pytest.param(bare(FullyShardedDataParallel, module=True), "Megatron-FSDP", id="megatron-fsdp"),
         pytest.param(Plain(module_named("MegatronFSDP")), "Megatron-FSDP", id="megatron-fsdp-inside"),
