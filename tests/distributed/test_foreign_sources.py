@@ -9,7 +9,7 @@ import torch.distributed as dist
 from agreement import everywhere
 from foreign_checkpoints import save_torch_dist, save_verl_ranks
 from global_state import global_state
-from layouts import LAYOUTS
+from layouts import HAS_HYBRID, LAYOUTS
 from megatron.core import dist_checkpointing
 from tiers import marks
 from training import Layout, Training, build, parallel, train
@@ -38,6 +38,7 @@ NAMES = (
     "pp2-dp2-uneven",
     "pp2-vpp2-dp2-stages",
 )
+HYBRIDS = ("hybrid", "pp2-vpp2-hybrid") if HAS_HYBRID else ()
 # The flags of `sharded_state_dict` that change keys.
 KEYS = ("", "non_homogeneous_layers", "singleton_local_shards")
 
@@ -51,6 +52,7 @@ IN_CI = {
     ("pp2-tied-bf16", "singleton_local_shards"),
     ("pp2-vpp2", ""),
     ("etp2-ep2", ""),
+    ("hybrid", ""),
 }
 
 
@@ -118,7 +120,7 @@ def shapes(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> dict[str, tup
     }
 
 
-@pytest.mark.parametrize(("name", "flag"), params((*NAMES, "etp2-ep2"), KEYS))
+@pytest.mark.parametrize(("name", "flag"), params((*NAMES, "etp2-ep2", *HYBRIDS), KEYS))
 def test_torch_dist(name: str, flag: str, shared_path: Path) -> None:
     with parallel(LAYOUTS[name]):
         training = build(LAYOUTS[name], seed=1)

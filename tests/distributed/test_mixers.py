@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from agreement import everywhere, gather
 from hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
+from layouts import HAS_HYBRID
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -171,11 +172,22 @@ def save(kind: str, chunks: list[torch.nn.Module], root: Path, tp: int) -> Path:
 @pytest.mark.parametrize(("kind", "tp"), pairs(KINDS, (2, 1)))
 @pytest.mark.world(2)
 def test_what_was_trained_becomes_a_folder(kind: str, tp: int, shared_path: Path) -> None:
+    check_merge(kind, Shape(2, tp=tp), shared_path)
+
+
+@pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
+@pytest.mark.parametrize("kind", ["native", "torch_dist"])
+@pytest.mark.world(2)
+def test_a_trained_hybrid_model_becomes_a_folder(kind: str, shared_path: Path) -> None:
+    check_merge(kind, Shape(2, pp=2, hybrid=True), shared_path)
+
+
+def check_merge(kind: str, shape: Shape, shared_path: Path) -> None:
     folder = hf_folder(shared_path / "hf")
-    with parallel(Layout(2, tp=tp)):
-        chunks = build_model(folder, Shape(2, tp=tp))
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
         load_hf(chunks, folder)
-        source = save(kind, chunks, shared_path / "saved", tp)
+        source = save(kind, chunks, shared_path / "saved", shape.tp)
     with everywhere():
         if dist.get_rank() == 0:
             merge(MergeRequest(source, shared_path / "merged", hf_model_path=folder))
