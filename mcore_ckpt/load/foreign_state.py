@@ -14,7 +14,7 @@ from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
-from mcore_ckpt.state.model import model_shards
+from mcore_ckpt.state.model import forget_caches, model_shards
 from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import check_scheduler
@@ -249,6 +249,7 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
         if "model" in contents:
             for tensor in state.weights:
                 tensor.live.copy_(tensor.loaded)
+            forget_caches(trainer.chunks)
         for parameter in state.parameters:
             _apply_parameter(parameter)
     if "optimizer" in contents:

@@ -30,7 +30,15 @@ from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padded
 from mcore_ckpt.state.megatron_versions import check_megatron
-from mcore_ckpt.state.model import as_chunks, model_shards, own_layers, process_groups_of, unwrap, whole_layers
+from mcore_ckpt.state.model import (
+    as_chunks,
+    forget_caches,
+    model_shards,
+    own_layers,
+    process_groups_of,
+    unwrap,
+    whole_layers,
+)
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.unsupported import refuse_missing_layers, refuse_unsupported_experts, refuse_unsupported_model
 
@@ -314,6 +322,7 @@ def _apply_together(here: _Here, plan: _Plan, source: Source) -> int:
     topic = f"loading {plan.reader.place}"
     try:
         nbytes = fill_together(here.agreement, here.replicas, topic, plan.fills, fill)
+        forget_caches(here.chunks)
         decide(here.agreement, topic, look, lambda _: {})
     except CheckpointError as error:
         raise type(error)(f"{error}. The model is now undefined: load it again before using it") from error

@@ -33,7 +33,7 @@ from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
-from mcore_ckpt.state.model import gather_parameters
+from mcore_ckpt.state.model import forget_caches, gather_parameters
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.read_lock import reading
@@ -287,6 +287,7 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
 def _make_consistent(trainer: Trainer) -> None:
     """Makes the model and the main parameters agree if only one of them was loaded. All ranks call it."""
     contents = trainer.config.load_contents
+    forget_caches(trainer.chunks)
     if "model" in contents and "optimizer" not in contents and trainer.optimizer is not None:
         # Otherwise the next optimizer step would write the old main parameters over the loaded weights.
         trainer.optimizer.reload_model_params()

@@ -34,6 +34,9 @@ _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
 # its other checks find them there.
 _AT_ONCE = 512
 
+# The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
+_SAME_BUFFERS = (".expert_bias", ".qb_beta")
+
 
 @dataclass(frozen=True, eq=False)
 class _KeptTensors:
@@ -306,10 +309,10 @@ def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest)
 def _may_differ(write: TensorWrite) -> bool:
     """Returns True if replicas may have different values. Buffers may differ, opaque tensors even in length.
 
-    The router's bias is a buffer, but it does not differ, because megatron computes it from the token counts of all
-    data-parallel ranks.
+    Two buffers of the router do not differ, because megatron computes them from the token counts of all data-parallel
+    ranks.
     """
-    return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(".expert_bias")
+    return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(_SAME_BUFFERS)
 
 
 def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:

@@ -89,6 +89,17 @@ def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:
     return False
 
 
+def forget_caches(chunks: Sequence[torch.nn.Module]) -> None:
+    """Drops what modules have computed from weights that were loaded since.
+
+    MambaMixer (0.18) keeps -exp(A_log) for decoding, and computes it anew only after a call of `train()`.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "_A_neg_exp_cache_stale"):
+                vars(module)["_A_neg_exp_cache_stale"] = True
+
+
 def ddp_buffers(chunk: Any) -> list[Any]:
     """Returns the buffers in which DistributedDataParallel keeps the trainable parameters."""
     return [*_listed(chunk, "buffers"), *_listed(chunk, "expert_parallel_buffers")]

@@ -26,13 +26,23 @@ _MODULES = {
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
     # One weight (0.17) that other layer specs, HuggingFace and megatron's own checkpoints have as two.
     "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
+    # After the first inference, its forward uses copies of the weights that DistributedDataParallel no longer knows.
+    "InferenceGroupedMLP": "InferenceGroupedMLP (its weights leave DistributedDataParallel): use TEGroupedMLP",
+    # transformer-engine may reorder the rows of its gated linear unit.
+    "FusedSharedExpertMLP": "FusedSharedExpertMLP: set use_grouped_gemm_for_shared_expert=False",
+    "TEFusedMLPWithGroupedLinear": "TEFusedMLPWithGroupedLinear: set use_grouped_gemm_for_dense_mlp=False",
 }
+# With these fields of TransformerConfig (0.18), rows of gate and up alternate in blocks, but `sharded_state_dict` still
+# calls the first half gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would be mixed up.
+_INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 _OPTIMIZERS = {
     "HybridDeviceOptimizer": "HybridDeviceOptimizer (optimizer_cpu_offload): turn the offload off",
     "LayerWiseDistributedOptimizer": "LayerWiseDistributedOptimizer: use DistributedOptimizer",
     "TensorParallelMuon": "Muon: use Adam",
     "Muon": "Muon: use Adam",
 }
+# The torch-like optimizers, and those derived from them, whose whole state is known: moments, and a step.
+_INNER = ("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD")
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
 # The groups that all modules of a model must share. Context parallelism divides no tensor, and attention may change its
@@ -52,6 +62,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
             raise UnsupportedError(f"not supported: {_MODULES['MegatronFSDP']}")
         _refuse_sharded_weights(chunk)
+        _refuse_interleaved_rows(chunk)
         for path, module in chunk.named_modules():
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
         for name, parameter in chunk.named_parameters():
@@ -88,6 +99,17 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
             f"generalized tensor parallelism is not supported ({found[0]}): leave out "
             "tensor_parallel_num_weight_shards and expert_tensor_parallel_num_weight_shards"
         )
+
+
+def _refuse_interleaved_rows(chunk: torch.nn.Module) -> None:
+    config = getattr(unwrap(chunk), "config", None)
+    for name in _INTERLEAVED:
+        size = getattr(config, name, None)
+        if isinstance(size, int):
+            raise UnsupportedError(
+                f"{name} is {size}, which is not supported: rows of gate and up would be mixed up under another layout "
+                f"and in HuggingFace; leave {name} unset"
+            )
 
 
 def _refuse_other_groups(chunks: Iterable[torch.nn.Module], groups: ProcessGroups | None) -> None:
@@ -199,6 +221,13 @@ def _refuse_part(part: Any) -> None:
             f"optimizer {type(part).__name__} is not supported: use DistributedOptimizer, "
             "Float16OptimizerWithFloat16Params or FP32Optimizer"
         )
+    if inner is not None and not any(base.__name__ in _INNER for base in type(inner).__mro__):
+        raise UnsupportedError(
+            f"optimizer {type(inner).__name__} is not supported: use one of {', '.join(_INNER)}, or one derived from it"
+        )
+    if getattr(part.config, "optimizer_cuda_graph", False):
+        # Its kernels read step and rate from tensors whose addresses the graph has, and a load would replace them.
+        raise UnsupportedError("optimizer is not supported: optimizer_cuda_graph; turn this option off")
     if getattr(part.config, "use_precision_aware_optimizer", False):
         raise UnsupportedError(
             "optimizer is not supported: use_precision_aware_optimizer keeps main parameters, or scales of its "

@@ -12,14 +12,14 @@ import refusals
 import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, gather, raised_everywhere
-from checkpointing import manager_of, save
-from layouts import LAYOUTS, REDUCES_EXPERTS_APART
+from checkpointing import TIMEOUT_S, manager_of, save
+from layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
 from megatron.core import parallel_state
 from refusals import assert_names
 from tiers import pairs
 from training import Layout, Training, build, build_chunks, parallel, train
 
-from mcore_ckpt import CheckpointManager
+from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -28,6 +28,7 @@ from mcore_ckpt.errors import (
     CommitError,
     UnsupportedError,
 )
+from mcore_ckpt.state.model import unwrap
 
 DP2 = LAYOUTS["dp2-bf16"]
 MODEL = "model/mp_rank_00_000/model_states.pt"
@@ -183,6 +184,35 @@ def test_generalized_tensor_parallelism(shared_path: Path) -> None:
         assert_names(raised_everywhere(UnsupportedError, error), "generalized tensor parallelism")
         with everywhere():
             assert not list(shared_path.iterdir())
+
+
+@pytest.mark.world(2)
+def test_one_name_for_two_tensors_on_two_stages(shared_path: Path) -> None:
+    layout = Layout(2, pp=2)
+    with parallel(layout):
+        _, (chunk,) = build_chunks(layout, seed=1)
+        chunk.extra = torch.nn.Linear(2, 2)
+        config = CheckpointConfig(save_contents=("model",), load_contents=("model",), timeout_s=TIMEOUT_S)
+        manager = CheckpointManager(shared_path, [chunk], config=config)
+        error = error_of(lambda: manager.save(1))
+        said = r"tensor extra\.(weight|bias): pipeline ranks 0 and 1 both have one of this name"
+        assert_names(raised_everywhere(CommitError, error), said)
+        manager.close()
+
+
+@pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
+@pytest.mark.world(1)
+def test_a_load_drops_what_was_computed_from_the_old_weights(shared_path: Path) -> None:
+    layout = Layout(1, pattern="M")
+    with parallel(layout):
+        training = build(layout, seed=1)
+        save(training, shared_path, 1)
+        mixer: Any = unwrap(training.model[0]).decoder.layers[0].mixer
+        mixer._A_neg_exp_cache_stale = False
+        manager = manager_of(training, shared_path)
+        manager.load()
+        manager.close()
+        assert mixer._A_neg_exp_cache_stale
 
 
 @pytest.mark.world(2)

@@ -62,6 +62,12 @@ def precision_aware(masters_inside: bool) -> OptimizerConfig:
     return made
 
 
+def cuda_graph() -> OptimizerConfig:
+    made = config()
+    made.optimizer_cuda_graph = True
+    return made
+
+
 def part(cls: type = DistributedOptimizer, inner: Any = None, choices: OptimizerConfig | None = None) -> Any:
     return bare(cls, optimizer=inner or adam(), config=choices or config())
 
@@ -77,6 +83,7 @@ def test_megatrons_own_optimizers_pass(cls: type) -> None:
     refuse_unsupported_optimizer(bare(cls, optimizer=None, config=config()))  # a rank without parameters
 
 
+Lion = type("Lion", (torch.optim.Optimizer,), {})
 MuonLike = type("Muon", (torch.optim.Optimizer,), {})
 Derived = type("MyOffload", (HybridDeviceOptimizer,), {})
 
@@ -96,6 +103,8 @@ Derived = type("MyOffload", (HybridDeviceOptimizer,), {})
         pytest.param(
             chained(part(), part(choices=precision_aware(True))), "use_precision_aware_optimizer", id="one-of-two"
         ),
+        pytest.param(part(FP32Optimizer, bare(Lion)), "Lion is not supported: use one of Adam", id="lion"),
+        pytest.param(part(choices=cuda_graph()), "optimizer_cuda_graph; turn this option off", id="cuda-graph"),
         pytest.param(adam(), "Adam is not supported: use DistributedOptimizer", id="torch-adam"),
         pytest.param(chained(part(), SimpleNamespace(config=config())), "SimpleNamespace", id="unknown-part"),
     ],
@@ -149,6 +158,13 @@ def d_tensor() -> torch.nn.Parameter:
         pytest.param(
             Plain(module_named("FusedMLASelfAttention")), "module child .* mla_down_proj_fusion=False", id="fused-mla"
         ),
+        pytest.param(Plain(module_named("InferenceGroupedMLP")), "module child .* use TEGroupedMLP", id="inference"),
+        pytest.param(
+            Plain(module_named("FusedSharedExpertMLP")), "use_grouped_gemm_for_shared_expert=False", id="fused-shared"
+        ),
+        pytest.param(
+            Plain(module_named("TEFusedMLPWithGroupedLinear")), "use_grouped_gemm_for_dense_mlp=False", id="fused-mlp"
+        ),
         pytest.param(Plain(module_named("GroupedMLP")), "module child .* legacy GroupedMLP", id="grouped-mlp"),
         pytest.param(bare(FullyShardedDataParallel, module=True), "Megatron-FSDP", id="megatron-fsdp"),
         pytest.param(Plain(module_named("MegatronFSDP")), "Megatron-FSDP", id="megatron-fsdp-inside"),
@@ -163,6 +179,16 @@ def d_tensor() -> torch.nn.Parameter:
 def test_a_model_that_would_be_half_saved_is_refused(chunk: torch.nn.Module, name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
         refuse_unsupported_model([Plain(), chunk])
+
+
+@pytest.mark.parametrize("field", ["moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"])
+def test_rows_in_an_order_that_nothing_records_are_refused(field: str) -> None:
+    model = Plain()
+    model.config = SimpleNamespace(**{field: None})  # type: ignore[assignment]
+    refuse_unsupported_model([model])
+    model.config = SimpleNamespace(**{field: 32})  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=f"{field} is 32"):
+        refuse_unsupported_model([model])
 
 
 def test_a_wrapper_configured_for_fsdp_is_refused_and_plain_modules_pass() -> None:
