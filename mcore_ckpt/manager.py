@@ -45,6 +45,7 @@ from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (
     refuse_missing_layers,
+    refuse_names_of_two_stages,
     refuse_unsupported_experts,
     refuse_unsupported_model,
     refuse_unsupported_optimizer,
@@ -552,9 +553,11 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
 
     def combine(records: Sequence[Record]) -> Record:
         layers = whole_layers(records)
-        arguments = [{name: value for name, value in record.items() if name != "layers"} for record in records]
+        told = ("layers", "others")
+        arguments = [{name: value for name, value in record.items() if name not in told} for record in records]
         same_everywhere(arguments, "the arguments of CheckpointManager")
         refuse_missing_layers(chunks, layers)
+        refuse_names_of_two_stages(record["others"] for record in records)
         leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)
         lock.look()
         return {"layers": list(layers.items())}

@@ -272,11 +272,12 @@ def _replicas(here: _Here, expert: bool) -> tuple[int, ...]:
 
 
 def _hint(name: str, reader: HuggingFaceReader, locator: Locator) -> str:
-    if locator.unlike is not None:
-        return f": {locator.unlike}"
+    ignore = ". List in `ignore` the tensors that may keep their values"
+    if locator.unlike is not None and ".layers." in name:
+        return f": {locator.unlike}{ignore}"
     if name == MCORE_HEAD and reader.model.is_tied:
         return ": its embeddings are tied: build the model with share_embeddings_and_output_weights=True"
-    return ". List in `ignore` the tensors that may keep their values"
+    return ignore
 
 
 def _check_vocabulary(shard: LocalShard, reader: HuggingFaceReader, topology: Topology) -> None:

@@ -103,8 +103,7 @@ def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
         files = TorchDistFiles(path, torch_dist_folders(path))
         source = _Source(files, StoredKeys(files, trainer.layers))
         opened.append(source)
-        with source.explained():
-            return _read(trainer, source)
+        return _read(trainer, source)
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere([{"names": record["names"]} for record in records], f"{path}: the tensors seen there")
@@ -121,7 +120,8 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
     weights: tuple[LoadedModelTensor, ...] = ()
     # The optimizer state is checked against the weights, so read the weights even if only the optimizer is loaded.
     if "model" in contents or ("optimizer" in contents and _missing(source, entries) < len(entries)):
-        weights = tuple(_read_weight(source, entry) for entry in entries)
+        with source.explained():
+            weights = tuple(_read_weight(source, entry) for entry in entries)
     step = files.common.get("iteration")
     state = ForeignState(step if isinstance(step, int) else step_of(files.path), 0, weights)
     if "optimizer" in contents:

@@ -208,6 +208,8 @@ def check_model(model: Any, hf_model: HfModel) -> None:
         found = _read(model.config, gpt, name, value)
         if name == "mtp_num_layers" and not found:
             continue
+        if name == "window_attn_skip_freq" and is_hybrid and found is not None:
+            found = _of_attention(model.hybrid_layer_pattern, found)
         if found != value:
             raise CheckpointMismatchError(
                 f"the model's {_without_prefix(name)} is {found!r}, but config.json of this {hf_model.describe()} "
@@ -220,6 +222,13 @@ def check_model(model: Any, hf_model: HfModel) -> None:
             f"tie_word_embeddings of this {hf_model.describe()} is {hf_model.is_tied}: build the model with "
             "mcore_ckpt.models.to_mcore_config"
         )
+
+
+def _of_attention(pattern: str, by_layer: list[int]) -> list[int] | None:
+    """Returns the values of a HybridModel's attention layers. `by_layer` has one for each layer of any kind."""
+    symbols = pattern.partition("/")[0].replace("|", "")
+    found = [value for symbol, value in zip(symbols, by_layer, strict=False) if symbol in "*GD+"]
+    return None if all(found) else found
 
 
 def _without_prefix(name: str) -> str:

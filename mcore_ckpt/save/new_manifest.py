@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ def build_manifest(
     for record in records:
         names.receive(record["names"])
     in_order, holds = names.in_order(file.holds for _, file in files if file.holds)
-    _check_stages(in_order, [(records[rank]["coordinates"]["pp"], holds.get(file.holds, ())) for rank, file in files])
     stages = {
         (s["pp"], s["vp"]): StageRecord(s["pp"], s["vp"], tuple(s["decoder"]), tuple(s["mtp"]))
         for r in records
@@ -97,27 +96,6 @@ def read_common(trainer: Trainer) -> dict[str, Any]:
         ],
         "lr_scheduler": read_scheduler(trainer.lr_scheduler),
     }
-
-
-def _check_stages(names: Sequence[str], held: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> None:
-    """Refuses a tensor that two pipeline stages store, because a load would give one stage's values to both.
-
-    megatron ties the copies of the token embedding, but not those of learned positions, which a stage with multi-token
-    prediction has, too.
-
-    Args:
-        names: all names of the checkpoint.
-        held: for each file its pipeline rank, and the positions of its tensors in `names` as inclusive runs.
-    """
-    owners: dict[int, int] = {}
-    for pp, runs in held:
-        for first, last in runs:
-            for position in range(first, last + 1):
-                if owners.setdefault(position, pp) != pp:
-                    raise CommitError(
-                        f"tensor {names[position]}: pipeline ranks {owners[position]} and {pp} both have one of this "
-                        "name, and megatron does not tie them: a checkpoint could bring back only one of them"
-                    )
 
 
 def _written(item: Record) -> WrittenFile:

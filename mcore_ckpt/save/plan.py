@@ -309,7 +309,7 @@ def _with_writers(trainer: Trainer, ranks: Sequence[int], request: WriteRequest)
 def _may_differ(write: TensorWrite) -> bool:
     """Returns True if replicas may have different values. Buffers may differ, opaque tensors even in length.
 
-    Two buffers of the router do not differ, because megatron computes them from the token counts of all data-parallel
+    Two buffers of the router do not differ, because megatron reduces what it computes them from over all data-parallel
     ranks.
     """
     return write.is_buffer and write.tensor.numel() > 0 and not write.key.name.endswith(_SAME_BUFFERS)

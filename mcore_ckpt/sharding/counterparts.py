@@ -8,16 +8,13 @@ has one layer per depth, and HybridModel a stack of layers (`MultiTokenPredictio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt.sharding.names import natural_order
 
-# The stack that a tensor belongs to (the decoder, or one depth of multi-token prediction), its layer there, and the
-# rest of its name.
-_NAME = re.compile(
-    r"((decoder)\.layers\.\d+|(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer\.layers\.\d+))\.(.+)"
-)
+# A tensor's layer, in the decoder or in one depth of multi-token prediction, and the rest of its name.
+_NAME = re.compile(r"(decoder\.layers\.\d+|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer\.layers\.\d+))\.(.+)")
 # The modules of a layer, in the order in which the layer runs them, and the part that each belongs to.
 _MODULES = {
     "input_layernorm": "attention",
@@ -35,6 +32,8 @@ _VARIANTS = (
     ("mlp", "mlp.router.", "experts"),
 )
 _DECODER = "decoder"
+# Patterns of published hybrid models repeat after 8 layers or fewer.
+_LONGEST_PERIOD = 8
 
 # By the beginning of the names of a layer's tensors ("decoder.layers.3"), the layer's parts in the order in which it
 # runs them.
@@ -43,9 +42,8 @@ Layers = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is: its stack ("decoder", "mtp.layers.0"), its layer's name, its part, and its name there."""
+    """Where a tensor is: its layer's name, its part of the layer, and its name in the layer."""
 
-    stack: str
     layer: str
     part: str
     rest: str
@@ -54,8 +52,8 @@ class _Place:
 def _place(name: str) -> _Place | None:
     """Returns where a tensor is. None if it belongs to no known part of a layer."""
     match = _NAME.fullmatch(name)
-    part = None if match is None else _MODULES.get(match[4].partition(".")[0])
-    return None if match is None or part is None else _Place(match[2] or match[3], match[1], part, match[4])
+    part = None if match is None else _MODULES.get(match[2].partition(".")[0])
+    return None if match is None or part is None else _Place(match[1], part, match[2])
 
 
 def layers_of(names: Iterable[str]) -> Layers:
@@ -116,13 +114,13 @@ def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:
     """Matches the parts of two models one by one, in the order in which the models run them.
 
     The layers of multi-token prediction are matched separately for each depth. A depth that only one model has is left
-    out.
+    out, and so are layers of which the stored model has none at all.
     """
     found: dict[tuple[str, str], str] = {}
     ours, theirs = _by_stack(wanted), _by_stack(stored)
     for stack, layers in ours.items():
         others = theirs.get(stack, {})
-        if layers == others or (not others and stack != _DECODER):
+        if layers == others or not others:
             continue
         matched = _match(layers, others)
         if matched is None:
@@ -133,6 +131,7 @@ def find_counterparts(wanted: Layers, stored: Layers) -> Counterparts:
 
 
 def _by_stack(layers: Layers) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Groups layers by the stack that runs them: "decoder", "mtp.layers.0", ..."""
     stacks: dict[str, dict[str, tuple[str, ...]]] = {}
     for layer, parts in sorted(layers.items(), key=lambda item: natural_order(item[0])):
         stack = _DECODER if layer.startswith(_DECODER) else ".".join(layer.split(".")[:3])
@@ -153,17 +152,31 @@ def _kind(part: str) -> str:
 
 
 def describe(layers: Layers) -> str:
-    """Returns the layers as text, with equal ones in a row counted.
+    """Returns the layers as text. What is repeated, one layer or a few in turn, is counted.
 
     Example:
         >>> describe({"decoder.layers.0": ("attention", "mlp"), "decoder.layers.1": ("attention", "mlp")})
         '2 x (attention + mlp)'
     """
-    runs: list[tuple[str, int]] = []
-    for parts in layers.values():
-        text = " + ".join(parts)
-        if runs and runs[-1][0] == text:
-            runs[-1] = (text, runs[-1][1] + 1)
-        else:
-            runs.append((text, 1))
-    return ", ".join(text if count == 1 else f"{count} x ({text})" for text, count in runs) or "none"
+    texts = [" + ".join(parts) for parts in layers.values()]
+    found: list[str] = []
+    at = 0
+    while at < len(texts):
+        length, count = max(
+            ((period, _repeats(texts, at, period)) for period in range(1, _LONGEST_PERIOD + 1)),
+            key=lambda each: (each[0] * each[1] if each[1] > 1 else 1, -each[0]),
+        )
+        if count == 1:
+            length = 1
+        block = ", ".join(texts[at : at + length])
+        found.append(block if count == 1 else f"{count} x ({block})")
+        at += length * count
+    return ", ".join(found) or "none"
+
+
+def _repeats(texts: Sequence[str], at: int, period: int) -> int:
+    """Returns how often the `period` texts from `at` on stand there, one time after the other."""
+    block, count = texts[at : at + period], 1
+    while texts[at + count * period : at + (count + 1) * period] == block:
+        count += 1
+    return count

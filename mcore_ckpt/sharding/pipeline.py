@@ -133,8 +133,8 @@ def parse_pattern(text: str) -> tuple[tuple[str, ...], ...]:
     """
     main, *depths = text.split("/")
     unknown = sorted(set("".join((main.replace("|", ""), *depths))) - set(_LAYER_SYMBOLS))
-    if unknown or not main.replace("|", "") or not all(depths):
-        wrong = f"has {', '.join(map(repr, unknown))}" if unknown else "has no layers, or an empty depth"
+    if unknown or not main.replace("|", "") or not all(depths) or len(set(depths)) > 1:
+        wrong = f"has {', '.join(map(repr, unknown))}" if unknown else "has no layers, or depths that differ"
         raise ValueError(f"hybrid layer pattern {text!r} {wrong}: use only {' '.join(_LAYER_SYMBOLS)}, | and /")
     *stages, last = [("decoder",) * len(segment) for segment in main.split("|")]
     return (*stages, (*last, *("mtp" for _ in depths)))

@@ -5,6 +5,7 @@ The regions come from megatron's own `sharded_state_dict`, and the names from th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from mcore_ckpt.sharding.regions import Piece, Region
 from mcore_ckpt.state.shards import LocalShard
 
 EXTRA_STATE = "_extra_state"
+_IN_LAYER = re.compile(r"\blayers\.\d+\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -146,16 +148,21 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
 def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Record:
     """Returns what this rank's layers consist of, as plain JSON values. One rank of each stage tells.
 
-    `whole_layers` puts the records of all ranks together.
+    `whole_layers` puts the records of all ranks together. Also lists the parameters that are in no numbered layer.
     """
     at = coordinates
-    teller = (at.tp, at.cp, at.dp) == (0, 0, 0)
-    return {"layers": list(layers_of(shard.key.name for shard in shards).items()) if teller else []}
+    if (at.tp, at.cp, at.dp) != (0, 0, 0):
+        return {"layers": [], "others": []}
+    names = [shard.key.name for shard in shards if not shard.is_buffer and not shard.replica]
+    return {
+        "layers": list(layers_of(shard.key.name for shard in shards).items()),
+        "others": [name for name in names if not _IN_LAYER.search(name)],
+    }
 
 
 def whole_layers(records: Iterable[Record]) -> Layers:
     """Returns what the layers of the whole model consist of, from the `own_layers` of all ranks."""
-    return {number: tuple(parts) for record in records for number, parts in record["layers"]}
+    return {layer: tuple(parts) for record in records for layer, parts in record["layers"]}
 
 
 def model_shards(chunks: Sequence[torch.nn.Module]) -> list[LocalShard]:

@@ -26,14 +26,12 @@ _MODULES = {
     "TorchFullyShardedDataParallel": "torch FSDP2 under megatron: use DistributedDataParallel",
     # One weight (0.17) that other layer specs, HuggingFace and megatron's own checkpoints have as two.
     "FusedMLASelfAttention": "fused down projections of latent attention: set mla_down_proj_fusion=False",
-    # After the first inference, its forward uses copies of the weights that DistributedDataParallel no longer knows.
-    "InferenceGroupedMLP": "InferenceGroupedMLP (its weights leave DistributedDataParallel): use TEGroupedMLP",
-    # transformer-engine may reorder the rows of its gated linear unit.
+    # transformer-engine may reorder the rows of their gated linear units (0.18, 0.19).
     "FusedSharedExpertMLP": "FusedSharedExpertMLP: set use_grouped_gemm_for_shared_expert=False",
     "TEFusedMLPWithGroupedLinear": "TEFusedMLPWithGroupedLinear: set use_grouped_gemm_for_dense_mlp=False",
 }
-# With these fields of TransformerConfig (0.18), rows of gate and up alternate in blocks, but `sharded_state_dict` still
-# calls the first half gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would be mixed up.
+# With these fields of TransformerConfig (0.18, 0.19), rows of gate and up alternate in blocks, but `sharded_state_dict`
+# still calls the first half gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would mix.
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 _OPTIMIZERS = {
     "HybridDeviceOptimizer": "HybridDeviceOptimizer (optimizer_cpu_offload): turn the offload off",
@@ -41,7 +39,7 @@ _OPTIMIZERS = {
     "TensorParallelMuon": "Muon: use Adam",
     "Muon": "Muon: use Adam",
 }
-# The torch-like optimizers, and those derived from them, whose whole state is known: moments, and a step.
+# The torch-like optimizers whose state is known: moments, and a step. Classes derived from them are accepted.
 _INNER = ("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD")
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
@@ -65,6 +63,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
         _refuse_interleaved_rows(chunk)
         for path, module in chunk.named_modules():
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
+            _refuse_inference_copies(chunk, path, module)
         for name, parameter in chunk.named_parameters():
             # TE's quantized tensors are subclasses of Tensor, and a Parameter made from such a tensor keeps its class.
             kinds = {cls.__name__ for tensor in (parameter, parameter.data) for cls in type(tensor).__mro__}
@@ -98,6 +97,21 @@ def _refuse_sharded_weights(chunk: torch.nn.Module) -> None:
         raise UnsupportedError(
             f"generalized tensor parallelism is not supported ({found[0]}): leave out "
             "tensor_parallel_num_weight_shards and expert_tensor_parallel_num_weight_shards"
+        )
+
+
+def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    """Refuses InferenceGroupedMLP (0.17) in training, and once it has run.
+
+    Its first forward makes one tensor of all experts' weights, and lets the parameters be parts of it. So the buffers
+    of DistributedDataParallel, into which the optimizer writes, are no longer what the model computes with.
+    """
+    if type(module).__name__ != "InferenceGroupedMLP":
+        return
+    if hasattr(chunk, "ddp_config") or getattr(module, "_concatenated_weights_built", False):
+        raise UnsupportedError(
+            f"module {path} is not supported: InferenceGroupedMLP, whose weights leave DistributedDataParallel; train "
+            "with TEGroupedMLP"
         )
 
 
@@ -173,6 +187,26 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
                 f"tensor {shard.key} does not belong to one expert: with expert parallelism, each rank has a different "
                 "tensor under this name; keep adapters out of grouped experts, or use EP = 1"
             )
+
+
+def refuse_names_of_two_stages(by_rank: Iterable[Iterable[str]]) -> None:
+    """Raises UnsupportedError for a name of two tensors on two pipeline stages that megatron does not tie.
+
+    A load would give one stage's values to both. megatron ties the copies of the token embedding, but not those of
+    learned positions, which a stage with multi-token prediction has, too.
+
+    Args:
+        by_rank: for one rank of each stage, the names of the tensors in no numbered layer. Empty for other ranks.
+    """
+    seen: set[str] = set()
+    for names in by_rank:
+        mine = set(names)
+        if twice := sorted(seen & mine):
+            raise UnsupportedError(
+                f"tensor {twice[0]} is on two pipeline stages, and megatron does not tie them, so a checkpoint could "
+                "bring back only one of them: use rotary positions, or one pipeline stage"
+            )
+        seen |= mine
 
 
 def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> None:

@@ -79,4 +79,7 @@ def _hybrid_config(config: Any, depth: int) -> Any:
     hybrid.num_layers, hybrid.is_hybrid_model = depth, True
     hybrid.experimental_attention_variant = hybrid.linear_attention_freq = None
     hybrid.moe_layer_freq, hybrid.num_layers_in_first_pipeline_stage = 1, None
+    if isinstance(config.window_attn_skip_freq, list):
+        # One value for each layer of any kind; only attention asks for its own.
+        hybrid.window_attn_skip_freq = [value for each in config.window_attn_skip_freq for value in (each, 0)]
     return hybrid

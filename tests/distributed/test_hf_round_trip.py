@@ -24,6 +24,7 @@ UNEVEN = {"pp": 2, "first_stage_layers": 1}
 # A HybridModel of the same parts. Its stages end within the GPTModel's layers.
 HYBRID = {
     "hybrid-linear-attention": ("qwen3_next", Shape(1, hybrid=True)),
+    "hybrid-windows": ("gpt_oss", Shape(1, hybrid=True)),
     "hybrid-pp2-vpp2": ("qwen3", Shape(2, pp=2, vpp=2, hybrid=True)),
     "hybrid-mtp-pp2": ("glm4_moe-mtp", Shape(2, pp=2, hybrid=True)),
     "hybrid-shared-expert-tp2-ep2": ("qwen2_moe", Shape(4, tp=2, ep=2, hybrid=True)),
@@ -64,6 +65,7 @@ IN_CI = {
     "mla-mtp",
     "hybrid-linear-attention",
     "hybrid-mtp-pp2",
+    "hybrid-windows",
     "biased-experts",
     "tied-tp2-bf16",
     "value-tp2",

@@ -151,10 +151,10 @@ def test_torch_dist_of_other_layers_is_refused(shared_path: Path) -> None:
     [
         (
             "*-*-*-",
-            r"wanted the layers attention, mlp, attention, mlp, attention, mlp, found attention",
+            r"wanted the layers 3 x \(attention, mlp\), found attention",
         ),
         ("*-*E/M-", r"wanted the layers mamba, mlp in mtp\.layers\.0, found attention \+ experts"),
-        ("M*-*-", "wanted the layers mamba, attention"),
+        ("M*-*-", r"wanted the layers mamba, 2 x \(attention, mlp\), found"),
         ("**--", r"wanted the layers 2 x \(attention\), 2 x \(mlp\), found"),
     ],
 )

@@ -268,8 +268,11 @@ def test_a_hybrid_model_of_other_layers_is_refused(other: str, shared_path: Path
     name, sizes = ("qwen3", {"num_hidden_layers": 6}) if other == "deeper" else ("qwen3_moe", {})
     on_rank_0(lambda: make_hf_folder(others, name, **sizes))
     said = {
-        "deeper": [r"wanted the layers attention, mlp, .*, found 6 x \(attention \+ mlp\)"] * 2,
-        "experts": ["num_moe_experts is None", r"wanted the layers .*, found 4 x \(attention \+ experts\)"],
+        "deeper": [r"wanted the layers 4 x \(attention, mlp\), found 6 x \(attention \+ mlp\)"] * 2,
+        "experts": [
+            "num_moe_experts is None",
+            r"wanted the layers 4 x \(attention, mlp\), found 4 x \(attention \+ experts\)",
+        ],
     }[other]
     shape = Shape(2, pp=2, hybrid=True)
     with parallel(shape.layout):

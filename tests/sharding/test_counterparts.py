@@ -113,4 +113,17 @@ def test_the_depth_of_other_parts_is_named() -> None:
 
 def test_layers_are_described_shortly() -> None:
     assert describe({}) == "none"
+    assert describe(decoder([("attention",), ("mlp",)] * 61 + [("mamba",)])) == "61 x (attention, mlp), mamba"
+    assert describe(decoder([("mamba",), ("mlp",), ("mlp",), ("mlp",)])) == "mamba, 3 x (mlp)"
+
+
+@given(st.lists(st.sampled_from([("attention",), ("mlp",), ("mamba",), ("attention", "mlp")]), max_size=20))
+def test_a_description_has_every_layer(layers: list[tuple[str, ...]]) -> None:
+    text = describe(decoder(layers))
+    while match := re.search(r"(\d+) x \(([^()]*)\)", text):
+        text = text[: match.start()] + ", ".join([match[2]] * int(match[1])) + text[match.end() :]
+    assert text == (", ".join(" + ".join(parts) for parts in layers) or "none")
+
+
+def test_a_repeated_layer_is_counted() -> None:
     assert describe(decoder([("mamba",), ("mamba",), ("attention",)])) == "2 x (mamba), attention"

@@ -158,7 +158,6 @@ def d_tensor() -> torch.nn.Parameter:
         pytest.param(
             Plain(module_named("FusedMLASelfAttention")), "module child .* mla_down_proj_fusion=False", id="fused-mla"
         ),
-        pytest.param(Plain(module_named("InferenceGroupedMLP")), "module child .* use TEGroupedMLP", id="inference"),
         pytest.param(
             Plain(module_named("FusedSharedExpertMLP")), "use_grouped_gemm_for_shared_expert=False", id="fused-shared"
         ),
@@ -188,6 +187,18 @@ def test_rows_in_an_order_that_nothing_records_are_refused(field: str) -> None:
     refuse_unsupported_model([model])
     model.config = SimpleNamespace(**{field: 32})  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=f"{field} is 32"):
+        refuse_unsupported_model([model])
+
+
+def test_experts_for_inference_are_refused_in_training_and_once_they_have_run() -> None:
+    model = Plain(module_named("InferenceGroupedMLP"))
+    refuse_unsupported_model([model])  # as load_hf fills it, before the first forward
+    model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match=r"module child .* TEGroupedMLP"):
+        refuse_unsupported_model([model])
+    del model.ddp_config
+    model.child._concatenated_weights_built = True  # type: ignore[union-attr, assignment]
+    with pytest.raises(UnsupportedError, match=r"module child .* TEGroupedMLP"):
         refuse_unsupported_model([model])
 
 

@@ -198,6 +198,7 @@ def test_experts_that_do_not_divide(tmp_path: Path) -> None:
         {"pipeline_layout": "Et|L"},
         {"hybrid_layer_pattern": "*-|*-"},
         {"hybrid_layer_pattern": "*?-"},
+        {"hybrid_layer_pattern": "*-|*-", "pp": 2, "first_stage_layers": 1},
         {"hybrid_layer_pattern": "*-*-", "pipeline_layout": "EttttL"},
     ],
     ids=str,

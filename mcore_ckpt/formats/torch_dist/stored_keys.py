@@ -17,6 +17,8 @@ from mcore_ckpt.sharding.synonyms import synonyms
 
 # The beginning of a key of the optimizer's state (`DistributedOptimizer.sharded_param_state_fully_reshardable`).
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.\w+\.")
+# A checkpoint from a stranger may say any size. More layers than this are none.
+_MOST_LAYERS = 10_000
 _SHARED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -66,7 +68,8 @@ def _numbered_names(files: TorchDistFiles) -> Iterator[str]:
     """Yields the names of all tensors of the model, with a number for each layer."""
     for key in files.names:
         name = _STATE.sub("", key, count=1)
-        if match := _SHARED.fullmatch(name):
-            yield from (f"decoder.layers.{number}.{match[1]}" for number in range(files.size_of(key)[0]))
+        match, size = _SHARED.fullmatch(name), files.size_of(key)
+        if match and size and size[0] <= _MOST_LAYERS:
+            yield from (f"decoder.layers.{number}.{match[1]}" for number in range(size[0]))
         else:
             yield name

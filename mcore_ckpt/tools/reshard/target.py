@@ -71,7 +71,9 @@ class WantedLayout:
             raise InvalidArgumentError("pipeline_layout and hybrid_layer_pattern both divide the layers: give one")
         try:
             if self.hybrid_layer_pattern is not None:
-                return parse_pattern(self.hybrid_layer_pattern)
+                stages = parse_pattern(self.hybrid_layer_pattern)
+                # As megatron does, divide a pattern of one segment evenly, or by the first and last number of layers.
+                return stages if len(stages) > 1 else None
             return None if self.pipeline_layout is None else parse_layout(self.pipeline_layout)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from None
@@ -119,6 +121,9 @@ def resolve(wanted: WantedLayout, saved: SavedLayout, has_experts: bool) -> Targ
         CheckpointMismatchError: the model's layers cannot be divided in the wanted way.
     """
     _check_positive(wanted)
+    ends = (wanted.first_stage_layers, wanted.last_stage_layers)
+    if wanted.hybrid_layer_pattern is not None and wanted.stages is not None and ends != (None, None):
+        raise InvalidArgumentError("a hybrid_layer_pattern with | divides the layers: leave out the stages' layers")
     topology = _topology(wanted, saved.topology, has_experts)
     return Target(topology, _stages(wanted, saved, topology))
 

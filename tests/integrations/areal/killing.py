@@ -131,7 +131,8 @@ def save_at_every_point(root: Path, async_save: bool, every: int | None) -> dict
         begin_anew()
         status, _ = fork(lambda number=number: save(Disk(number)))
         # The lock is renewed by the clock, so beside an asynchronous save a run may end before this point.
-        assert status == -signal.SIGKILL or (async_save and status == 0), (number, name, status)
+        is_late = async_save and number >= len(done) - 3
+        assert status == -signal.SIGKILL or (is_late and status == 0), (number, name, status)
         goes_on = number % GOES_ON_EVERY == 0
         status, result = fork(functools.partial(resume, goes_on))
         assert status == 0, (number, name, result)
