@@ -40,7 +40,7 @@ from mcore_ckpt.state.model import (
     process_groups_of,
     whole_layers,
 )
-from mcore_ckpt.state.optimizer import optimizer_parts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.state.unsupported import (

@@ -15,7 +15,9 @@ from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.model import forget_caches, model_shards
-from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.param_groups import SavedPart, match_groups
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.trainer import Trainer
@@ -129,15 +131,14 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
     """
     names = {id(shard.tensor): shard.key.name for shard in model_shards(trainer.chunks)}
     owned = []
-    for part in optimizer_state.optimizer_parts(trainer.optimizer):
+    for part in optimizer_parts(trainer.optimizer):
         if part.inner is not None and not part.is_sharded:
             raise UnsupportedError(
                 f"{type(part.megatron).__name__}: the optimizer state of a foreign checkpoint can be loaded "
                 "only into DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of "
                 "load_contents"
             )
-        for parameter, main, (start, stop), _ in optimizer_state.main_params(part):
-            owned.append(OwnedParameter(part, names[id(parameter)], parameter, main, start, stop))
+        owned += [OwnedParameter(part, names[id(p.parameter)], p.parameter, p.main, *p.flat) for p in part.mains()]
     return owned
 
 
@@ -194,14 +195,14 @@ def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
         return state
     _check_against_weights(path, state)
     check_scheduler(trainer.lr_scheduler, state.scheduler)
-    parts = optimizer_state.optimizer_parts(trainer.optimizer)
+    parts = optimizer_parts(trainer.optimizer)
     return replace(state, parts=tuple(map(_matched, parts, state.parts)))
 
 
 def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
     if saved.param_groups is None:
         return saved
-    return replace(saved, param_groups=optimizer_state.match_groups(part, saved.param_groups))
+    return replace(saved, param_groups=match_groups(part, saved.param_groups))
 
 
 def _check_against_weights(path: Path, state: ForeignState) -> None:
@@ -254,6 +255,7 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
             _apply_parameter(parameter)
     if "optimizer" in contents:
         write_common(trainer.optimizer, trainer.lr_scheduler, state.parts, state.scheduler)
+        optimizer_state.refresh(trainer.optimizer)
     if state.rng is not None:
         write_rng(state.rng)
 
@@ -261,7 +263,7 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
 def _apply_parameter(parameter: LoadedParameter) -> None:
     main = parameter.owned.main
     main.copy_(parameter.tensors[PARAM].view(main.shape))
-    moments = parameter.owned.part.inner.state[main]
+    moments = parameter.owned.part.new_state_of(main)
     for kind, loaded in parameter.tensors.items():
         if kind == PARAM:
             continue

@@ -39,6 +39,7 @@ from mcore_ckpt.state.model import (
     unwrap,
     whole_layers,
 )
+from mcore_ckpt.state.optimizer import follow_model
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.unsupported import refuse_missing_layers, refuse_unsupported_experts, refuse_unsupported_model
 
@@ -158,7 +159,7 @@ def load_hf(
     plan = _plan_together(here, contents, layers, source, ignore, topic)
     nbytes = _apply_together(here, plan, source)
     if optimizer is not None:
-        optimizer.reload_model_params()
+        follow_model(optimizer)
     seconds = time.monotonic() - started
     return HfLoadReport(path, plan.reader.model.describe(), len(plan.requests), nbytes, seconds)
 

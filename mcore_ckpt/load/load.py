@@ -271,9 +271,10 @@ def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
     """Restores the state that is not stored as tensors: steps, param groups, scheduler, random number generators."""
     for part, state in plan.unstepped:
-        optimizer_state.forget_state(part, state)
+        part.forget_state_of(state.main)
     if plan.common is not None:
         write_common(trainer.optimizer, trainer.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
+        optimizer_state.refresh(trainer.optimizer)
     _apply_rng(trainer, plan)
 
 
@@ -290,7 +291,7 @@ def _make_consistent(trainer: Trainer) -> None:
     forget_caches(trainer.chunks)
     if "model" in contents and "optimizer" not in contents and trainer.optimizer is not None:
         # Otherwise the next optimizer step would write the old main parameters over the loaded weights.
-        trainer.optimizer.reload_model_params()
+        optimizer_state.follow_model(trainer.optimizer)
     if "optimizer" in contents and "model" not in contents:
         optimizer_state.copy_main_to_model(trainer.optimizer)
         gather_parameters(trainer.chunks)

@@ -24,7 +24,9 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
-from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.param_groups import SavedPart, match_parts
 from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.shards import LocalShard, ParameterState
@@ -242,7 +244,7 @@ def _optimizer_fills(
     """Plans the fills of main parameters and moments, and lists the parameters without an optimizer step."""
     fills: list[TensorFill] = []
     unstepped = []
-    for part, states in zip(optimizer_state.optimizer_parts(trainer.optimizer), by_part, strict=True):
+    for part, states in zip(optimizer_parts(trainer.optimizer), by_part, strict=True):
         for state in states:
             # Look for the main parameter even if it need not be filled. A parameter that was frozen has none, and would
             # otherwise be taken for one for which the optimizer had done no step.
@@ -294,8 +296,8 @@ def _wanted(trainer: Trainer, state: ParameterState, kind: str) -> Wanted:
 
 def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
     common = reader.plain(file_names.COMMON_FILE)
-    parts = optimizer_state.optimizer_parts(trainer.optimizer)
-    optimizers = optimizer_state.match_parts(parts, common["optimizers"])
+    parts = optimizer_parts(trainer.optimizer)
+    optimizers = match_parts(parts, common["optimizers"])
     check_scheduler(trainer.lr_scheduler, common["lr_scheduler"])
     return CommonState(optimizers, common["lr_scheduler"])
 

@@ -43,7 +43,9 @@ from mcore_ckpt.ranks.rounds import Record, same_everywhere
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import sharded_state_dict, unwrap
-from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.param_groups import SavedPart
 from mcore_ckpt.state.trainer import Trainer
 
 _FULLY_RESHARDABLE = "fully_reshardable"

@@ -34,7 +34,9 @@ from mcore_ckpt.load.foreign_state import (
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.state.model import unwrap
-from mcore_ckpt.state.optimizer import OptimizerPart, SavedPart, optimizer_parts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.param_groups import SavedPart
 from mcore_ckpt.state.trainer import Trainer
 
 _SCHEDULER_FILE = "optimizer_scheduler/optimizer_scheduler.pt"

@@ -16,6 +16,8 @@ from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.rank_reports import TensorNames
 from mcore_ckpt.state import optimizer as optimizer_state
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.param_groups import read_param_groups
 from mcore_ckpt.state.scheduler import read_scheduler
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit
@@ -88,11 +90,11 @@ def read_common(trainer: Trainer) -> dict[str, Any]:
     return {
         "optimizers": [
             {
-                "kind": optimizer_state.kind_of(part),
-                "param_groups": optimizer_state.read_param_groups(part),
+                "kind": part.kind,
+                "param_groups": read_param_groups(part),
                 "grad_scaler": optimizer_state.read_grad_scaler(part),
             }
-            for part in optimizer_state.optimizer_parts(trainer.optimizer)
+            for part in optimizer_parts(trainer.optimizer)
         ],
         "lr_scheduler": read_scheduler(trainer.lr_scheduler),
     }

@@ -26,6 +26,8 @@ from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.offloaded import HostCopies, host_copies, in_host_memory
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.shards import LocalShard, ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
@@ -324,7 +326,7 @@ def _model_writes(shards: Iterable[LocalShard]) -> tuple[TensorWrite, ...]:
 
 def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterator[WriteRequest]:
     """Yields the request for this rank's own file and, if the optimizer is replicated, for the first replica's file."""
-    parts = optimizer_state.optimizer_parts(trainer.optimizer)
+    parts = optimizer_parts(trainer.optimizer)
     by_part = optimizer_state.read_optimizer(trainer.optimizer, model, trainer.first_instance)
     states = list(zip(parts, by_part, strict=True))
     rank, dense = trainer.agreement.rank, trainer.replicas.dense
@@ -343,7 +345,7 @@ def _optimizer_requests(trainer: Trainer, model: Sequence[LocalShard]) -> Iterat
 def _optimizer_request(
     trainer: Trainer,
     place: tuple[int, int, int, int],
-    states: Iterable[tuple[optimizer_state.OptimizerPart, Sequence[ParameterState]]],
+    states: Iterable[tuple[OptimizerPart, Sequence[ParameterState]]],
     writer: int,
 ) -> WriteRequest:
     """Returns the optimizer file of one place (pp, tp, cp, dp), with the tensors that rank `writer` writes."""
@@ -356,7 +358,7 @@ def _optimizer_request(
     return WriteRequest(file_names.optimizer_file(*place), "optimizer", tuple(writes), tuple(aliases), tree=("state",))
 
 
-def _writes_state(trainer: Trainer, part: optimizer_state.OptimizerPart, state: ParameterState, writer: int) -> bool:
+def _writes_state(trainer: Trainer, part: OptimizerPart, state: ParameterState, writer: int) -> bool:
     if state.replica:
         return False
     if part.is_sharded:

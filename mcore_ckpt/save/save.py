@@ -34,8 +34,9 @@ from mcore_ckpt.save.new_manifest import build_manifest, read_common
 from mcore_ckpt.save.plan import SavePlan, SavePlanner
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
 from mcore_ckpt.save.save_report import SaveReport
-from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import read_step
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.rng import read_rng
 from mcore_ckpt.state.trainer import Trainer
@@ -401,7 +402,7 @@ def _read_steps(trainer: Trainer) -> list[float | int | None]:
     """
     if "optimizer" not in trainer.config.save_contents:
         return []
-    return [optimizer_state.read_step(part) for part in optimizer_state.optimizer_parts(trainer.optimizer)]
+    return [read_step(part) for part in optimizer_parts(trainer.optimizer)]
 
 
 def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_ckpt.state import optimizer as optimizer_state
-from mcore_ckpt.state.optimizer import SavedPart
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.param_groups import SavedPart, write_param_groups
 from mcore_ckpt.state.scheduler import keeps_own_rates, write_scheduler
 
 
@@ -25,8 +26,8 @@ def write_common(
     # The scheduler is loaded first, because it sets the rates of the groups before it has read all its fields.
     write_scheduler(lr_scheduler, schedule)
     keep_rates = keeps_own_rates(lr_scheduler)
-    for part, state in zip(optimizer_state.optimizer_parts(optimizer), saved, strict=True):
+    for part, state in zip(optimizer_parts(optimizer), saved, strict=True):
         if state.param_groups is not None:
-            optimizer_state.write_param_groups(part, state.param_groups, keep_rates)
-        optimizer_state.write_step(part, state.step)
+            write_param_groups(part, state.param_groups, keep_rates)
+        part.write_step(state.step)
         optimizer_state.write_grad_scaler(part, state.grad_scaler)

@@ -13,7 +13,8 @@ from weakref import ref
 import torch
 
 from mcore_ckpt.state.model import unwrap
-from mcore_ckpt.state.optimizer import STEP, OptimizerPart, optimizer_parts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import STEP, OptimizerPart
 
 
 class LiveObjects:
@@ -102,23 +103,14 @@ class _LiveOptimizer:
         self._inner: Any = part.inner
         self._sizes = [len(group["params"]) for group in part.param_groups]
         self._watch = _Watch()
-        self._parameters = [self._watch.add(parameter) for parameter in self._now()]
-        states = [self._inner.state.get(parameter) for parameter in self._now()]
-        self._kinds = [None if state is None else len(state) for state in states]
+        self._parameters = [self._watch.add(parameter) for parameter in part.watched()]
+        states = list(map(part.state_of, part.watched()))
+        self._kinds = list(map(len, states))
         # STEP is left out, because some optimizers replace its tensor at every step.
-        found = [
-            (at, kind, value)
-            for at, state in enumerate(states)
-            for kind, value in (state or {}).items()
-            if kind != STEP
-        ]
+        found = [(at, kind, value) for at, state in enumerate(states) for kind, value in state.items() if kind != STEP]
         self._at = [at for at, _, _ in found]
         self._keys = [kind for _, kind, _ in found]
         self._values = [self._watch.add(value) for _, _, value in found]
-
-    def _now(self) -> list[Any]:
-        # The keys of `state` are no substitute, because they can include parameters that are no longer in any group.
-        return [parameter for group in self._part.param_groups for parameter in group["params"]]
 
     def is_still_there(self) -> bool:
         current: Any = getattr(self._part.megatron, "optimizer", None)
@@ -126,11 +118,12 @@ class _LiveOptimizer:
             return False
         if [len(group["params"]) for group in self._part.param_groups] != self._sizes:
             return False
-        parameters = self._now()
+        # The keys of `state` are no substitute, because they can include parameters that are no longer in any group.
+        parameters = self._part.watched()
         if list(map(id, parameters)) != self._parameters or self._watch.has_died:
             return False
-        states = list(map(self._inner.state.get, parameters))
-        if [None if state is None else len(state) for state in states] != self._kinds:
+        states = list(map(self._part.state_of, parameters))
+        if list(map(len, states)) != self._kinds:
             return False
         return all(map(eq, map(id, map(dict.get, map(states.__getitem__, self._at), self._keys)), self._values))
 

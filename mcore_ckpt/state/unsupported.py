@@ -34,7 +34,6 @@ _MODULES = {
 # still calls the first half gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would mix.
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
 _OPTIMIZERS = {
-    "HybridDeviceOptimizer": "HybridDeviceOptimizer (optimizer_cpu_offload): turn the offload off",
     "LayerWiseDistributedOptimizer": "LayerWiseDistributedOptimizer: use DistributedOptimizer",
     "TensorParallelMuon": "Muon: use Adam",
     "Muon": "Muon: use Adam",
@@ -255,14 +254,25 @@ def _refuse_part(part: Any) -> None:
             f"optimizer {type(part).__name__} is not supported: use DistributedOptimizer, "
             "Float16OptimizerWithFloat16Params or FP32Optimizer"
         )
-    if inner is not None and not any(base.__name__ in _INNER for base in type(inner).__mro__):
+    offloaded = hasattr(inner, "param_to_inner_param")
+    for each in getattr(inner, "sub_optimizers", [inner]):
+        if each is not None and not any(base.__name__ in _INNER for base in type(each).__mro__):
+            raise UnsupportedError(
+                f"optimizer {type(each).__name__} is not supported: use one of {', '.join(_INNER)}, or one derived "
+                "from it"
+            )
+    if offloaded and not isinstance(part, DistributedOptimizer):
+        # Float16OptimizerWithFloat16Params puts its main parameters into the groups, which HybridDeviceOptimizer does
+        # not know: its step raises KeyError (0.16 to 0.19).
         raise UnsupportedError(
-            f"optimizer {type(inner).__name__} is not supported: use one of {', '.join(_INNER)}, or one derived from it"
+            f"optimizer is not supported: HybridDeviceOptimizer in {type(part).__name__}; set "
+            "use_distributed_optimizer=True, or turn the offload off"
         )
     if getattr(part.config, "optimizer_cuda_graph", False):
         # Its kernels read step and rate from tensors whose addresses the graph has, and a load would replace them.
         raise UnsupportedError("optimizer is not supported: optimizer_cuda_graph; turn this option off")
-    if getattr(part.config, "use_precision_aware_optimizer", False):
+    # HybridDeviceOptimizer keeps its state in fp32 and ignores the dtypes that this option names.
+    if getattr(part.config, "use_precision_aware_optimizer", False) and not offloaded:
         raise UnsupportedError(
             "optimizer is not supported: use_precision_aware_optimizer keeps main parameters, or scales of its "
             "moments, inside FusedAdam; turn this option off"

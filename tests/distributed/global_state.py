@@ -12,7 +12,9 @@ from training import Step, Training
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.model import model_shards, sync_parameters, unwrap
-from mcore_ckpt.state.optimizer import optimizer_parts, read_optimizer, read_step
+from mcore_ckpt.state.optimizer import read_optimizer
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import read_step
 
 # By element size: numpy has no bfloat16.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

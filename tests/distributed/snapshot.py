@@ -41,6 +41,9 @@ def poison(training: Training) -> None:
                 _spoil(parameter)
                 for tensor in optimizer.state.get(parameter, {}).values():
                     _spoil(tensor)
+        # The copies that HybridDeviceOptimizer has on the host, or in fp32.
+        for tensor in getattr(optimizer.optimizer, "param_to_inner_param", {}).values():
+            _spoil(tensor)
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None:
             _spoil(scaler._scale)
@@ -120,7 +123,7 @@ def _spoil(tensor: torch.Tensor) -> None:
 def _spoil_fields(group: dict[str, Any]) -> None:
     for field, value in group.items():
         # Groups are matched by these (_filter_and_reorder_param_groups).
-        if isinstance(value, float) and field not in ("wd_mult", "lr_mult"):
+        if isinstance(value, float) and field not in ("wd_mult", "lr_mult", "offload_fraction"):
             group[field] = float("nan")
     group["betas"] = (0.5, 0.5)
 

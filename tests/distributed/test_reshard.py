@@ -20,7 +20,7 @@ from training import VOCAB_SIZE, Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.state.optimizer import optimizer_parts
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
 
 # The same model and the same sequences under every layout; no dropout, which draws for a rank.
 SAME: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0, "num_layers": 4}

@@ -104,6 +104,10 @@ class Layout:
     overlap_grad_reduce: bool = False
     """DistributedDataParallel makes more than one bucket only with this."""
     overlap_param_gather: bool = False
+    offload: float | None = None
+    """The fraction of parameters that HybridDeviceOptimizer updates on the host. Needs a simulated device."""
+    offload_overlap: bool = False
+    precision_aware: bool = False
 
     @property
     def depth(self) -> int:
@@ -368,6 +372,10 @@ def _optimizer_config(layout: Layout) -> OptimizerConfig:
         initial_loss_scale=2.0**18,
         loss_scale_window=2,
         hysteresis=1,
+        optimizer_cpu_offload=layout.offload is not None,
+        optimizer_offload_fraction=layout.offload or 0.0,
+        overlap_cpu_optimizer_d2h_h2d=layout.offload_overlap,
+        use_precision_aware_optimizer=layout.precision_aware,
     )
 
 

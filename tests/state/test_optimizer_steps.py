@@ -10,17 +10,10 @@ import torch
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.state.optimizer import (
-    OptimizerPart,
-    match_groups,
-    match_parts,
-    optimizer_parts,
-    read_optimizer,
-    read_param_groups,
-    read_step,
-    write_param_groups,
-    write_step,
-)
+from mcore_ckpt.state.optimizer import read_optimizer
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import OptimizerPart, read_step, steps_in_groups
+from mcore_ckpt.state.param_groups import match_groups, match_parts, read_param_groups, write_param_groups
 from mcore_ckpt.state.shards import LocalShard
 
 
@@ -83,7 +76,7 @@ def test_an_optimizer_that_gets_back_its_step_and_moments_goes_on_alike(cls: typ
                 fresh.state[q][kind].copy_(inner.state[p][kind])
     assert read_step(part_of(inner)) == 3
     write_param_groups(part_of(fresh), read_param_groups(part_of(inner)), keep_rates=False)
-    write_step(part_of(fresh), read_step(part_of(inner)))
+    part_of(fresh).write_step(read_step(part_of(inner)))
     assert read_step(part_of(fresh)) == 3
     for optimizer in (inner, fresh):
         step(optimizer, 2)
@@ -95,7 +88,7 @@ def test_torchs_adam_gets_a_step_tensor_for_each_parameter() -> None:
     """A shared one counts once per parameter."""
     inner = torch.optim.Adam(weights(3, 2, 4))
     step(inner, 1)
-    write_step(part_of(inner), 7)
+    part_of(inner).write_step(7)
     steps = [state["step"] for state in inner.state.values()]
     assert len({tensor.data_ptr() for tensor in steps}) == 3
     assert {(tensor.item(), tensor.dtype, tensor.shape, tensor.device.type) for tensor in steps} == {
@@ -110,7 +103,7 @@ def test_te_counts_in_every_group_and_not_in_the_state() -> None:
     assert read_step(part_of(inner)) is None
     step(inner, 2)
     assert read_step(part_of(inner)) == 2
-    write_step(part_of(inner), 11.0)
+    part_of(inner).write_step(11.0)
     assert [type(group["step"]) for group in inner.param_groups if group["params"]] == [int, int]
     assert all("step" not in state for state in inner.state.values())
     step(inner, 1)
@@ -120,9 +113,9 @@ def test_te_counts_in_every_group_and_not_in_the_state() -> None:
 def test_before_the_first_step_and_without_parameters_there_is_none() -> None:
     for inner in (torch.optim.Adam(weights(3)), FusedAdam(weights(3)), None):
         assert read_step(part_of(inner)) is None
-        write_step(part_of(inner), None)
+        part_of(inner).write_step(None)
         assert read_step(part_of(inner)) is None
-    write_step(part_of(None), 5)
+    part_of(None).write_step(5)
     assert part_of(None).param_groups == read_param_groups(part_of(None)) == []
 
 
@@ -140,8 +133,8 @@ def test_different_numbers_of_steps_are_refused() -> None:
 
 def test_a_subclass_of_fused_adam_counts_in_groups_too() -> None:
     derived = type("MyAdam", (FusedAdam,), {})
-    assert part_of(derived(weights(1))).steps_in_groups
-    assert not part_of(torch.optim.Adam(weights(1))).steps_in_groups
+    assert steps_in_groups(derived(weights(1)))
+    assert not steps_in_groups(torch.optim.Adam(weights(1)))
 
 
 IDENTITIES = [

@@ -1,0 +1,129 @@
+"""HybridDeviceOptimizer (`optimizer_cpu_offload`), which updates some of the parameters in host memory.
+
+megatron-core 0.16 to 0.19 have the same class. It has an optimizer for the parameters that stay on the device, and one
+or several for those in host memory. Each of its parameters has an inner parameter, which one of these updates: a copy
+in host memory, a copy in fp32, or the parameter itself. The inner parameter is the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mcore_ckpt.state.optimizers.part import (
+    IMPLEMENTATION,
+    MainParameter,
+    OptimizerPart,
+    kind_of,
+    steps_of,
+    write_steps_of,
+    zip_groups,
+)
+
+# `_sync_sub_optimizers_state_to_hdo` puts the inner parameter itself into the state after each step.
+_INNER = "master_param"
+# The arguments of its constructor that say where and how it works. torch's Optimizer puts them into the groups.
+_ARGUMENTS = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
+
+
+class HybridDevicePart(OptimizerPart):
+    """A HybridDeviceOptimizer in megatron's DistributedOptimizer or mixed-precision optimizer."""
+
+    @property
+    def kind(self) -> str:
+        kinds = {kind_of(each) for each in self.inner.sub_optimizers}
+        return kinds.pop() if len(kinds) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(kinds)) or 'nothing'}"
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        # Its groups have all arguments of its constructor. Those that its optimizers train with are saved.
+        return (*_ARGUMENTS, *IMPLEMENTATION)
+
+    def mains(self) -> Iterator[MainParameter]:
+        inner = self.inner.param_to_inner_param
+        for each in self._with_outer():
+            main = inner[each.main]
+            yield replace(each, main=main, is_model_view=each.is_model_view and main is each.main)
+
+    def _with_outer(self) -> Iterator[MainParameter]:
+        """Yields the parameters with the tensors that HybridDeviceOptimizer has in its groups as main parameters."""
+        owner = self.megatron
+        if not self.is_sharded or not owner.config.use_precision_aware_optimizer:
+            yield from super().mains()
+            return
+        # Then megatron keeps no fp32 copies, and the groups have ranges of the model's own 16-bit parameters.
+        for model_groups, main_groups in (
+            (owner.model_float16_groups, owner.shard_float16_groups),
+            (owner.model_fp32_groups, owner.shard_fp32_groups),
+        ):
+            for parameter, main in zip_groups(model_groups, main_groups):
+                owned = owner._get_model_param_range_map(parameter)["param"]
+                yield MainParameter(parameter, main, (owned.start, owned.end), is_model_view=True)
+
+    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
+        found = self._optimizer_of(main).state.get(main, {})
+        return {kind: value for kind, value in found.items() if kind != _INNER}
+
+    def new_state_of(self, main: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer_of(main).state[main]
+        return found
+
+    def forget_state_of(self, main: torch.Tensor) -> None:
+        self._optimizer_of(main).state.pop(main, None)
+
+    def _optimizer_of(self, main: torch.Tensor) -> Any:
+        """Returns the optimizer that updates an inner parameter."""
+        owners = self.__dict__.get("_owners")
+        if owners is None or id(main) not in owners:
+            owners = {
+                id(parameter): optimizer
+                for optimizer in self.inner.sub_optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
+            self.__dict__["_owners"] = owners
+        return owners[id(main)]
+
+    def watched(self) -> list[torch.Tensor]:
+        inner = self.inner.param_to_inner_param
+        return [inner[parameter] for parameter in super().watched()]
+
+    def steps(self) -> set[float | int]:
+        return set().union(*map(steps_of, self.inner.sub_optimizers))
+
+    def write_step(self, step: float | int | None) -> None:
+        # Its own groups must not get a step: `_sync_hdo_param_groups_to_sub_optimizers` would put it back every step.
+        for optimizer in self.inner.sub_optimizers:
+            write_steps_of(optimizer, step)
+
+    def refresh(self) -> None:
+        with torch.no_grad():
+            for outer, main in self.inner.param_to_inner_param.items():
+                if main is not outer:
+                    outer.data.copy_(main.data)
+        self.inner._sync_sub_optimizers_state_to_hdo()
+
+    def copy_to_model(self) -> None:
+        self.refresh()
+        super().copy_to_model()
+
+    def follow_model(self) -> None:
+        # `_copy_model_params_to_main_params` (0.16 to 0.19) only calls `update_fp32_param_by_new_param`, which leaves
+        # out the copies in host memory of parameters that megatron keeps in fp32.
+        with torch.no_grad():
+            for each in self.mains():
+                each.main.copy_(each.parameter.detach().view(-1)[slice(*each.flat)].view(each.main.shape))
+            for outer, main in self.inner.param_to_inner_param.items():
+                if main is not outer:
+                    outer.data.copy_(main.data)

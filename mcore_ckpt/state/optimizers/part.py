@@ -1,0 +1,213 @@
+"""An optimizer of megatron that is not a chain of others, and what saving and loading ask of it.
+
+A kind of optimizer that keeps its state elsewhere derives from OptimizerPart and overrides the answers that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt.errors import UnsupportedError
+
+STEP = "step"
+# The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
+IMPLEMENTATION = (
+    *("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable"),
+    *("foreach", "fused", "maximize"),
+)
+_ADAM = ("Adam", "AdamW", "FusedAdam")
+
+
+@dataclass(frozen=True, eq=False)
+class MainParameter:
+    """A parameter on this rank, and the tensor that the optimizer updates in its stead.
+
+    Attributes:
+        parameter: the model's parameter.
+        main: the truth of the elements that this rank owns. The optimizer's state belongs to it.
+        flat: the first of these elements in the parameter, and the one after the last.
+        is_model_view: whether `main` shares the memory of the model's parameter (fp32 training).
+    """
+
+    parameter: torch.Tensor
+    main: torch.Tensor
+    flat: tuple[int, int]
+    is_model_view: bool
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """A chained optimizer: megatron's object, and the torch-like optimizer in it (None if it has no parameters)."""
+
+    megatron: Any
+    inner: Any
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.inner is None else self.inner.param_groups
+
+    @property
+    def own_fields(self) -> tuple[str, ...]:
+        """The fields of a param group that only this kind of optimizer has. They are neither saved nor loaded."""
+        return ()
+
+    @property
+    def is_sharded(self) -> bool:
+        """True for a DistributedOptimizer. Its state is divided among data-parallel ranks, and not replicated."""
+        return hasattr(self.megatron, "gbuf_ranges")
+
+    @property
+    def kind(self) -> str:
+        """The kind of state that the optimizer keeps. All variants of Adam keep the same kind."""
+        return kind_of(self.inner)
+
+    # -- parameters and their state ------------------------------------------------------------------------
+
+    def mains(self) -> Iterator[MainParameter]:
+        """Yields all parameters that this rank's optimizer updates.
+
+        Reads the groups in which megatron pairs model parameters with main parameters. Megatron's own
+        `_get_main_param_and_optimizer_states` (0.16.1) finds a main parameter by its position in buffer order, although
+        the groups list fp32 parameters first. If a group has parameters of two dtypes, that method mixes up main
+        parameters.
+        """
+        owner = self.megatron
+        if self.inner is None:
+            return
+        if self.is_sharded:
+            pairs = [
+                (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False),
+                (owner.model_fp32_groups, owner.shard_fp32_groups, True),
+            ]
+            for model_groups, main_groups, is_view in pairs:
+                for parameter, main in zip_groups(model_groups, main_groups):
+                    owned = owner._get_model_param_range_map(parameter)["param"]
+                    yield MainParameter(parameter, main, (owned.start, owned.end), is_view)
+        elif hasattr(owner, "float16_groups"):
+            for parameter, main in zip_groups(owner.float16_groups, owner.fp32_from_float16_groups):
+                yield MainParameter(parameter, main, (0, parameter.numel()), False)
+            yield from (whole(parameter) for group in owner.fp32_from_fp32_groups for parameter in group)
+        else:
+            yield from (whole(parameter) for group in self.param_groups for parameter in group["params"])
+
+    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
+        """Returns the optimizer's state of a main parameter by kind; empty before its first step. Makes no state."""
+        # `state` is a defaultdict, so indexing it for a parameter without state would create an entry.
+        found: dict[str, Any] = self.inner.state.get(main, {})
+        return found
+
+    def new_state_of(self, main: torch.Tensor) -> dict[str, Any]:
+        """Returns the dict that has the state of a main parameter, to be changed. Makes one if there is none."""
+        found: dict[str, Any] = self.inner.state[main]
+        return found
+
+    def forget_state_of(self, main: torch.Tensor) -> None:
+        """Removes the state of a main parameter that had done no step when it was saved."""
+        self.inner.state.pop(main, None)
+
+    def watched(self) -> list[torch.Tensor]:
+        """Returns the tensors that the optimizer updates. A save looks whether they are still the same ones."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # -- the number of steps -------------------------------------------------------------------------------
+
+    def steps(self) -> set[float | int]:
+        """Returns the numbers of steps that parameters of this part have done; empty before the first step."""
+        return set() if self.inner is None else steps_of(self.inner)
+
+    def write_step(self, step: float | int | None) -> None:
+        """Sets the step of every param group, or of every parameter that has state, on this rank.
+
+        Each parameter gets a tensor of its own. `DistributedOptimizer.load_state_dict` (0.16.1) shares one tensor among
+        all parameters, so that Adam increments the shared step once per parameter.
+        """
+        if self.inner is not None:
+            write_steps_of(self.inner, step)
+
+    # -- after a load --------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Brings everything up to date that follows from the main parameters and the state, but for the model."""
+
+    def copy_to_model(self) -> None:
+        """Casts this rank's ranges of the main parameters into the model, as `step()` does after the update."""
+        if self.inner is not None and hasattr(self.megatron, "_copy_main_params_to_model_params"):
+            self.megatron._copy_main_params_to_model_params()
+
+    def follow_model(self) -> None:
+        """Makes the main parameters those of the model, which alone has been loaded."""
+        self.megatron.reload_model_params()
+
+
+def whole(parameter: torch.Tensor) -> MainParameter:
+    """Returns a parameter that is its own main parameter."""
+    return MainParameter(parameter, parameter, (0, parameter.numel()), True)
+
+
+def zip_groups(first: Any, second: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields the pairs of tensors at the same places of two lists of lists."""
+    for a, b in zip(first, second, strict=True):
+        yield from zip(a, b, strict=True)
+
+
+def kind_of(inner: Any) -> str:
+    """Returns the kind of state that a torch-like optimizer keeps."""
+    name = type(inner).__name__
+    return "Adam" if name in _ADAM else name
+
+
+def steps_in_groups(inner: Any) -> bool:
+    """True if the step is in the param groups (transformer-engine's FusedAdam), not in `state` (torch's Adam)."""
+    return any(cls.__name__ == "FusedAdam" for cls in type(inner).__mro__)
+
+
+def steps_of(inner: Any) -> set[float | int]:
+    """Returns the numbers of steps that the parameters of a torch-like optimizer have done."""
+    if steps_in_groups(inner):
+        return {group[STEP] for group in inner.param_groups if group["params"] and STEP in group}
+    return _numbers([state[STEP] for state in inner.state.values() if STEP in state])
+
+
+def write_steps_of(inner: Any, step: float | int | None) -> None:
+    """Sets the step of a torch-like optimizer where it keeps it."""
+    if steps_in_groups(inner):
+        for group in inner.param_groups:
+            group.pop(STEP, None)
+            if step is not None:
+                group[STEP] = int(step)
+        return
+    if step is None:
+        return
+    on_device = {id(p) for g in inner.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    for parameter, state in inner.state.items():
+        device = parameter.device if id(parameter) in on_device else torch.device("cpu")
+        state[STEP] = torch.tensor(float(step), dtype=torch.float32, device=device)
+
+
+def _numbers(steps: Sequence[Any]) -> set[float | int]:
+    # Otherwise a TorchFunctionMode, such as that of a profiler, would be called for each of thousands of tensors.
+    with torch._C.DisableTorchFunction():
+        tensors = [step for step in steps if isinstance(step, torch.Tensor)]
+        numbers = {step for step in steps if not isinstance(step, torch.Tensor)}
+        on_device = [step for step in tensors if not step.is_cpu]
+        numbers.update(map(torch.Tensor.item, (step for step in tensors if step.is_cpu)))
+        # All these steps are transferred together, because each transfer waits for the device.
+        return numbers.union(torch.stack(on_device).tolist() if on_device else ())
+
+
+def read_step(part: OptimizerPart) -> float | int | None:
+    """Returns the number of steps that a part has done on this rank, or None if it has done none here.
+
+    Raises:
+        UnsupportedError: parameters have done different numbers of steps, which a single number cannot restore.
+    """
+    steps = part.steps()
+    if len(steps) > 1:
+        raise UnsupportedError(
+            f"parameters of {type(part.inner).__name__} have done different numbers of steps: {sorted(steps)}"
+        )
+    return steps.pop() if steps else None
