@@ -129,6 +129,7 @@ def test_what_training_changed_is_patched_and_nothing_else() -> None:
         ("deepseek_v3", {"moe_layer_freq": [1, 0, 1, 1]}, r"moe_layer_freq is \[1, 0, 1, 1\]"),
         ("deepseek_v3", {"moe_shared_expert_intermediate_size": 41}, "moe_shared_expert_intermediate_size is 41"),
         ("qwen2", {"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
+        ("qwen2", {"is_hybrid_model": True, "num_layers": 8}, "is_hybrid_model is True"),
     ],
 )
 def test_what_the_architecture_cannot_say_is_refused(name: str, changes: dict[str, Any], message: str | None) -> None:
@@ -281,6 +282,17 @@ def test_a_model_that_agrees_passes(name: str) -> None:
 def test_a_model_that_differs_is_refused(name: str, changes: dict[str, Any], gpt: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=message):
         check_model(live(name, gpt, **changes), model_from_config(make_config(name)))
+
+
+def test_the_windows_of_a_hybrid_model_are_those_of_its_attention() -> None:
+    model = model_from_config(make_config("gpt_oss"))
+    hybrid = live("gpt_oss", num_layers=8, window_attn_skip_freq=[1, 0, 0, 0, 1, 0, 0, 0])
+    hybrid.hybrid_layer_pattern = "*E*|E*E*E/*E"
+    check_model(hybrid, model)
+    for wrong in ([1, 0, 1, 0], [1, 1, 0, 0, 0, 0, 0, 0], None):
+        hybrid.config.window_attn_skip_freq = wrong
+        with pytest.raises(CheckpointMismatchError, match="window_attn_skip_freq is"):
+            check_model(hybrid, model)
 
 
 def test_multi_token_prediction_may_be_left_out() -> None:
