@@ -93,6 +93,9 @@ def test_tables_name_every_tensor_of_a_transformer_engine_model(server: Server, 
 # here, and cut with local layers.
 IN_CI_ON_ONE = ["llama-tied", "mistral", "qwen2", "qwen3", "qwen3_moe-sparse", "mixtral", "gpt_oss", "glm4_moe-mtp"]
 IN_CI_ON_TWO = ["qwen2_moe", "deepseek_v3", "qwen3_next"]
+# Where there are no latent queries, 0.19 puts a norm before `linear_q_proj` that no published model has
+# (QKNormConfigResolver), so load_hf refuses the model. tests/distributed has it with local layers.
+REFUSED = "deepseek_v3-no-q-lora"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ IN_CI_ON_TWO = ["qwen2_moe", "deepseek_v3", "qwen3_next"]
         pytest.param(2, IN_CI_ON_TWO, id="two ranks"),
         pytest.param(
             1,
-            [name for name in LANGUAGE_MODELS if name not in IN_CI_ON_ONE],
+            [name for name in LANGUAGE_MODELS if name not in (*IN_CI_ON_ONE, REFUSED)],
             id="one rank, the others",
             marks=pytest.mark.full,
         ),
