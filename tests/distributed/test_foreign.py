@@ -66,7 +66,6 @@ IN_CI = {
     ("ep2", "dp_reshardable"),
     ("cp2", "fully_reshardable"),
     ("dp2-expert-bias", "fully_reshardable"),
-    ("hybrid", "fully_reshardable"),
 }
 
 

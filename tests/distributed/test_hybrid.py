@@ -86,9 +86,9 @@ DENSE_HYBRID = replace(HYBRID, experts=None, pattern="*-*-/*-")
 @pytest.mark.parametrize(
     ("gpt", "hybrid"),
     [
-        pytest.param(DENSE, DENSE_HYBRID, id="dense-dp2"),
         pytest.param(GPT, replace(HYBRID, pp=2, pattern="*|-*E/*E"), id="experts-pp2"),
-        pytest.param(DENSE, replace(DENSE_HYBRID, tp=2), id="dense-tp2", marks=pytest.mark.full),
+        pytest.param(DENSE, replace(DENSE_HYBRID, tp=2), id="dense-tp2"),
+        pytest.param(DENSE, DENSE_HYBRID, id="dense-dp2", marks=pytest.mark.full),
         pytest.param(GPT, replace(HYBRID, ep=2), id="experts-ep2", marks=pytest.mark.full),
     ],
 )

@@ -176,7 +176,7 @@ def test_what_was_trained_becomes_a_folder(kind: str, tp: int, shared_path: Path
 
 
 @pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
-@pytest.mark.parametrize("kind", ["native", "torch_dist"])
+@pytest.mark.parametrize("kind", ["torch_dist", pytest.param("native", marks=pytest.mark.full)])
 @pytest.mark.world(2)
 def test_a_trained_hybrid_model_becomes_a_folder(kind: str, shared_path: Path) -> None:
     check_merge(kind, Shape(2, pp=2, hybrid=True), shared_path)

@@ -24,7 +24,7 @@ class Cases:
 CASES = {
     "a killed training goes on bit for bit": Cases("test_resume", "pp2-tied-bf16 or pp2-vpp2-hybrid"),
     "loads under any other layout": Cases("test_reshard", "before and (tied-mtp2 or bf16-2 or hybrid2)"),
-    "optimizer offloaded to the host": Cases("test_offload", "half-overlap or chain"),
+    "optimizer offloaded to the host": Cases("test_offload", "half-overlap"),
     "process groups of the trainer's own": Cases("test_process_groups", "never_had"),
     "HuggingFace in and out": Cases("test_hf_round_trip", "pp2 or ep2"),
     "HuggingFace as `torch_dist`, loaded by Megatron": Cases("test_load_hf", "dist_checkpoint and dense-tp2"),
