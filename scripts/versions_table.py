@@ -1,9 +1,9 @@
 """Runs tests with each version of megatron-core, and writes the table of README.md from their results.
 
-    .venv/bin/python scripts/versions_table.py [--full]      after scripts/test.sh has installed the versions
+    .venv/bin/python scripts/versions_table.py [--full] [ROW...]      after scripts/test.sh has installed the versions
 
 A cell has the number of cases that passed, "-" if the version lacks what is tested, or "failed". With --full all cases
-of the files run, otherwise those that CI runs.
+of the files run, otherwise those that CI runs. If rows are named, only these run, and the others stay as they are.
 """
 
 import os
@@ -20,12 +20,19 @@ BEGIN, END = "<!-- written by scripts/versions_table.py -->", "<!-- end -->"
 RING = "loads what each version saved"
 
 
-def main(full: bool) -> int:
-    rows = {what: {version: cell(version, cases, full) for version in VERSIONS} for what, cases in CASES.items()}
-    rows[RING] = {version: cell_of_ring(version) for version in VERSIONS}
+def main(full: bool, wanted: list[str]) -> int:
     readme = REPOSITORY / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
+    old, _, after = rest.partition(END)
+    there = rows_of(old)
+    rows: dict[str, dict[str, str]] = {}
+    for what in (*CASES, RING):
+        if wanted and what not in wanted:
+            rows[what] = there.get(what, dict.fromkeys(VERSIONS, "?"))
+        elif what == RING:
+            rows[what] = {version: cell_of_ring(version) for version in VERSIONS}
+        else:
+            rows[what] = {version: cell(version, CASES[what], full) for version in VERSIONS}
     readme.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
     return any("failed" in found for row in rows.values() for found in row.values())
 
@@ -58,6 +65,12 @@ def shown(suite: ElementTree.Element | None) -> str:
     return "-" if tests == skipped else str(tests - skipped)
 
 
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    """The rows of a table that `table` has written."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.strip().splitlines()[2:]]
+    return {what: dict(zip(VERSIONS, cells, strict=True)) for what, *cells in lines}
+
+
 def table(rows: dict[str, dict[str, str]]) -> str:
     lines = [f"| megatron-core | {' | '.join(VERSIONS)} |", f"|---|{'---|' * len(VERSIONS)}"]
     lines += [f"| {what} | {' | '.join(row[version] for version in VERSIONS)} |" for what, row in rows.items()]
@@ -65,4 +78,5 @@ def table(rows: dict[str, dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("--full" in sys.argv[1:]))
+    named = [argument for argument in sys.argv[1:] if argument != "--full"]
+    sys.exit(main("--full" in sys.argv[1:], named))
