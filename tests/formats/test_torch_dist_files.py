@@ -1,13 +1,16 @@
-"""Tests where what all ranks share is read from in a torch_dist checkpoint."""
+"""Tests where a torch_dist checkpoint's parts are read from."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch_dist_folder import make_torch_dist
 
 from mcore_ckpt.errors import CheckpointCorruptError
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
+from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 
 
 def test_the_file_of_old_versions_comes_first(tmp_path: Path) -> None:
@@ -43,3 +46,14 @@ def test_the_configuration_may_have_fields_of_either_version(tmp_path: Path) -> 
     fields = json.loads(config.read_bytes())
     config.write_text(json.dumps({**fields, "common_backend": "torch", "common_backend_version": 1}))
     assert TorchDistFiles(tmp_path, [tmp_path / "saved"]).names
+
+
+def test_a_part_without_a_place_in_a_file_is_refused(tmp_path: Path) -> None:
+    make_torch_dist(tmp_path / "saved")
+    name, file = "decoder.layers.mlp.linear_fc2.weight", tmp_path / "saved" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.storage_data[MetadataIndex(name, torch.Size((1, 0, 0)))]
+    file.write_bytes(pickle.dumps(metadata))
+    files = TorchDistFiles(tmp_path, [tmp_path / "saved"])
+    with pytest.raises(CheckpointCorruptError, match=name):
+        files.read(WantedPart(name, (2, 4, 3), (0, 0, 0), torch.empty(2, 4, 3)))

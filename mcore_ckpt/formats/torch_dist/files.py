@@ -231,7 +231,7 @@ def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) 
 
     torch's `FileSystemReader.read_data` (2.13) is not used, because it opens the chunk with `torch.load`.
     """
-    stored = folder.metadata.storage_data[item.storage_index]
+    stored = folder.metadata.storage_data.get(item.storage_index)
     path = stored_file(folder.path, key, stored)
     _check_plain_bytes(path, key, stored)
     try:
