@@ -20,6 +20,7 @@ from tiers import marks
 from training import Layout, Step, Training, build, parallel, train
 
 from mcore_ckpt.state.optimizers.hybrid_device import HybridDevicePart
+from mcore_ckpt.state.optimizers.part import OptimizerPart
 
 DP2 = Layout(2, precision="bf16")
 FULL = pytest.mark.full
@@ -181,7 +182,7 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
         elif left_out == "step":
             monkeypatch.setattr(HybridDevicePart, "write_step", lambda part, step: None)
         else:  # taking the parameters that megatron shows for the truth
-            monkeypatch.setattr(HybridDevicePart, "mains", HybridDevicePart._with_outer)
+            monkeypatch.setattr(HybridDevicePart, "mains", OptimizerPart.mains)
             for name in ("state_of", "new_state_of"):
                 monkeypatch.setattr(HybridDevicePart, name, lambda part, main: {})
         manager = manager_of(second, shared_path)

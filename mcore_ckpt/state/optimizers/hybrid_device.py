@@ -7,7 +7,7 @@ in host memory, a copy in fp32, or the parameter itself. The inner parameter is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from mcore_ckpt.state.optimizers.part import (
     kind_of,
     steps_of,
     write_steps_of,
-    zip_groups,
 )
 
 # `_sync_sub_optimizers_state_to_hdo` puts the inner parameter itself into the state after each step.
@@ -38,7 +37,7 @@ _ARGUMENTS = (
 
 
 class HybridDevicePart(OptimizerPart):
-    """A HybridDeviceOptimizer in megatron's DistributedOptimizer or mixed-precision optimizer."""
+    """A HybridDeviceOptimizer in megatron's DistributedOptimizer."""
 
     @property
     def kind(self) -> str:
@@ -52,24 +51,19 @@ class HybridDevicePart(OptimizerPart):
 
     def mains(self) -> Iterator[MainParameter]:
         inner = self.inner.param_to_inner_param
-        for each in self._with_outer():
+        for each in super().mains():
             main = inner[each.main]
             yield replace(each, main=main, is_model_view=each.is_model_view and main is each.main)
 
-    def _with_outer(self) -> Iterator[MainParameter]:
-        """Yields the parameters with the tensors that HybridDeviceOptimizer has in its groups as main parameters."""
+    def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
         owner = self.megatron
-        if not self.is_sharded or not owner.config.use_precision_aware_optimizer:
-            yield from super().mains()
-            return
+        if not owner.config.use_precision_aware_optimizer:
+            return super()._sharded_groups()
         # Then megatron keeps no fp32 copies, and the groups have ranges of the model's own 16-bit parameters.
-        for model_groups, main_groups in (
-            (owner.model_float16_groups, owner.shard_float16_groups),
-            (owner.model_fp32_groups, owner.shard_fp32_groups),
-        ):
-            for parameter, main in zip_groups(model_groups, main_groups):
-                owned = owner._get_model_param_range_map(parameter)["param"]
-                yield MainParameter(parameter, main, (owned.start, owned.end), is_model_view=True)
+        return (
+            (owner.model_float16_groups, owner.shard_float16_groups, True),
+            (owner.model_fp32_groups, owner.shard_fp32_groups, True),
+        )
 
     def state_of(self, main: torch.Tensor) -> dict[str, Any]:
         found = self._optimizer_of(main).state.get(main, {})
@@ -108,11 +102,14 @@ class HybridDevicePart(OptimizerPart):
             write_steps_of(optimizer, step)
 
     def refresh(self) -> None:
+        self._copy_to_outer()
+        self.inner._sync_sub_optimizers_state_to_hdo()
+
+    def _copy_to_outer(self) -> None:
         with torch.no_grad():
             for outer, main in self.inner.param_to_inner_param.items():
                 if main is not outer:
                     outer.data.copy_(main.data)
-        self.inner._sync_sub_optimizers_state_to_hdo()
 
     def copy_to_model(self) -> None:
         self.refresh()
@@ -124,6 +121,4 @@ class HybridDevicePart(OptimizerPart):
         with torch.no_grad():
             for each in self.mains():
                 each.main.copy_(each.parameter.detach().view(-1)[slice(*each.flat)].view(each.main.shape))
-            for outer, main in self.inner.param_to_inner_param.items():
-                if main is not outer:
-                    outer.data.copy_(main.data)
+        self._copy_to_outer()

@@ -79,11 +79,7 @@ class OptimizerPart:
         if self.inner is None:
             return
         if self.is_sharded:
-            pairs = [
-                (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False),
-                (owner.model_fp32_groups, owner.shard_fp32_groups, True),
-            ]
-            for model_groups, main_groups, is_view in pairs:
+            for model_groups, main_groups, is_view in self._sharded_groups():
                 for parameter, main in zip_groups(model_groups, main_groups):
                     owned = owner._get_model_param_range_map(parameter)["param"]
                     yield MainParameter(parameter, main, (owned.start, owned.end), is_view)
@@ -93,6 +89,14 @@ class OptimizerPart:
             yield from (whole(parameter) for group in owner.fp32_from_fp32_groups for parameter in group)
         else:
             yield from (whole(parameter) for group in self.param_groups for parameter in group["params"])
+
+    def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
+        """Returns groups of a DistributedOptimizer's model parameters, their main ones, and whether these are views."""
+        owner = self.megatron
+        return (
+            (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False),
+            (owner.model_fp32_groups, owner.shard_fp32_groups, True),
+        )
 
     def state_of(self, main: torch.Tensor) -> dict[str, Any]:
         """Returns the optimizer's state of a main parameter by kind; empty before its first step. Makes no state."""
