@@ -12,15 +12,21 @@ from typing import Any
 from mcore_ckpt.checkpoint.dtypes import item_bytes
 from mcore_ckpt.checkpoint.shapes import is_possible_shape
 from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.sharding.plan import ShardKey, StoredShard
+from mcore_ckpt.sharding.plan import MODEL, Coding, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Piece, Region
 
 BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
-_VERSION = 1
+# Version 2 has coded shards. An index without any is still written as version 1, which older readers read, too.
+_VERSIONS = (1, 2)
+# The stored dtypes of coded shards, by the field that says how they are coded.
+_CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
+_VALUES = "float32"
 
 _MAX_CRC = 2**32 - 1
+# A scale is one number, for all elements of a shard.
+SCALE_REGION = Region.whole((1,))
 # The number of pieces is limited, because a check compares each piece with every other piece. The fused projection of
 # Qwen3-Next has the most pieces, 6.
 _MOST_PIECES = 64
@@ -47,6 +53,11 @@ class FileIndex:
     shards: tuple[StoredShard, ...]
     aliases: tuple[Alias, ...]
 
+    @property
+    def version(self) -> int:
+        """The version of the format that can say all of it."""
+        return 2 if any(shard.coding is not None for shard in self.shards) else 1
+
 
 def block_count(nbytes: int) -> int:
     """Returns the number of blocks that `nbytes` bytes are divided into. Each block has a CRC."""
@@ -58,7 +69,7 @@ def encode_index(index: FileIndex) -> bytes:
     return fields.encode(
         {
             "format": _FORMAT,
-            "version": _VERSION,
+            "version": index.version,
             "block_bytes": BLOCK_BYTES,
             "tensors": [_shard_record(shard) for shard in index.shards],
             "aliases": [
@@ -81,6 +92,7 @@ class IndexTemplate:
         # JSON escapes a quote inside a name, so no name can contain the text at which the index is split.
         self._parts = encode_index(index).decode().split('"crc32":[]')
         self._counts = [block_count(shard.nbytes) for shard in index.shards]
+        self.version = index.version
 
     def encode(self, block_crcs: Sequence[int]) -> bytes:
         """Returns what `encode_index` would return for the same index with these CRCs.
@@ -101,11 +113,14 @@ class IndexTemplate:
 
 def _shard_record(shard: StoredShard) -> dict[str, Any]:
     assert shard.crc32 is not None, "every file that has an index has CRCs"
+    coding = shard.coding
+    coded = {} if coding is None else {name: getattr(coding, name) for name in _CODED if getattr(coding, name)}
     return {
         **_region_record(shard.region),
+        **coded,
         "name": shard.key.name,
         "kind": shard.key.kind,
-        "dtype": shard.dtype,
+        "dtype": shard.as_stored.dtype,
         "offset": shard.offset,
         "nbytes": shard.nbytes,
         "crc32": list(shard.crc32),
@@ -132,8 +147,9 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
         FieldError: the data are not an index, or the numbers in the index contradict each other.
     """
     record = fields.decode(data)
-    if record.get("format") != _FORMAT or record.get("version") != _VERSION or record.get("block_bytes") != BLOCK_BYTES:
-        raise fields.FieldError(f"not an index of version {_VERSION}")
+    version, block_bytes = record.get("version"), record.get("block_bytes")
+    if record.get("format") != _FORMAT or version not in _VERSIONS or block_bytes != BLOCK_BYTES:
+        raise fields.FieldError(f"not an index of version {_VERSIONS[0]} to {_VERSIONS[-1]}")
     regions: _Regions = {}
     shards = tuple(
         _read_shard(fields.as_dict(item, "tensors"), file, regions) for item in fields.get_list(record, "tensors")
@@ -143,6 +159,7 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
     )
     _check_names(shards, aliases)
     _check_places(shards, payload_end)
+    _check_codings(shards)
     return FileIndex(shards, aliases)
 
 
@@ -161,7 +178,20 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
         )
     if crcs and max(crcs) > _MAX_CRC:
         raise fields.FieldError(f"tensor {key}: {max(crcs)} is not a CRC of 32 bits")
-    return StoredShard(key, region, dtype, file, fields.get_int(record, "offset"), nbytes, crcs)
+    coding = _read_coding(record, key, dtype)
+    value = dtype if coding is None else _VALUES
+    return StoredShard(key, region, value, file, fields.get_int(record, "offset"), nbytes, crcs, coding)
+
+
+def _read_coding(record: Mapping[str, Any], key: ShardKey, dtype: str) -> Coding | None:
+    found = [name for name in _CODED if name in record]
+    if not found:
+        return None
+    name = found[0]
+    if len(found) > 1 or dtype not in _CODED[name]:
+        raise fields.FieldError(f"tensor {key}: {' and '.join(found)} cannot code elements of {dtype}")
+    kind = fields.get_name(record, name)
+    return Coding(dtype, scale=kind) if name == "scale" else Coding(dtype, upper=kind)
 
 
 def _read_alias(record: Mapping[str, Any], regions: _Regions) -> Alias:
@@ -220,6 +250,21 @@ def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> Non
     keys = {shard.key for shard in shards} | {alias.key for alias in aliases}
     if len(keys) < len(shards) + len(aliases):
         raise fields.FieldError("the index lists a tensor twice")
+
+
+def _check_codings(shards: Sequence[StoredShard]) -> None:
+    """Checks that what coded shards need in the same file is there."""
+    by_key = {shard.key: shard for shard in shards}
+    for shard in shards:
+        coding = shard.coding
+        if coding is None or coding.upper == MODEL:
+            continue
+        other = by_key.get(ShardKey(shard.key.name, coding.scale or coding.upper or ""))
+        region, dtype = (shard.region, "bfloat16") if coding.upper else (SCALE_REGION, _VALUES)
+        if other is None or other.coding is not None or (other.region, other.dtype) != (region, dtype):
+            raise fields.FieldError(
+                f"tensor {shard.key}: needs a {coding.scale or coding.upper} of {dtype} and {region.describe()}"
+            )
 
 
 def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:

@@ -16,7 +16,8 @@ from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 FORMAT = "mcore_ckpt"
-FORMAT_VERSION = 1
+# The newest version. A checkpoint has the oldest version that can say all of it, so that older readers read it, too.
+FORMAT_VERSION = 2
 
 # The longest name, in bytes, that Linux accepts between two slashes of a path.
 _MOST_PART_BYTES = 255
@@ -38,11 +39,12 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """The place of an index in its file, in bytes, and the CRC-32 of the index."""
+    """The place of an index in its file, in bytes, the CRC-32 of the index, and the version of its format."""
 
     offset: int
     size: int
     crc32: int
+    version: int = 1
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class Manifest:
         return [file for file in self.files if file.kind == kind]
 
     @property
+    def format_version(self) -> int:
+        """The version of the format that a reader needs."""
+        return max((file.index.version for file in self.files if file.index is not None), default=1)
+
+    @property
     def nbytes(self) -> int:
         """The size of all files together, in bytes."""
         return sum(file.size for file in self.files)
@@ -110,7 +117,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     for file in record["files"]:
         if file["index"] is None:
             del file["index"], file["holds"]
-    record |= {"format": FORMAT, "format_version": FORMAT_VERSION}
+        elif file["index"]["version"] == 1:
+            del file["index"]["version"]
+    record |= {"format": FORMAT, "format_version": manifest.format_version}
     return fields.encode(record | {"crc32": crc32(fields.encode(record))}) + b"\n"
 
 
@@ -177,7 +186,8 @@ def _read_file(item: Any) -> FileRecord:
     record = fields.as_dict(item, "files")
     index, holds = None, tuple[tuple[int, int], ...]()
     if "index" in record:
-        index = IndexPlace(**_ints_of(IndexPlace, record["index"]))
+        place = fields.as_dict(record["index"], "index")
+        index = IndexPlace(**_ints_of(IndexPlace, {"version": 1, **place}))
         holds = tuple(_read_run(run) for run in fields.get_list(record, "holds"))
     return FileRecord(
         path=fields.get_name(record, "path"),

@@ -109,6 +109,13 @@ class Locator:
             f"{wanted.region.describe()} are in none of these files"
         )
 
+    def coded(self, wanted: Wanted) -> StoredShard | None:
+        """Returns the coded shard that has exactly the wanted region, or None if there is no such shard."""
+        key = self.stored_key(wanted.key)
+        parts = () if key is None else self.reader.parts(key, self._position)
+        found = (shard for shards in parts for shard in shards if shard.region == wanted.region)
+        return next((shard for shard in found if shard.coding is not None), None)
+
     def opaque(self, key: ShardKey) -> StoredShard | None:
         """Finds the bytes of a module's `_extra_state`, preferably those of the saved rank nearest to the reading rank.
 

@@ -7,7 +7,7 @@ the global tensor, so any layout can read what any other layout has saved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_ckpt.sharding.overlap import Rows, overlap
 from mcore_ckpt.sharding.regions import Region
@@ -30,16 +30,36 @@ class ShardKey:
 
 
 @dataclass(frozen=True)
+class Coding:
+    """Says how the values of a shard, which are float32, follow from its stored elements.
+
+    Exactly one of `scale` and `upper` is set.
+
+    Attributes:
+        dtype: torch's name of the stored dtype, without "torch.": float16 or uint8 (bits of float8_e4m3fn) with a
+            scale, int16 with upper halves.
+        scale: the kind of the same tensor, in the same file, that is the factor of all elements: one float32.
+        upper: the kind of the same tensor that has the upper 16 bits of each value, as bfloat16. The value's bits are
+            `(upper << 16) + stored`, where `stored` is signed. If it is MODEL, it is in the model's files.
+    """
+
+    dtype: str
+    scale: str | None = None
+    upper: str | None = None
+
+
+@dataclass(frozen=True)
 class StoredShard:
     """A shard in a file.
 
     Attributes:
         key: which tensor, and which part of the state.
         region: the part of the global tensor that the shard holds.
-        dtype: torch's name of the dtype, without "torch.".
+        dtype: torch's name of the dtype of its values, without "torch.".
         file: the path of the file.
         offset, nbytes: the position of the shard's first byte in the file, and the number of its bytes.
         crc32: the CRC-32 of each block of the shard's bytes. None if the file has no CRCs (safetensors).
+        coding: how the values follow from the stored elements. None if these are the values.
     """
 
     key: ShardKey
@@ -49,6 +69,12 @@ class StoredShard:
     offset: int
     nbytes: int
     crc32: tuple[int, ...] | None
+    coding: Coding | None = None
+
+    @property
+    def as_stored(self) -> StoredShard:
+        """The same bytes as a shard whose values are the stored elements."""
+        return self if self.coding is None else replace(self, dtype=self.coding.dtype, coding=None)
 
 
 @dataclass(frozen=True)

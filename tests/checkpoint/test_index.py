@@ -110,7 +110,7 @@ Edit = Callable[[dict[str, Any]], Any]
 
 EDITS: dict[str, Edit] = {
     "another-format": lambda r: r.update(format="mcore_ckpt"),
-    "another-version": lambda r: r.update(version=2),
+    "another-version": lambda r: r.update(version=3),
     "another-block": lambda r: r.update(block_bytes=4096),
     "no-tensors": lambda r: r.pop("tensors"),
     "tensors-an-object": lambda r: r.update(tensors={}),

@@ -255,7 +255,7 @@ def test_a_manifest_that_is_missing_damaged_or_newer(tmp_path: Path) -> None:
     for content, reason in (
         (b"", "not JSON"),
         (b"{}", "not a manifest"),
-        (b'{"format":"mcore_ckpt","format_version":2}', "newer"),
+        (b'{"format":"mcore_ckpt","format_version":3}', "newer"),
     ):
         (tmp_path / "manifest.json").write_bytes(content)
         with pytest.raises(CheckpointCorruptError, match=rf"manifest\.json: .*{reason}"):

@@ -75,7 +75,7 @@ def test_a_manifest_of_a_newer_format_does_not_count_and_says_so(role_dir: Path)
     (status,) = steps.list_steps(role_dir.parent.parent)
     assert not status.is_complete
     assert str(role_dir / file_names.MANIFEST_FILE) in status.reason
-    assert "format version 12 is newer than 1" in status.reason
+    assert "format version 12 is newer than 2" in status.reason
     assert "upgrade" in status.reason
 
 

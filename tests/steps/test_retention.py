@@ -192,7 +192,7 @@ def test_what_is_not_understood_stays(tmp_path: Path, how: str) -> None:
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     manifest = file_names.step_dir(tmp_path, 1) / ROLE / file_names.MANIFEST_FILE
     if how == "newer":
-        manifest.write_bytes(manifest.read_bytes().replace(b'"format_version":1', b'"format_version":2'))
+        manifest.write_bytes(manifest.read_bytes().replace(b'"format_version":1', b'"format_version":3'))
     elif how == "damaged":
         manifest.write_bytes(manifest.read_bytes()[:-20])
     else:

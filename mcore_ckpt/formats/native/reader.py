@@ -12,15 +12,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointCorruptError, UnsupportedError
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
+from mcore_ckpt.formats.native.coded import Partners, read_coded
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
+
+# The dtype of upper halves.
+_UPPER = "bfloat16"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +56,7 @@ class NativeReader:
         self.folder = folder
         self.manifest = manifest
         self._opened: dict[str, _Opened] = {}
+        self._partners: dict[tuple[ShardKey, str], Partners] = {}
 
     @staticmethod
     def open(role_dir: Path) -> NativeReader:
@@ -76,21 +84,12 @@ class NativeReader:
 
         Raises:
             CheckpointCorruptError: an index is missing, truncated or damaged.
-            UnsupportedError: the tensor has only the lower 16 bits of a main parameter. The upper 16 bits, the model's
-                weight, were not saved.
         """
         # One file at a time, because looking into a file means reading its index.
         shard = next((shard for file in self.files(key) for shard in self.shards(key, [file])), None)
         if shard is None:
             return None
-        dtype = torch_dtype(shard.dtype)
-        if key.kind == PARAM and not dtype.is_floating_point:
-            raise UnsupportedError(
-                f"{self.folder}/{shard.file}: tensor {shard.key} is {shard.dtype}: it has the lower 16 bits of a main "
-                "parameter, but the upper 16 bits, the model's weight, were not saved: save with "
-                '"model" in save_contents'
-            )
-        return TensorInfo(dtype, shard.region.global_shape)
+        return TensorInfo(torch_dtype(shard.dtype), shard.region.global_shape)
 
     def parts(self, key: ShardKey, position: RankPosition | None = None) -> Iterator[Sequence[StoredShard]]:
         for files in self._by_nearness(key, position):
@@ -107,7 +106,46 @@ class NativeReader:
         return ()
 
     def read(self, ranges: Fill, check: bool = True) -> int:
-        return self.folder.fill(self.by_path, list(ranges), check)
+        plain: list[tuple[ReadRange, torch.Tensor]] = []
+        coded: list[tuple[ReadRange, torch.Tensor]] = []
+        for part in ranges:
+            (plain if part[0].stored.coding is None else coded).append(part)
+
+        def fill(parts: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
+            return self.folder.fill(self.by_path, parts, check)
+
+        return fill(plain) + (read_coded(coded, fill, self.partners) if coded else 0)
+
+    def partners(self, shard: StoredShard) -> Partners:
+        """Finds what the values of a coded shard follow from, besides its own elements.
+
+        Raises:
+            CheckpointCorruptError: upper halves of some elements are in no file.
+        """
+        found = self._partners.get((shard.key, shard.file))
+        if found is None:
+            found = self._partners[shard.key, shard.file] = self._find_partners(shard)
+        return found
+
+    def _find_partners(self, shard: StoredShard) -> Partners:
+        coding, name, file = shard.coding, shard.key.name, self.file(shard.file)
+        assert coding is not None
+        if coding.scale is not None:
+            return Partners(scale=self._open(file).shards[ShardKey(name, coding.scale)])
+        assert coding.upper is not None
+        if coding.upper != MODEL:
+            upper = self._open(file).shards[ShardKey(name, coding.upper)]
+            return Partners(upper=(ReadRange(upper, Rows(0, 0, shard.region.numel)),))
+        manifest = self.manifest
+        position = RankPosition(manifest.topology, manifest.ranks[file.rank])
+        for stored in self.parts(ShardKey(name, MODEL), position):
+            plan = plan_reads(shard.region, stored)
+            if not (plan.missing or plan.outside) and {each.dtype for each in stored} == {_UPPER}:
+                return Partners(upper=plan.reads)
+        raise CheckpointCorruptError(
+            f"{self.folder}/{shard.file}: tensor {shard.key}: has the lower 16 bits of each value, but the model's "
+            f"files do not have all of the upper ones as {_UPPER}"
+        )
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -211,7 +249,12 @@ class NativeReader:
 
 
 def _kinds(shards: Sequence[StoredShard]) -> dict[str, tuple[str, ...]]:
+    """Returns the kinds of each tensor, without those that only others follow from."""
+    codings = [(shard.key.name, shard.coding) for shard in shards if shard.coding is not None]
+    partners = {(name, kind) for name, coding in codings for kind in (coding.scale, coding.upper)}
     kinds: dict[str, tuple[str, ...]] = {}
     for shard in shards:
+        if (shard.key.name, shard.key.kind) in partners:
+            continue
         kinds[shard.key.name] = (*kinds.get(shard.key.name, ()), shard.key.kind)
     return kinds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt.checkpoint.index import Alias
-from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.plan import Coding, ShardKey
 from mcore_ckpt.sharding.regions import Region
 
 
@@ -26,6 +26,7 @@ class TensorWrite:
             point of a training step.
         refresh: makes the tensor again at each save, if no live tensor holds the state (`_extra_state`). It returns
             None if the module no longer has this state.
+        coding: how the values follow from the tensor's elements. None if these are the values.
     """
 
     path: tuple[str, ...]
@@ -35,6 +36,7 @@ class TensorWrite:
     shape: tuple[int, ...]
     is_buffer: bool = False
     refresh: Callable[[], torch.Tensor | None] | None = None
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, eq=False)

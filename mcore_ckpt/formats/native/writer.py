@@ -150,6 +150,6 @@ class FileWriter:
             plan.request.kind,
             size=plan.pt.records_end + len(tail),
             crc32=crc32(tail, plan.layout.file_crc(slots)),
-            index=IndexPlace(plan.pt.index_offset, len(index), index_crc),
+            index=IndexPlace(plan.pt.index_offset, len(index), index_crc, plan.index.version),
             holds=plan.holds,
         )

@@ -1,0 +1,135 @@
+"""Decodes coded shards: reads their stored elements and what else their values follow from, and computes the values.
+
+docs/format.md says how shards are coded. The values are float32, the elements are read into temporary memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.formats.contract import Read
+from mcore_ckpt.io import tuning
+from mcore_ckpt.sharding.overlap import Rows, rows_into
+from mcore_ckpt.sharding.plan import ReadRange, StoredShard
+
+_UPPER_BITS = 16
+
+
+@dataclass(frozen=True)
+class Partners:
+    """What the values of a coded shard follow from, besides its own elements.
+
+    Attributes:
+        scale: the shard of the factor; None without.
+        upper: the ranges with the upper halves of all elements of the shard, in its order; empty without.
+    """
+
+    scale: StoredShard | None = None
+    upper: tuple[ReadRange, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Rows of a coded shard, the memory for what is read of them, and the tensor that gets their values."""
+
+    rows: Rows
+    target: torch.Tensor
+    stored: torch.Tensor
+    scale: torch.Tensor | None
+    upper: torch.Tensor | None
+
+    def decode(self) -> None:
+        values = decoded(self.stored, self.scale, self.upper)
+        rows, row = self.rows.rows, self.rows.row
+        strides = (self.rows.destination_stride, 1)
+        there = self.target.view(-1).as_strided((rows, row), strides, self._start())
+        there.copy_(values.view(rows, row))
+
+    def _start(self) -> int:
+        return int(self.target.storage_offset()) + self.rows.destination
+
+
+def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tensor | None) -> torch.Tensor:
+    """Returns the float32 values of stored elements.
+
+    With a scale, it computes what transformer-engine's `FusedAdam.get_unscaled_state` computes: each element as
+    float32, times the scale. With upper halves, it computes what its kernel for `store_param_remainders` computes.
+
+    Args:
+        stored: the elements: float16 or uint8 (bits of float8_e4m3fn) with a scale, int16 with upper halves.
+        scale: one float32, or None.
+        upper: bfloat16 of the same shape, or None.
+    """
+    if upper is not None:
+        upper_bits = upper.view(torch.int16).to(torch.int32) << _UPPER_BITS
+        return (upper_bits + stored.to(torch.int32)).view(torch.float32)
+    assert scale is not None
+    elements = stored.view(torch.float8_e4m3fn) if stored.dtype == torch.uint8 else stored
+    return elements.to(torch.float32).mul_(scale)
+
+
+def read_coded(
+    ranges: Sequence[tuple[ReadRange, torch.Tensor]], read: Read, partners: Callable[[StoredShard], Partners]
+) -> int:
+    """Fills float32 tensors with values of coded shards, and returns the number of bytes read.
+
+    The temporary memory is less than CONVERT_BYTES plus what one range needs.
+
+    Args:
+        ranges: the ranges of coded shards, each with the tensor that it fills.
+        read: reads ranges of stored elements.
+        partners: finds what the values of a shard follow from.
+    """
+    nbytes = 0
+    for batch in _batches(ranges):
+        reads: list[tuple[ReadRange, torch.Tensor]] = []
+        parts = [_part(range_, target, partners(range_.stored), reads) for range_, target in batch]
+        nbytes += read(reads)
+        for part in parts:
+            part.decode()
+    return nbytes
+
+
+def _batches(ranges: Iterable[tuple[ReadRange, torch.Tensor]]) -> Iterator[list[tuple[ReadRange, torch.Tensor]]]:
+    batch: list[tuple[ReadRange, torch.Tensor]] = []
+    nbytes = 0
+    for range_, target in ranges:
+        batch.append((range_, target))
+        nbytes += range_.rows.numel * target.element_size()
+        if nbytes >= tuning.CONVERT_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _part(
+    range_: ReadRange, target: torch.Tensor, partners: Partners, reads: list[tuple[ReadRange, torch.Tensor]]
+) -> _Part:
+    """Makes the memory for one range, and appends what is to be read into it to `reads`."""
+    rows, shard = range_.rows, range_.stored.as_stored
+    # The elements are read without gaps, whatever lies between the rows in the tensor.
+    stored = torch.empty(rows.numel, dtype=torch_dtype(shard.dtype), device=target.device)
+    reads.append((ReadRange(shard, rows._replace(destination=0, destination_stride=rows.row)), stored))
+    scale = upper = None
+    if partners.scale is not None:
+        scale = torch.empty(1, dtype=torch.float32, device=target.device)
+        reads.append((ReadRange(partners.scale, Rows(0, 0, 1)), scale))
+    if partners.upper:
+        upper = torch.empty(rows.numel, dtype=torch.bfloat16, device=target.device)
+        reads += [(part, upper) for part in _same_rows(rows, partners.upper)]
+    return _Part(rows, target, stored, scale, upper)
+
+
+def _same_rows(rows: Rows, upper: Sequence[ReadRange]) -> Iterator[ReadRange]:
+    """Yields the ranges with the upper halves of the elements that `rows` takes, without gaps."""
+    for number in range(rows.rows):
+        start = rows.start + number * rows.source_stride
+        for range_ in upper:
+            for part in rows_into(range_.rows, start, start + rows.row):
+                moved = part._replace(destination=part.destination + number * rows.row)
+                yield ReadRange(range_.stored, moved)
