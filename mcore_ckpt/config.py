@@ -77,6 +77,8 @@ class CheckpointConfig:
             it (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
         skip_frozen: whether to leave parameters that are not trained (the base model under LoRA adapters) out of saves
             and loads. The trainer must then get them from elsewhere.
+        strict_dtypes: whether `load` refuses to round values because model or optimizer keep them in dtypes of fewer
+            bits than the checkpoint. If not, it rounds each once and says so in its report.
         strict: whether `load` raises an error if the checkpoint that it reads is damaged. If not, it loads the next
             older one.
 
@@ -106,6 +108,7 @@ class CheckpointConfig:
     vocab_size: int | None = None
     timeout_s: float = TIMEOUT_S
     skip_frozen: bool = False
+    strict_dtypes: bool = False
     strict: bool = False
     assume_optimizer_step: int | None = None
 

@@ -22,17 +22,21 @@ class TensorFill:
         dtype: the dtype of the stored elements.
         target: returns the tensor; called only when the training state may change.
         padded: True if some of the elements are not stored anywhere. These elements become zero.
+        encode: takes the elements that were read, in the place of a copy into the tensor; None for a copy.
         finish: called with the tensor once it is filled, or None.
         replicas: the world ranks that fill an equal tensor, so that one of them can read it for all; empty if each rank
             reads it itself.
+        rounding: says, for the report, between which dtypes the values are rounded; None if they stay.
     """
 
     reads: tuple[ReadRange, ...]
     dtype: torch.dtype
     target: Callable[[], torch.Tensor]
     padded: bool = False
+    encode: Callable[[torch.Tensor], None] | None = None
     finish: Callable[[torch.Tensor], None] | None = None
     replicas: tuple[int, ...] = ()
+    rounding: str | None = None
 
 
 def fill_tensors(fills: Sequence[TensorFill], read: Read) -> int:
@@ -63,7 +67,7 @@ def _in_batches(fills: Sequence[TensorFill]) -> Iterator[list[TensorFill]]:
 
 def _is_direct(fill: TensorFill) -> bool:
     target = fill.target()
-    return target.is_contiguous() and target.dtype == fill.dtype
+    return fill.encode is None and target.is_contiguous() and target.dtype == fill.dtype
 
 
 def _fill_together(fills: Sequence[TensorFill], read: Read) -> int:
@@ -77,7 +81,9 @@ def _fill_together(fills: Sequence[TensorFill], read: Read) -> int:
             memory.zero_()
     nbytes = read([(part, memory) for fill, memory in zip(fills, memories, strict=True) for part in fill.reads])
     for fill, tensor, memory in zip(fills, targets, memories, strict=True):
-        if memory is not tensor:
+        if fill.encode is not None:
+            fill.encode(memory)
+        elif memory is not tensor:
             tensor.copy_(memory)
         if fill.finish is not None:
             fill.finish(tensor)

@@ -47,6 +47,7 @@ class OwnedParameter:
     part: OptimizerPart
     name: str
     parameter: torch.Tensor
+    key: torch.Tensor
     main: torch.Tensor
     start: int
     stop: int
@@ -138,7 +139,10 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
                 "only into DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of "
                 "load_contents"
             )
-        owned += [OwnedParameter(part, names[id(p.parameter)], p.parameter, p.main, *p.flat) for p in part.mains()]
+        owned += [
+            OwnedParameter(part, names[id(each.parameter)], each.parameter, each.key, each.main, *each.flat)
+            for each in part.mains()
+        ]
     return owned
 
 
@@ -261,16 +265,14 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
 
 
 def _apply_parameter(parameter: LoadedParameter) -> None:
-    main = parameter.owned.main
-    main.copy_(parameter.tensors[PARAM].view(main.shape))
-    moments = parameter.owned.part.new_state_of(main)
+    owned = parameter.owned
     for kind, loaded in parameter.tensors.items():
-        if kind == PARAM:
-            continue
-        # Before the first optimizer step there are no moments yet.
-        if kind not in moments:
-            moments[kind] = torch.empty_like(main, dtype=loaded.dtype, requires_grad=False)
-        moments[kind].copy_(loaded.view(main.shape))
+        form = owned.part.form_of(owned, kind)
+        if form.is_plain:
+            target = owned.part.tensor_of(owned, kind, loaded.dtype)
+            target.copy_(loaded.view(target.shape))
+        else:
+            owned.part.encode(owned, kind, loaded.to(owned.main.device, torch.float32))
 
 
 # -- places in megatron's buffers --------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,15 @@ class LoadReport:
         nbytes: the bytes that this rank read from tensor files.
         seconds: the time from the call to the last agreement.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
+        rounded: how many tensors of this rank have values that were rounded, by what was rounded to what, such as
+            "exp_avg: float32 to bfloat16". Nothing else was changed by the load's conversions.
     """
 
     path: Path | str
     nbytes: int
     seconds: float
     skipped: tuple[str, ...]
+    rounded: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,10 @@ def load_state(
                 continue
             nbytes += _load_hf_model(trainer, plan)
         _warn_of_new_layout(trainer, plan)
-        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped))
+        rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
+        if rounded and trainer.agreement.is_coordinator:
+            logger.warning("%s: values were rounded: %s", folder, ", ".join(sorted(rounded)))
+        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped), dict(rounded))
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
@@ -270,8 +277,8 @@ def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
     """Restores the state that is not stored as tensors: steps, param groups, scheduler, random number generators."""
-    for part, state in plan.unstepped:
-        part.forget_state_of(state.main)
+    for part, state, keep_main in plan.unstepped:
+        part.forget_state_of(state.key, keep_main)
     if plan.common is not None:
         write_common(trainer.optimizer, trainer.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
         optimizer_state.refresh(trainer.optimizer)
@@ -294,4 +301,6 @@ def _make_consistent(trainer: Trainer) -> None:
         optimizer_state.follow_model(trainer.optimizer)
     if "optimizer" in contents and "model" not in contents:
         optimizer_state.copy_main_to_model(trainer.optimizer)
+        gather_parameters(trainer.chunks)
+    elif "optimizer" in contents and optimizer_state.changes_model(trainer.optimizer):
         gather_parameters(trainer.chunks)

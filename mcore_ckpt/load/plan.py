@@ -5,7 +5,7 @@ Planning checks the manifest, the indexes, the file sizes and the small files, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,13 +19,14 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
+from mcore_ckpt.load.optimizer_plan import OptimizerPlanner, Unstepped
+from mcore_ckpt.load.tensor_fills import not_there, plan_fill, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
-from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.param_groups import SavedPart, match_parts
 from mcore_ckpt.state.rng import seed_of
 from mcore_ckpt.state.scheduler import check_scheduler
@@ -61,7 +62,7 @@ class LoadPlan:
     locator: Locator
     reader: NativeReader
     fills: tuple[TensorFill, ...]
-    unstepped: tuple[tuple[OptimizerPart, ParameterState], ...]
+    unstepped: tuple[Unstepped, ...]
     common: CommonState | None
     rng: dict[str, Any] | None
     seed: int | None
@@ -102,18 +103,22 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     model = model_shards(trainer.chunks)
     by_part = _states(trainer, model)
     fills: list[TensorFill] = []
-    unstepped: list[tuple[OptimizerPart, ParameterState]] = []
+    unstepped: list[Unstepped] = []
     common = rng = seed = extra = None
     if "model" in wanted:
         taken = [shard for shard in model if not (trainer.config.skip_frozen and shard.is_frozen)]
         fills += [fill for shard in taken if (fill := _model_fill(trainer, shard, locator)) is not None]
     if "optimizer" in wanted:
         common = _read_common(trainer, reader)
-        optimizer_fills, unstepped = _optimizer_fills(trainer, by_part, locator)
+        optimizer_fills, unstepped = OptimizerPlanner(trainer, reader, locator).plan(by_part)
         fills += optimizer_fills
+        if optimizer_state.changes_model(trainer.optimizer):
+            # A replica's weights, which are broadcast last, would undo how main parameters have changed those here.
+            fills = [replace(fill, replicas=()) for fill in fills]
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
     _check_sizes(reader, fills)
+    _refuse_rounding(trainer, fills)
     # Frozen parameters are listed as used even if skip_frozen leaves them out. The model has them, so nothing is lost.
     used = {
         "model": positions_taken(locator, [shard.key for shard in model] if "model" in wanted else []),
@@ -182,14 +187,10 @@ def _model_fill(trainer: Trainer, shard: LocalShard, locator: Locator) -> Tensor
     if shard.key.kind == OPAQUE:
         return _opaque_fill(shard, wanted, locator)
     refuse_freed(wanted.key, shard.tensor, "load()")
-    fill = _fill(wanted, shard.tensor.dtype, _locate_weight(wanted, shard, locator), lambda: shard.tensor)
-    return replace(fill, replicas=_replicas(trainer, shard.expert))
-
-
-def _replicas(trainer: Trainer, expert: bool) -> tuple[int, ...]:
-    if trainer.config.load_replicas == "read":
-        return ()
-    return trainer.replicas.experts if expert and trainer.topology.experts_apart else trainer.replicas.dense
+    fill = plan_fill(wanted, shard.tensor.dtype, _locate_weight(wanted, shard, locator), lambda: shard.tensor)
+    # Nothing is lost by rounding a weight whose main parameter is loaded, too.
+    rounding = None if "optimizer" in trainer.config.load_contents else fill.rounding
+    return replace(fill, replicas=replicas_of(trainer, shard.expert), rounding=rounding)
 
 
 def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Located:
@@ -199,14 +200,8 @@ def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Locat
         main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.file)
         located = locator.find(main) or located
     if located is None:
-        raise _not_there(wanted)
+        raise not_there(wanted)
     return located
-
-
-def _not_there(wanted: Wanted) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the checkpoint"
-    )
 
 
 def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorFill | None:
@@ -223,75 +218,17 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
     )
 
 
-def _fill(wanted: Wanted, dtype: torch.dtype, located: Located, target: Callable[[], torch.Tensor]) -> TensorFill:
-    stored = located.dtype
-    # An int16 main parameter has only the lower 16 bits of each fp32 element (`store_param_remainders`). The upper 16
-    # bits are the bfloat16 weight. So the int16 tensor must not be converted to another dtype.
-    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+def _refuse_rounding(trainer: Trainer, fills: Iterable[TensorFill]) -> None:
+    """Raises CheckpointMismatchError if values would be rounded and the config wants all dtypes to be kept."""
+    rounded = sorted({fill.rounding for fill in fills if fill.rounding is not None})
+    if rounded and trainer.config.strict_dtypes:
         raise CheckpointMismatchError(
-            f"{located.reads[0].stored.file if located.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
-            f"{dtype}, found {stored}"
+            f"strict_dtypes is set, but this load would round values: {', '.join(rounded)}; use the dtypes and the "
+            "layout of the checkpoint, or leave strict_dtypes unset"
         )
-    return TensorFill(located.reads, stored, target, padded=bool(located.outside))
 
 
-# -- optimizer ---------------------------------------------------------------------------------------------
-
-
-def _optimizer_fills(
-    trainer: Trainer, by_part: Sequence[Sequence[ParameterState]], locator: Locator
-) -> tuple[list[TensorFill], list[tuple[OptimizerPart, ParameterState]]]:
-    """Plans the fills of main parameters and moments, and lists the parameters without an optimizer step."""
-    fills: list[TensorFill] = []
-    unstepped = []
-    for part, states in zip(optimizer_parts(trainer.optimizer), by_part, strict=True):
-        for state in states:
-            # Look for the main parameter even if it need not be filled. A parameter that was frozen has none, and would
-            # otherwise be taken for one for which the optimizer had done no step.
-            found = [_param_fill(trainer, state, locator)]
-            if state.is_model_view and "model" in trainer.config.load_contents:
-                found.clear()
-            kinds = locator.moments(state.name)
-            found += [_moment_fill(trainer, part, state, kind, locator) for kind in kinds]
-            replicas = () if part.is_sharded else _replicas(trainer, state.expert)
-            fills += [replace(fill, replicas=replicas) for fill in found]
-            if not kinds:
-                unstepped.append((part, state))
-    return fills, unstepped
-
-
-def _param_fill(trainer: Trainer, state: ParameterState, locator: Locator) -> TensorFill:
-    wanted = _wanted(trainer, state, PARAM)
-    refuse_freed(wanted.key, state.main, "load()")
-    located = locator.find(wanted)
-    in_model = locator.stored_key(ShardKey(state.name, MODEL))
-    if located is None and in_model is not None and any(locator.reader.parts(in_model)):
-        raise CheckpointMismatchError(
-            f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
-            "such tensor: the parameter was frozen when it was saved"
-        )
-    if located is None:
-        raise _not_there(wanted)
-    return _fill(wanted, state.main.dtype, located, lambda: state.main)
-
-
-def _moment_fill(
-    trainer: Trainer, part: OptimizerPart, state: ParameterState, kind: str, locator: Locator
-) -> TensorFill:
-    wanted = _wanted(trainer, state, kind)
-    located = locator.find(wanted)
-    if located is None:
-        raise _not_there(wanted)
-    live = state.moments.get(kind)
-    if live is not None:
-        refuse_freed(wanted.key, live, "load()")
-    dtype = located.dtype if live is None else live.dtype
-    return _fill(wanted, dtype, located, lambda: optimizer_state.moment_tensor(part, state, kind, dtype))
-
-
-def _wanted(trainer: Trainer, state: ParameterState, kind: str) -> Wanted:
-    file = file_names.optimizer_file(*trainer.coordinates.place)
-    return Wanted(ShardKey(state.name, kind), state.region, file)
+# -- small files and file sizes -------------------------------------------------------------------------------
 
 
 def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
@@ -302,12 +239,12 @@ def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
     return CommonState(optimizers, common["lr_scheduler"])
 
 
-# -- file sizes and the small files ------------------------------------------------------------------------
-
-
 def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
     """Checks, before anything changes, that every file that the fills read exists and has the right size."""
-    for path in {read.stored.file for fill in fills for read in fill.reads}:
+    stored = {(read.stored.key, read.stored.file): read.stored for fill in fills for read in fill.reads}.values()
+    paths = {shard.file for shard in stored}
+    coded = (reader.partners(shard) for shard in stored if shard.coding is not None)
+    for path in paths.union(upper.stored.file for partners in coded for upper in partners.upper):
         reader.folder.check(reader.file(path))
 
 

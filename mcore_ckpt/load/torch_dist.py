@@ -341,9 +341,8 @@ def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParamete
 
 
 def _dtype_of(owned: OwnedParameter, kind: str) -> torch.dtype:
-    # `state` is a defaultdict, so indexing it with a parameter that has no state would create an empty one.
-    there = owned.main if kind == PARAM else owned.part.inner.state.get(owned.main, {}).get(kind)
-    return torch.float32 if there is None else there.dtype
+    form = owned.part.form_of(owned, kind)
+    return form.dtype if form.is_plain and form.dtype is not None else torch.float32
 
 
 def _shared_by_group(trainer: Trainer, chained: _ChainedState) -> SavedPart:

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter, call, eq, is_
-from typing import Any, cast
+from typing import cast
 from weakref import ReferenceType, ref
 
 import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import dtype_name, item_bytes
-from mcore_ckpt.checkpoint.index import Alias
+from mcore_ckpt.checkpoint.index import SCALE_REGION, Alias
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.save.capture import FileTensors
-from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
+from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.model import model_shards
@@ -35,6 +35,9 @@ _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
 # How many tensors `_KeptTensors.find` checks together. Its first check brings them into the processor's cache, so that
 # its other checks find them there.
 _AT_ONCE = 512
+
+# What is appended to a kind for the kind that its values follow from, too.
+_SCALE, _UPPER = "_scale", "_upper"
 
 # The bias of a router: `moe_router_enable_expert_bias`, or "quantile_balancing" of 0.19.
 _SAME_BUFFERS = (".expert_bias", ".qb_beta")
@@ -368,12 +371,35 @@ def _writes_state(trainer: Trainer, part: OptimizerPart, state: ParameterState, 
 
 
 def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorWrite], aliases: list[Alias]) -> None:
-    tensors: Mapping[str, Any] = dict(state.moments)
+    tensors: Mapping[str, torch.Tensor] = state.moments
     if state.is_model_view and model_is_saved:
         key = ShardKey(state.name, PARAM)
         aliases.append(Alias(key, MODEL, state.region, dtype_name(state.main.dtype)))
     else:
         tensors = {PARAM: state.main, **tensors}
     for kind, tensor in tensors.items():
-        key = ShardKey(state.name, kind)
-        writes.append(TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,)))
+        writes += _state_writes(state, kind, tensor, model_is_saved)
+
+
+def _state_writes(
+    state: ParameterState, kind: str, tensor: torch.Tensor, model_is_saved: bool
+) -> Iterator[TensorWrite]:
+    """Yields a main parameter or a moment, and what its values follow from besides its own elements."""
+    dtype, scale = dtype_name(tensor.dtype), state.scales.get(kind)
+    if scale is not None:
+        beside = kind + _SCALE
+        yield _state_write(state, kind, tensor, Coding(dtype, scale=beside))
+        yield TensorWrite(("state", state.name, beside), ShardKey(state.name, beside), SCALE_REGION, scale, (1,))
+    elif kind == PARAM and state.upper is not None:
+        # The model's files have the upper halves. Without them, the optimizer's files must have them.
+        upper = MODEL if model_is_saved else kind + _UPPER
+        yield _state_write(state, kind, tensor, Coding(dtype, upper=upper))
+        if not model_is_saved:
+            yield _state_write(state, upper, state.upper)
+    else:
+        yield _state_write(state, kind, tensor)
+
+
+def _state_write(state: ParameterState, kind: str, tensor: torch.Tensor, coding: Coding | None = None) -> TensorWrite:
+    key = ShardKey(state.name, kind)
+    return TensorWrite(("state", state.name, kind), key, state.region, tensor, (state.region.numel,), coding=coding)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import STEP, MainParameter, OptimizerPart
 from mcore_ckpt.state.plain import to_plain
@@ -50,26 +51,30 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
 def _parameter_state(
     part: OptimizerPart, shard: LocalShard, each: MainParameter, first_instance: bool
 ) -> ParameterState:
+    moments = _moments(part, shard, each)
     return ParameterState(
         name=shard.key.name,
         region=shard.region.with_flat(*each.flat),
+        key=each.key,
         main=each.main,
         is_model_view=each.is_model_view,
         expert=shard.expert,
         replica=shard.replica or not first_instance,
-        moments=_moments(part, shard, each.main),
+        moments=moments,
+        scales={kind: scale for kind in (PARAM, *moments) if (scale := part.scale_of(each.key, kind)) is not None},
+        upper=each.upper,
     )
 
 
-def _moments(part: OptimizerPart, shard: LocalShard, main: torch.Tensor) -> dict[str, torch.Tensor]:
+def _moments(part: OptimizerPart, shard: LocalShard, each: MainParameter) -> dict[str, torch.Tensor]:
     moments = {}
-    for kind, value in part.state_of(main).items():
+    for kind, value in part.state_of(each.key).items():
         if kind == STEP or value is None:
             continue
-        if not isinstance(value, torch.Tensor) or value.numel() != main.numel():
+        if not isinstance(value, torch.Tensor) or value.numel() != each.main.numel():
             raise UnsupportedError(
                 f"optimizer state {kind!r} of {shard.key.name} is {_describe(value)}, not a tensor "
-                f"of the parameter's {main.numel()} elements"
+                f"of the parameter's {each.main.numel()} elements"
             )
         moments[kind] = value
     return moments
@@ -92,20 +97,16 @@ def write_grad_scaler(part: OptimizerPart, saved: Mapping[str, Any] | None) -> N
         scaler.load_state_dict(dict(saved))
 
 
-def moment_tensor(part: OptimizerPart, state: ParameterState, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the tensor to load a moment into: the present moment, or a new tensor of the main parameter's shape."""
-    moments = part.new_state_of(state.main)
-    if moments.get(kind) is None:
-        moments[kind] = torch.empty_like(state.main, dtype=dtype, requires_grad=False)
-    found: torch.Tensor = moments[kind]
-    return found
-
-
 def refresh(optimizer: Any) -> None:
     """Brings up to date what follows from main parameters and state that were loaded, but for the model."""
     for part in optimizer_parts(optimizer):
         if part.inner is not None:
             part.refresh()
+
+
+def changes_model(optimizer: Any) -> bool:
+    """Returns True if loading main parameters has changed parameters of the model on this rank, but not elsewhere."""
+    return any(part.changes_model for part in optimizer_parts(optimizer))
 
 
 def copy_main_to_model(optimizer: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,16 +51,22 @@ class ParameterState:
     Attributes:
         name: the parameter's global name.
         region: the part of the global parameter that this rank owns.
+        key: the tensor under which the optimizer keeps the state.
         main: the main parameter, which the optimizer updates.
         is_model_view: whether `main` shares the memory of the model parameter (fp32 training).
         expert, replica: as in LocalShard.
         moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
+        scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 each.
+        upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
     """
 
     name: str
     region: Region
+    key: torch.Tensor
     main: torch.Tensor
     is_model_view: bool
     expert: bool
     replica: bool
     moments: dict[str, torch.Tensor]
+    scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    upper: torch.Tensor | None = None

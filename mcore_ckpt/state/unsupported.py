@@ -271,11 +271,11 @@ def _refuse_part(part: Any) -> None:
     if getattr(part.config, "optimizer_cuda_graph", False):
         # Its kernels read step and rate from tensors whose addresses the graph has, and a load would replace them.
         raise UnsupportedError("optimizer is not supported: optimizer_cuda_graph; turn this option off")
-    # HybridDeviceOptimizer keeps its state in fp32 and ignores the dtypes that this option names.
-    if getattr(part.config, "use_precision_aware_optimizer", False) and not offloaded:
+    fused = hasattr(inner, "name_to_dtype_map")
+    if getattr(part.config, "use_precision_aware_optimizer", False) and not (offloaded or fused or inner is None):
         raise UnsupportedError(
-            "optimizer is not supported: use_precision_aware_optimizer keeps main parameters, or scales of its "
-            "moments, inside FusedAdam; turn this option off"
+            f"optimizer is not supported: use_precision_aware_optimizer with {type(inner).__name__}, whose form of "
+            "state is not known; use transformer-engine's FusedAdam (1.13 or newer)"
         )
 
 

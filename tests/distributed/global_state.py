@@ -9,12 +9,14 @@ from agreement import gather
 from element_positions import positions
 from training import Step, Training
 
+from mcore_ckpt.formats.native.coded import decoded
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state.model import model_shards, sync_parameters, unwrap
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
+from mcore_ckpt.state.shards import ParameterState
 
 # By element size: numpy has no bfloat16.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,7 +79,13 @@ def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
     for states in read_optimizer(training.optimizer, model, first_instance=True):
         for state in (state for state in states if not _is_in(state.main, unused)):
             for kind, tensor in {"param": state.main, **state.moments}.items():
-                yield f"{state.name} {kind}", state.region, tensor.detach()
+                yield f"{state.name} {kind}", state.region, _values(state, kind, tensor.detach())
+
+
+def _values(state: ParameterState, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values, if the optimizer keeps them scaled, or apart from their upper halves."""
+    scale, upper = state.scales.get(kind), state.upper if kind == "param" else None
+    return tensor if scale is None and upper is None else decoded(tensor, scale, upper)
 
 
 def _is_in(tensor: torch.Tensor, whole: torch.Tensor | None) -> bool:

@@ -39,7 +39,7 @@ def poison(training: Training) -> None:
             _spoil_fields(group)
             for parameter in group["params"]:
                 _spoil(parameter)
-                for tensor in optimizer.state.get(parameter, {}).values():
+                for _, tensor in _state(optimizer, parameter):
                     _spoil(tensor)
         # The copies that HybridDeviceOptimizer has on the host, or in fp32.
         for tensor in getattr(optimizer.optimizer, "param_to_inner_param", {}).values():
@@ -90,12 +90,24 @@ def _optimizer_entries(prefix: str, optimizer: MegatronOptimizer) -> Snapshot:
         entries |= {f"{name}.{field}": repr(value) for field, value in group.items() if field != "params"}
         for index, parameter in enumerate(group["params"]):
             entries[f"{name}.param{index}"] = parameter.detach().clone()
-            for kind, value in optimizer.state.get(parameter, {}).items():
+            for kind, value in _state(optimizer, parameter):
                 entries[f"{name}.param{index}.{kind}"] = value.clone()
     scaler = getattr(optimizer, "grad_scaler", None)
     if scaler is not None:
         entries |= {f"{prefix}.scaler.{field}": _copy(value) for field, value in scaler.state_dict().items()}
     return entries
+
+
+def _state(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The optimizer's state of a parameter, and the scales that FusedAdam reads with it."""
+    scales = getattr(optimizer.optimizer, "_scales", {}).get(parameter, {})
+    for kind, value in optimizer.state.get(parameter, {}).items():
+        if hasattr(value, "_scale_inv"):
+            yield from ((kind, value._data), (f"{kind}.scale_inv", value._scale_inv))
+        elif kind != "master_param" or parameter.dtype != torch.float32:  # never read
+            yield kind, value
+            if kind in scales and value.dtype == torch.float16:
+                yield f"{kind}.scale", scales[kind]
 
 
 def _generators() -> Snapshot:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from fused_adam import fused_adam
 
 # Before megatron looks for mamba_ssm.
 sys.path.append(str(Path(__file__).parents[1] / "support" / "stand_ins"))
@@ -60,7 +61,7 @@ ON_CPU: dict[str, Any] = {
     "apply_rope_fusion": False,
 }
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,10 @@ class Layout:
     """The fraction of parameters that HybridDeviceOptimizer updates on the host. Needs a simulated device."""
     offload_overlap: bool = False
     precision_aware: bool = False
+    """Without `offload`, the optimizer is a stand-in for transformer-engine's FusedAdam."""
+    main_dtype: str = "fp32"
+    moment_dtypes: tuple[str, str] = ("fp32", "fp32")
+    remainders: bool = False
 
     @property
     def depth(self) -> int:
@@ -206,7 +211,8 @@ def build(layout: Layout, seed: int) -> Training:
     # Only the rotary embedding and the schedule read the size later.
     config.context_parallel_size = layout.cp
     model = [_wrap(layout, config, chunk, index) for index, chunk in enumerate(chunks)]
-    optimizer = get_megatron_optimizer(_optimizer_config(layout), model, use_gloo_process_groups=False)
+    with fused_adam() if layout.precision_aware and layout.offload is None else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(_optimizer_config(layout), model, use_gloo_process_groups=False)
     _connect(layout, config, model, optimizer)
     # Replicas must begin with equal weights; from here on each rank draws its own numbers.
     seed_everything(seed + 10 * parallel_state.get_data_parallel_rank(with_context_parallel=True))
@@ -376,6 +382,10 @@ def _optimizer_config(layout: Layout) -> OptimizerConfig:
         optimizer_offload_fraction=layout.offload or 0.0,
         overlap_cpu_optimizer_d2h_h2d=layout.offload_overlap,
         use_precision_aware_optimizer=layout.precision_aware,
+        main_params_dtype=DTYPES[layout.main_dtype],
+        exp_avg_dtype=DTYPES[layout.moment_dtypes[0]],
+        exp_avg_sq_dtype=DTYPES[layout.moment_dtypes[1]],
+        store_param_remainders=layout.remainders,
     )
 
 

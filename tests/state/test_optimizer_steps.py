@@ -202,6 +202,7 @@ def test_bf16_and_fp32_parameters_of_one_group_keep_their_own_main_parameters() 
     step(inner, 1)
     owner = SimpleNamespace(
         optimizer=inner,
+        config=SimpleNamespace(),
         gbuf_ranges=[],
         model_float16_groups=[low],
         model_fp32_groups=[full],

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_ckpt.state.optimizers.fused_adam import FusedAdamPart
 from mcore_ckpt.state.optimizers.hybrid_device import HybridDevicePart
 from mcore_ckpt.state.optimizers.part import OptimizerPart
+
+_KINDS: dict[str, type[OptimizerPart]] = {
+    "param_to_inner_param": HybridDevicePart,
+    "name_to_dtype_map": FusedAdamPart,
+}
 
 
 def optimizer_parts(optimizer: Any) -> list[OptimizerPart]:
@@ -19,5 +25,7 @@ def optimizer_parts(optimizer: Any) -> list[OptimizerPart]:
 def _part(megatron: Any) -> OptimizerPart:
     inner = getattr(megatron, "optimizer", None)
     # A kind is recognized by what it has, because its class may be in a package that is not installed.
-    kind = HybridDevicePart if hasattr(inner, "param_to_inner_param") else OptimizerPart
-    return kind(megatron, inner)
+    for attribute, kind in _KINDS.items():
+        if hasattr(inner, attribute):
+            return kind(megatron, inner)
+    return OptimizerPart(megatron, inner)

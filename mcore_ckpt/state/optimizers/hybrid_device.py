@@ -7,7 +7,7 @@ in host memory, a copy in fp32, or the parameter itself. The inner parameter is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -53,33 +53,23 @@ class HybridDevicePart(OptimizerPart):
         inner = self.inner.param_to_inner_param
         for each in super().mains():
             main = inner[each.main]
-            yield replace(each, main=main, is_model_view=each.is_model_view and main is each.main)
+            yield replace(each, key=main, main=main, is_model_view=each.is_model_view and main is each.main)
 
-    def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
-        owner = self.megatron
-        if not owner.config.use_precision_aware_optimizer:
-            return super()._sharded_groups()
-        # Then megatron keeps no fp32 copies, and the groups have ranges of the model's own 16-bit parameters.
-        return (
-            (owner.model_float16_groups, owner.shard_float16_groups, True),
-            (owner.model_fp32_groups, owner.shard_fp32_groups, True),
-        )
-
-    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
-        found = self._optimizer_of(main).state.get(main, {})
+    def state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        found = self._optimizer_of(key).state.get(key, {})
         return {kind: value for kind, value in found.items() if kind != _INNER}
 
-    def new_state_of(self, main: torch.Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer_of(main).state[main]
+    def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer_of(key).state[key]
         return found
 
-    def forget_state_of(self, main: torch.Tensor) -> None:
-        self._optimizer_of(main).state.pop(main, None)
+    def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
+        self._optimizer_of(key).state.pop(key, None)
 
-    def _optimizer_of(self, main: torch.Tensor) -> Any:
+    def _optimizer_of(self, key: torch.Tensor) -> Any:
         """Returns the optimizer that updates an inner parameter."""
         owners = self.__dict__.get("_owners")
-        if owners is None or id(main) not in owners:
+        if owners is None or id(key) not in owners:
             owners = {
                 id(parameter): optimizer
                 for optimizer in self.inner.sub_optimizers
@@ -87,7 +77,7 @@ class HybridDevicePart(OptimizerPart):
                 for parameter in group["params"]
             }
             self.__dict__["_owners"] = owners
-        return owners[id(main)]
+        return owners[id(key)]
 
     def watched(self) -> list[torch.Tensor]:
         inner = self.inner.param_to_inner_param

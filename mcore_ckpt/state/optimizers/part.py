@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.sharding.plan import PARAM
 
 STEP = "step"
 # The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
@@ -28,15 +29,48 @@ class MainParameter:
 
     Attributes:
         parameter: the model's parameter.
-        main: the truth of the elements that this rank owns. The optimizer's state belongs to it.
+        key: the tensor under which the optimizer keeps its state.
+        main: the truth of the elements that this rank owns.
         flat: the first of these elements in the parameter, and the one after the last.
         is_model_view: whether `main` shares the memory of the model's parameter (fp32 training).
+        upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
     """
 
     parameter: torch.Tensor
+    key: torch.Tensor
     main: torch.Tensor
     flat: tuple[int, int]
     is_model_view: bool
+    upper: torch.Tensor | None = None
+
+
+class Keyed(Protocol):
+    """A parameter's main tensor, and the tensor under which the optimizer keeps its state."""
+
+    @property
+    def key(self) -> torch.Tensor: ...
+    @property
+    def main(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which an optimizer keeps the values of a main parameter or of a moment.
+
+    Attributes:
+        dtype: the dtype of the elements; None if it becomes that of the checkpoint.
+        is_scaled: whether a value is the element times a scale, which all elements of the tensor share.
+        is_halved: whether the elements are the lower 16 bits of the values, and the model has the upper ones.
+    """
+
+    dtype: torch.dtype | None
+    is_scaled: bool = False
+    is_halved: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the elements are the values."""
+        return not (self.is_scaled or self.is_halved)
 
 
 @dataclass(frozen=True)
@@ -82,10 +116,10 @@ class OptimizerPart:
             for model_groups, main_groups, is_view in self._sharded_groups():
                 for parameter, main in zip_groups(model_groups, main_groups):
                     owned = owner._get_model_param_range_map(parameter)["param"]
-                    yield MainParameter(parameter, main, (owned.start, owned.end), is_view)
+                    yield MainParameter(parameter, main, main, (owned.start, owned.end), is_view)
         elif hasattr(owner, "float16_groups"):
             for parameter, main in zip_groups(owner.float16_groups, owner.fp32_from_float16_groups):
-                yield MainParameter(parameter, main, (0, parameter.numel()), False)
+                yield MainParameter(parameter, main, main, (0, parameter.numel()), False)
             yield from (whole(parameter) for group in owner.fp32_from_fp32_groups for parameter in group)
         else:
             yield from (whole(parameter) for group in self.param_groups for parameter in group["params"])
@@ -93,25 +127,63 @@ class OptimizerPart:
     def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
         """Returns groups of a DistributedOptimizer's model parameters, their main ones, and whether these are views."""
         owner = self.megatron
-        return (
-            (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False),
-            (owner.model_fp32_groups, owner.shard_fp32_groups, True),
-        )
+        fp32 = (owner.model_fp32_groups, owner.shard_fp32_groups, True)
+        if getattr(owner.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
+            # Then megatron keeps no main parameters (the list has `None`s). The optimizer in it gets ranges of the
+            # model's own 16-bit parameters.
+            return (owner.model_float16_groups, owner.shard_float16_groups, True), fp32
+        return (owner.model_float16_groups, owner.shard_fp32_from_float16_groups, False), fp32
 
-    def state_of(self, main: torch.Tensor) -> dict[str, Any]:
-        """Returns the optimizer's state of a main parameter by kind; empty before its first step. Makes no state."""
+    def state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        """Returns the optimizer's state of a parameter by kind; empty before its first step. Makes no state."""
         # `state` is a defaultdict, so indexing it for a parameter without state would create an entry.
-        found: dict[str, Any] = self.inner.state.get(main, {})
+        found: dict[str, Any] = self.inner.state.get(key, {})
         return found
 
-    def new_state_of(self, main: torch.Tensor) -> dict[str, Any]:
-        """Returns the dict that has the state of a main parameter, to be changed. Makes one if there is none."""
-        found: dict[str, Any] = self.inner.state[main]
+    def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        """Returns the dict that has the state of a parameter, to be changed. Makes one if there is none."""
+        found: dict[str, Any] = self.inner.state[key]
         return found
 
-    def forget_state_of(self, main: torch.Tensor) -> None:
-        """Removes the state of a main parameter that had done no step when it was saved."""
-        self.inner.state.pop(main, None)
+    def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
+        """Removes the state of a parameter that had done no step when it was saved.
+
+        If `keep_main` is True, the main parameter stays, even if it is part of the state.
+        """
+        self.inner.state.pop(key, None)
+
+    def form_of(self, each: Keyed, kind: str) -> Form:
+        """Returns the form in which the main parameter (`param`) or a moment is kept. Makes no state."""
+        live = each.main if kind == PARAM else self.state_of(each.key).get(kind)
+        return Form(None if live is None else live.dtype)
+
+    def scale_of(self, key: torch.Tensor, kind: str) -> torch.Tensor | None:
+        """Returns the scale, one fp32 number, of state that is kept in a scaled form; None otherwise."""
+        return None
+
+    def live_scale_of(self, each: Keyed, kind: str) -> torch.Tensor:
+        """Returns the scale of state that is kept in a scaled form, to be filled. Makes the state if there is none."""
+        self.tensor_of(each, kind, torch.float32)
+        scale = self.scale_of(each.key, kind)
+        assert scale is not None, "the form is scaled"
+        return scale
+
+    def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the tensor with the elements of the main parameter or of a moment, to be filled.
+
+        If there is no such moment yet, this makes one, with `dtype` unless the optimizer prescribes another.
+        """
+        if kind == PARAM:
+            return each.main
+        moments = self.new_state_of(each.key)
+        if moments.get(kind) is None:
+            moments[kind] = torch.empty_like(each.main, dtype=dtype, requires_grad=False)
+        found: torch.Tensor = moments[kind]
+        return found
+
+    def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
+        """Sets the main parameter or a moment, which is kept in a form that is not plain, from float32 values."""
+        raise NotImplementedError(f"{type(self).__name__} keeps all state in a plain form")
 
     def watched(self) -> list[torch.Tensor]:
         """Returns the tensors that the optimizer updates. A save looks whether they are still the same ones."""
@@ -137,6 +209,11 @@ class OptimizerPart:
     def refresh(self) -> None:
         """Brings everything up to date that follows from the main parameters and the state, but for the model."""
 
+    @property
+    def changes_model(self) -> bool:
+        """Whether filling the main parameters changes the model's parameters on this rank, and on no replica."""
+        return False
+
     def copy_to_model(self) -> None:
         """Casts this rank's ranges of the main parameters into the model, as `step()` does after the update."""
         if self.inner is not None and hasattr(self.megatron, "_copy_main_params_to_model_params"):
@@ -149,7 +226,7 @@ class OptimizerPart:
 
 def whole(parameter: torch.Tensor) -> MainParameter:
     """Returns a parameter that is its own main parameter."""
-    return MainParameter(parameter, parameter, (0, parameter.numel()), True)
+    return MainParameter(parameter, parameter, parameter, (0, parameter.numel()), True)
 
 
 def zip_groups(first: Any, second: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

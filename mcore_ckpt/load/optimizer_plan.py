@@ -1,0 +1,129 @@
+"""Plans the fills of main parameters and moments, in the form in which this rank's optimizer keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.locate import Locator, Wanted
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.load.fill import TensorFill, refuse_freed
+from mcore_ckpt.load.tensor_fills import not_there, plan_fill, replicas_of
+from mcore_ckpt.sharding.overlap import Rows
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ReadRange, ShardKey, StoredShard
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.part import Form, OptimizerPart
+from mcore_ckpt.state.shards import ParameterState
+from mcore_ckpt.state.trainer import Trainer
+
+Unstepped = tuple[OptimizerPart, ParameterState, bool]
+"""A parameter for which the optimizer had done no step when it was saved, and whether its main parameter is filled."""
+
+
+@dataclass(frozen=True)
+class OptimizerPlanner:
+    """Plans the fills of one optimizer.
+
+    Attributes:
+        trainer: this rank's trainer.
+        reader: reads the checkpoint.
+        locator: finds tensors in the checkpoint.
+    """
+
+    trainer: Trainer
+    reader: NativeReader
+    locator: Locator
+
+    def plan(self, by_part: Sequence[Sequence[ParameterState]]) -> tuple[list[TensorFill], list[Unstepped]]:
+        """Plans all fills, and lists the parameters without a step of the optimizer.
+
+        Args:
+            by_part: the parameters of each chained optimizer.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint lacks a tensor, or has it in another shape or dtype.
+        """
+        fills: list[TensorFill] = []
+        unstepped = []
+        for part, states in zip(optimizer_parts(self.trainer.optimizer), by_part, strict=True):
+            for state in states:
+                kinds = self.locator.moments(state.name)
+                fills_of_main = self._main_fills(part, state, bool(kinds))
+                found = [*fills_of_main, *(fill for kind in kinds for fill in self._fills(part, state, kind))]
+                replicas = () if part.is_sharded else replicas_of(self.trainer, state.expert)
+                fills += [replace(fill, replicas=replicas) for fill in found]
+                if not kinds:
+                    unstepped.append((part, state, bool(fills_of_main)))
+        return fills, unstepped
+
+    def _main_fills(self, part: OptimizerPart, state: ParameterState, has_stepped: bool) -> list[TensorFill]:
+        # Look for the main parameter even if it need not be filled. A parameter that was frozen has none, and would
+        # otherwise be taken for one for which the optimizer had done no step.
+        wanted = self._wanted(state, PARAM)
+        refuse_freed(wanted.key, state.main, "load()")
+        located = self.locator.find(wanted)
+        in_model = self.locator.stored_key(ShardKey(state.name, MODEL))
+        if located is None and in_model is not None and any(self.reader.parts(in_model)):
+            raise CheckpointMismatchError(
+                f"{wanted.file}: tensor {wanted.key}: wanted {state.region.describe()}, found no "
+                "such tensor: the parameter was frozen when it was saved"
+            )
+        if located is None:
+            raise not_there(wanted)
+        if "model" in self.trainer.config.load_contents:
+            form = part.form_of(state, PARAM)
+            if state.is_model_view and form == Form(state.main.dtype):
+                return []  # the model's tensor is filled
+            if not has_stepped and form != Form(state.main.dtype) and located.dtype == state.key.dtype:
+                return []  # FusedAdam will make the main parameter from the model's, in its first step
+        return self._fills(part, state, PARAM)
+
+    def _fills(self, part: OptimizerPart, state: ParameterState, kind: str) -> list[TensorFill]:
+        wanted = self._wanted(state, kind)
+        located = self.locator.find(wanted)
+        if located is None:
+            raise not_there(wanted)
+        live = state.moments.get(kind)
+        if live is not None:
+            refuse_freed(wanted.key, live, "load()")
+        form = part.form_of(state, kind)
+        dtype = form.dtype or located.dtype
+        if form.is_plain:
+            return [plan_fill(wanted, dtype, located, lambda: part.tensor_of(state, kind, dtype))]
+        stored = self.locator.coded(wanted)
+        if stored is not None and self._fits(stored, form):
+            return self._fills_as_stored(part, state, kind, stored)
+        # Halves are of float32 values.
+        kept = torch.float32 if form.is_halved else dtype
+        fill = plan_fill(wanted, kept, located, lambda: part.tensor_of(state, kind, dtype), form.is_scaled)
+        return [replace(fill, encode=lambda values: part.encode(state, kind, values.float()))]
+
+    def _fits(self, stored: StoredShard, form: Form) -> bool:
+        """Returns True if the stored elements can be loaded as they are. Otherwise their values are coded anew."""
+        coding = stored.coding
+        assert coding is not None
+        if torch_dtype(coding.dtype) != form.dtype or form.is_scaled != (coding.scale is not None):
+            return False
+        # Lower halves belong to the upper ones in the model's files, and not to weights that were rounded from values.
+        return form.is_scaled or (coding.upper == MODEL and "model" in self.trainer.config.load_contents)
+
+    def _fills_as_stored(
+        self, part: OptimizerPart, state: ParameterState, kind: str, stored: StoredShard
+    ) -> list[TensorFill]:
+        elements, scale = stored.as_stored, self.reader.partners(stored).scale
+        dtype = torch_dtype(elements.dtype)
+        every = ReadRange(elements, Rows(0, 0, elements.region.numel))
+        fills = [TensorFill((every,), dtype, lambda: part.tensor_of(state, kind, dtype))]
+        if scale is not None:
+            one = ReadRange(scale, Rows(0, 0, 1))
+            fills.append(TensorFill((one,), torch.float32, lambda: part.live_scale_of(state, kind)))
+        return fills
+
+    def _wanted(self, state: ParameterState, kind: str) -> Wanted:
+        file = file_names.optimizer_file(*self.trainer.coordinates.place)
+        return Wanted(ShardKey(state.name, kind), state.region, file)

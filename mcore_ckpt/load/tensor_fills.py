@@ -1,0 +1,62 @@
+"""Plans the fill of one tensor from what was located in a checkpoint, and says whether its values are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mcore_ckpt.checkpoint.dtypes import dtype_name
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.locate import Located, Wanted
+from mcore_ckpt.load.fill import TensorFill
+from mcore_ckpt.state.trainer import Trainer
+
+
+def plan_fill(
+    wanted: Wanted, dtype: torch.dtype, located: Located, target: Callable[[], torch.Tensor], scaled: bool = False
+) -> TensorFill:
+    """Plans the fill of a tensor of `dtype` from what was located.
+
+    Args:
+        wanted: what the tensor holds.
+        dtype: the dtype in which the values are kept.
+        located: the stored ranges.
+        target: returns the tensor; see TensorFill.
+        scaled: whether the values are kept scaled, so that they are rounded unless they are read as they were stored.
+
+    Raises:
+        CheckpointMismatchError: one of both dtypes is an integer type, so the values cannot be converted.
+    """
+    stored = located.dtype
+    if stored != dtype and not (stored.is_floating_point and (scaled or dtype.is_floating_point)):
+        raise CheckpointMismatchError(
+            f"{located.reads[0].stored.file if located.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
+            f"{dtype}, found {stored}"
+        )
+    rounding = None
+    if scaled or not _is_exact(stored, dtype):
+        rounding = f"{wanted.key.kind}: {dtype_name(stored)} to {'scaled ' if scaled else ''}{dtype_name(dtype)}"
+    return TensorFill(located.reads, stored, target, padded=bool(located.outside), rounding=rounding)
+
+
+def _is_exact(stored: torch.dtype, kept: torch.dtype) -> bool:
+    """Returns True if every value of one dtype is a value of the other."""
+    if stored == kept:
+        return True
+    from_, to = torch.finfo(stored), torch.finfo(kept)
+    return to.eps <= from_.eps and to.max >= from_.max and to.tiny * to.eps <= from_.tiny * from_.eps
+
+
+def not_there(wanted: Wanted) -> CheckpointMismatchError:
+    """Returns the error for a tensor that the checkpoint does not have."""
+    return CheckpointMismatchError(
+        f"{wanted.file}: tensor {wanted.key}: wanted {wanted.region.describe()}, found no such tensor in the checkpoint"
+    )
+
+
+def replicas_of(trainer: Trainer, expert: bool) -> tuple[int, ...]:
+    """Returns the world ranks among which one reads a replicated tensor for all; empty if each reads it itself."""
+    if trainer.config.load_replicas == "read":
+        return ()
+    return trainer.replicas.experts if expert and trainer.topology.experts_apart else trainer.replicas.dense

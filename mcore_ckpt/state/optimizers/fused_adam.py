@@ -1,0 +1,146 @@
+"""transformer-engine's FusedAdam, which may keep main parameters itself, and its state in 16 or 8 bits.
+
+megatron's `use_precision_aware_optimizer` (0.16 to 0.19) turns this on. FusedAdam then gets ranges of the model's own
+parameters, and keeps the main parameter of each as `master_param` in its state. Tensors of fp16 and fp8 have a scale.
+With `store_param_remainders`, `master_param` has the lower 16 bits of each value, and the model's bfloat16 parameter
+has the upper ones, rounded half up: a value's bits are `(parameter << 16) + master_param`, and both change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.state.optimizers.part import Form, Keyed, MainParameter, OptimizerPart
+
+_MAIN = "master_param"
+_UPPER_BITS = 16
+
+
+class FusedAdamPart(OptimizerPart):
+    """FusedAdam (transformer-engine 1.13 and newer) in megatron's DistributedOptimizer."""
+
+    def mains(self) -> Iterator[MainParameter]:
+        for each in super().mains():
+            main = self._state(each.key).get(_MAIN) if self._has_main(each.key) else None
+            if main is None:
+                # Before the first step, a parameter is its own main parameter. One of fp32 stays so: FusedAdam makes a
+                # `master_param` for it, too, but never updates it.
+                yield each
+            else:
+                upper = each.key if self._is_halved(each.key) else None
+                yield replace(each, main=main, is_model_view=False, upper=upper)
+
+    def state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        if not self.steps():
+            return {}  # moments of zeros, which a load has made beside a main parameter
+        return {kind: _elements(value) for kind, value in self._state(key).items() if kind != _MAIN}
+
+    def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
+        state = self.inner.state.pop(key, {})
+        if keep_main and self._has_main(key):
+            scale = self.inner._scales.get(key, {}).get(_MAIN)
+            self._make_state(key)
+            self._state(key)[_MAIN] = state[_MAIN]
+            if scale is not None:
+                self.inner._scales[key][_MAIN].copy_(scale)
+
+    def form_of(self, each: Keyed, kind: str) -> Form:
+        if kind == PARAM and not self._has_main(each.key):
+            return Form(each.key.dtype)
+        if kind == PARAM and self._is_halved(each.key):
+            return Form(torch.int16, is_halved=True)
+        dtype = self.inner.name_to_dtype_map.get(_name(kind))
+        return Form(dtype, is_scaled=dtype in (torch.float16, torch.uint8))
+
+    def scale_of(self, key: torch.Tensor, kind: str) -> torch.Tensor | None:
+        name = _name(kind)
+        kept = self._state(key).get(name)
+        dtype = self.inner.name_to_dtype_map.get(name)
+        if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in (torch.float16, torch.uint8):
+            return None
+        # The scale of a Float8Tensor belongs to it. FusedAdam has a copy of it, which it never reads.
+        found: torch.Tensor = kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
+        return found
+
+    def tensor_of(self, each: Keyed, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        if kind == PARAM and not self._has_main(each.key):
+            return each.key
+        if _name(kind) not in self._state(each.key):
+            self._make_state(each.key)
+        return _elements(self._state(each.key)[_name(kind)])
+
+    def encode(self, each: Keyed, kind: str, values: torch.Tensor) -> None:
+        elements = self.tensor_of(each, kind, torch.float32)
+        if kind != PARAM or not self._is_halved(each.key):
+            # A copy, because `set_scaled_state` divides what it is given.
+            self.inner.set_scaled_state(each.key, _name(kind), values.clone())
+            return
+        bits = values.view(torch.int32)
+        lower = bits.view(torch.int16)[::2]  # of each little-endian pair
+        elements.copy_(lower)
+        upper = (bits - lower.to(torch.int32)) >> _UPPER_BITS
+        each.key.data.copy_(upper.to(torch.int16).view(torch.bfloat16))
+
+    def _make_state(self, key: torch.Tensor) -> None:
+        # `init_state_fn` of megatron (0.16 to 0.19) leaves out the second argument, which transformer-engine needs
+        # since it has remainders.
+        remainders = (self._is_halved(key),) if hasattr(self.inner, "store_param_remainders") else ()
+        self.inner.initialize_state(key, *remainders)
+
+    def _state(self, key: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self.inner.state.get(key, {})
+        return found
+
+    def _has_main(self, key: torch.Tensor) -> bool:
+        """Returns True if FusedAdam keeps a main parameter beside this parameter of 16 or fewer bits."""
+        return bool(self.inner.master_weights) and key.dtype != torch.float32
+
+    def _is_halved(self, key: torch.Tensor) -> bool:
+        return bool(getattr(self.inner, "store_param_remainders", False)) and key.dtype == torch.bfloat16
+
+    # -- after a load --------------------------------------------------------------------------------------
+
+    @property
+    def changes_model(self) -> bool:
+        return bool(self.inner.master_weights and getattr(self.inner, "store_param_remainders", False))
+
+    def refresh(self) -> None:
+        # FusedAdam does not update what it keeps for a parameter of fp32, but megatron's own save reads it.
+        for key, state in self.inner.state.items():
+            if _MAIN in state and not self._has_main(key):
+                self.inner.set_scaled_state(key, _MAIN, key.detach().clone())
+
+    def copy_to_model(self) -> None:
+        super().copy_to_model()
+        for each in self.mains():
+            if not each.is_model_view and not self._is_halved(each.key) and self._has_main(each.key):
+                each.key.data.copy_(self.inner.get_unscaled_state(each.key, _MAIN))
+
+    def follow_model(self) -> None:
+        # `_copy_model_params_to_main_params` (0.16 to 0.19) returns without doing anything if FusedAdam has the mains.
+        super().follow_model()
+        for each in self.mains():
+            if self._has_main(each.key) and _MAIN in self._state(each.key):
+                self._follow(each)
+
+    def _follow(self, each: MainParameter) -> None:
+        values = each.key.detach().float()
+        if self.form_of(each, PARAM).is_plain:
+            each.main.copy_(values)
+        else:
+            self.encode(each, PARAM, values)
+
+
+def _name(kind: str) -> str:
+    return _MAIN if kind == PARAM else kind
+
+
+def _elements(value: Any) -> torch.Tensor:
+    """Returns the tensor itself, or the bytes of a Float8Tensor."""
+    found: torch.Tensor = value._data if hasattr(value, "_scale_inv") else value
+    return found
