@@ -72,14 +72,14 @@ packages() {
 
 # All tests run with the newest megatron-core, and some with the other versions (tests/test_versions.py).
 newest=megatron-0.19
-wanted=("$newest" triton)
+wanted=("$newest" triton emerging)
 [ "$tier" = quick ] || wanted+=(megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 remote verl areal)
 for name in "${wanted[@]}"; do
     beside "packages-$name" packages "$name"
 done
 bash scripts/install.sh
 wait_beside
-export PYTHONPATH=$PWD/.venv/$newest:$PWD/.venv/triton${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD/.venv/$newest:$PWD/.venv/triton:$PWD/.venv/emerging${PYTHONPATH:+:$PYTHONPATH}
 
 # Tests wait for the disk thousands of times. With their folders in memory they take two thirds of the time. They use up
 # to 3 GiB, and load a library that they compile there.

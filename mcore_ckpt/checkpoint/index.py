@@ -18,7 +18,8 @@ from mcore_ckpt.sharding.regions import Piece, Region
 BLOCK_BYTES = 1 << 20
 
 _FORMAT = "mcore_ckpt.index"
-# Version 2 has coded shards. An index without any is still written as version 1, which older readers read, too.
+# Version 2 has coded shards, and tensors that belong to a shard. An index without any is still written as version 1,
+# which older readers read, too.
 _VERSIONS = (1, 2)
 # The stored dtypes of coded shards, by the field that says how they are coded.
 _CODED = {"scale": ("float16", "uint8"), "upper": ("int16",)}
@@ -56,7 +57,7 @@ class FileIndex:
     @property
     def version(self) -> int:
         """The version of the format that can say all of it."""
-        return 2 if any(shard.coding is not None for shard in self.shards) else 1
+        return 2 if any(shard.coding is not None or shard.beside is not None for shard in self.shards) else 1
 
 
 def block_count(nbytes: int) -> int:
@@ -115,9 +116,11 @@ def _shard_record(shard: StoredShard) -> dict[str, Any]:
     assert shard.crc32 is not None, "every file that has an index has CRCs"
     coding = shard.coding
     coded = {} if coding is None else {name: getattr(coding, name) for name in _CODED if getattr(coding, name)}
+    beside = {} if shard.beside is None else {"beside": shard.beside}
     return {
         **_region_record(shard.region),
         **coded,
+        **beside,
         "name": shard.key.name,
         "kind": shard.key.kind,
         "dtype": shard.as_stored.dtype,
@@ -160,6 +163,7 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
     _check_names(shards, aliases)
     _check_places(shards, payload_end)
     _check_codings(shards)
+    _check_beside(shards, aliases)
     return FileIndex(shards, aliases)
 
 
@@ -180,7 +184,8 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
         raise fields.FieldError(f"tensor {key}: {max(crcs)} is not a CRC of 32 bits")
     coding = _read_coding(record, key, dtype)
     value = dtype if coding is None else _VALUES
-    return StoredShard(key, region, value, file, fields.get_int(record, "offset"), nbytes, crcs, coding)
+    beside = fields.get_name(record, "beside") if "beside" in record else None
+    return StoredShard(key, region, value, file, fields.get_int(record, "offset"), nbytes, crcs, coding, beside)
 
 
 def _read_coding(record: Mapping[str, Any], key: ShardKey, dtype: str) -> Coding | None:
@@ -265,6 +270,15 @@ def _check_codings(shards: Sequence[StoredShard]) -> None:
             raise fields.FieldError(
                 f"tensor {shard.key}: needs a {coding.scale or coding.upper} of {dtype} and {region.describe()}"
             )
+
+
+def _check_beside(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
+    keys = {shard.key for shard in shards if shard.beside is None} | {alias.key for alias in aliases}
+    for shard in shards:
+        if shard.beside is None:
+            continue
+        if ShardKey(shard.key.name, shard.beside) not in keys or shard.region != Region.whole(shard.region.local_shape):
+            raise fields.FieldError(f"tensor {shard.key}: cannot belong to {shard.beside}, or is only a part")
 
 
 def _check_places(shards: Sequence[StoredShard], payload_end: int) -> None:

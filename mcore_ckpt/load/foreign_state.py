@@ -133,7 +133,7 @@ def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
     names = {id(shard.tensor): shard.key.name for shard in model_shards(trainer.chunks)}
     owned = []
     for part in optimizer_parts(trainer.optimizer):
-        if part.inner is not None and not part.is_sharded:
+        if part.inner is not None and not part.is_distributed:
             raise UnsupportedError(
                 f"{type(part.megatron).__name__}: the optimizer state of a foreign checkpoint can be loaded "
                 "only into DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of "

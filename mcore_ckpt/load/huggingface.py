@@ -214,11 +214,12 @@ def _plan_together(
         own = _plan(here, reader, _locator(here, reader, layers), source)
         return own, {"used": positions_taken(own.locator, (shard.key for shard in _taken(here, reader)))}
 
-    def check(own: _Plan, reports: Sequence[Record]) -> None:
+    def check(own: _Plan, reports: Sequence[Record]) -> Record:
         _check_all_used(own, [report["used"] for report in reports])
         own.reader.check_left_out()
+        return {}
 
-    return plan_together(here.agreement, topic, plan, check)
+    return plan_together(here.agreement, topic, plan, check)[0]
 
 
 def _locator(here: _Here, reader: HuggingFaceReader, layers: Layers) -> Locator:

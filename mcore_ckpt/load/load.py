@@ -35,6 +35,7 @@ from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
 from mcore_ckpt.state.model import forget_caches, gather_parameters
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.read_lock import reading
@@ -55,6 +56,7 @@ class LoadReport:
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
         rounded: how many tensors of this rank have values that were rounded, by what was rounded to what, such as
             "exp_avg: float32 to bfloat16". Nothing else was changed by the load's conversions.
+        new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
     """
 
     path: Path | str
@@ -62,6 +64,7 @@ class LoadReport:
     seconds: float
     skipped: tuple[str, ...]
     rounded: Mapping[str, int] = field(default_factory=dict)
+    new_moments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,8 @@ def load_state(
         rounded = Counter(fill.rounding for fill in plan.fills if fill.rounding is not None)
         if rounded and trainer.agreement.is_coordinator:
             logger.warning("%s: values were rounded: %s", folder, ", ".join(sorted(rounded)))
-        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped), dict(rounded))
+        anew = _started_anew(trainer, plan)
+        report = LoadReport(folder.place, nbytes, time.monotonic() - started, tuple(skipped), dict(rounded), anew)
         return LoadResult(plan.manifest.step, plan.extra_state, report)
     raise AssertionError("unreachable: there is at least one candidate, and the last one returns or raises")
 
@@ -208,6 +212,13 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
     return LoadResult(loaded.step, loaded.extra_state, report)
 
 
+def _started_anew(trainer: Trainer, plan: LoadPlan) -> tuple[str, ...]:
+    if plan.common is None:
+        return ()
+    parts = zip(optimizer_parts(trainer.optimizer), plan.common.optimizers, strict=True)
+    return tuple(part.kind for part, saved in parts if saved.starts_anew)
+
+
 def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
     state = (
         "Model and optimizer are now undefined: load another checkpoint before training continues"
@@ -249,14 +260,16 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
                 "from a remote store: put 'model' into load_contents, or copy the folder to a local disk"
             )
         own = plan_load(trainer, folder)
-        return own, {"attempt": own.manifest.attempt, "used": own.used}
+        return own, {"attempt": own.manifest.attempt, "used": own.used, "new_moments": own.new_moments}
 
-    def check(own: LoadPlan, reports: Sequence[Record]) -> None:
+    def check(own: LoadPlan, reports: Sequence[Record]) -> Record:
         seen = [{"attempt": report["attempt"]} for report in reports]
         same_everywhere(seen, f"{folder}: the checkpoint seen there (is it one shared file system?)")
         check_all_used(trainer, own, [report["used"] for report in reports])
+        return {"new_moments": sorted({number for report in reports for number in report["new_moments"]})}
 
-    return plan_together(trainer.agreement, f"checking {folder}", plan, check)
+    own, outcome = plan_together(trainer.agreement, f"checking {folder}", plan, check)
+    return own.with_new_moments(outcome["new_moments"])
 
 
 def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
@@ -302,5 +315,6 @@ def _make_consistent(trainer: Trainer) -> None:
     if "optimizer" in contents and "model" not in contents:
         optimizer_state.copy_main_to_model(trainer.optimizer)
         gather_parameters(trainer.chunks)
+        optimizer_state.gather_from_owners(trainer.optimizer)
     elif "optimizer" in contents and optimizer_state.changes_model(trainer.optimizer):
         gather_parameters(trainer.chunks)

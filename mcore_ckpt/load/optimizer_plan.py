@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,13 +17,35 @@ from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, replicas_of
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ReadRange, ShardKey, StoredShard
-from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import Form, OptimizerPart
 from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
 Unstepped = tuple[OptimizerPart, ParameterState, bool]
 """A parameter for which the optimizer had done no step when it was saved, and whether its main parameter is filled."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartPlan:
+    """The plan of one chained optimizer.
+
+    Attributes:
+        mains: the fills of main parameters.
+        moments: the fills of all other state.
+        unstepped: the parameters without moments.
+        all_unstepped: all parameters, in the same form.
+        other_moments: why the stored moments are not those that the optimizer needs; None if they are.
+    """
+
+    mains: tuple[TensorFill, ...]
+    moments: tuple[TensorFill, ...]
+    unstepped: tuple[Unstepped, ...]
+    all_unstepped: tuple[Unstepped, ...]
+    other_moments: str | None
+
+    def without_moments(self) -> PartPlan:
+        """Returns the plan that takes over main parameters alone."""
+        return replace(self, moments=(), unstepped=self.all_unstepped)
 
 
 @dataclass(frozen=True)
@@ -39,27 +62,79 @@ class OptimizerPlanner:
     reader: NativeReader
     locator: Locator
 
-    def plan(self, by_part: Sequence[Sequence[ParameterState]]) -> tuple[list[TensorFill], list[Unstepped]]:
-        """Plans all fills, and lists the parameters without a step of the optimizer.
+    def plan(self, part: OptimizerPart, states: Sequence[ParameterState], starts_anew: bool) -> PartPlan:
+        """Plans the fills of one part.
 
         Args:
-            by_part: the parameters of each chained optimizer.
+            part: the part.
+            states: its parameters on this rank.
+            starts_anew: whether it is clear already that it takes over main parameters alone.
 
         Raises:
-            CheckpointMismatchError: the checkpoint lacks a tensor, or has it in another shape or dtype.
+            CheckpointMismatchError: the checkpoint lacks a tensor, has it in another shape or dtype, or has other
+                moments than the part needs.
         """
-        fills: list[TensorFill] = []
-        unstepped = []
-        for part, states in zip(optimizer_parts(self.trainer.optimizer), by_part, strict=True):
-            for state in states:
-                kinds = self.locator.moments(state.name)
-                fills_of_main = self._main_fills(part, state, bool(kinds))
-                found = [*fills_of_main, *(fill for kind in kinds for fill in self._fills(part, state, kind))]
-                replicas = () if part.is_sharded else replicas_of(self.trainer, state.expert)
-                fills += [replace(fill, replicas=replicas) for fill in found]
-                if not kinds:
-                    unstepped.append((part, state, bool(fills_of_main)))
-        return fills, unstepped
+        mains: list[TensorFill] = []
+        moments: list[TensorFill] = []
+        entries: list[tuple[Unstepped, bool]] = []
+        other: str | None = None
+        for state in states:
+            kinds = self.locator.moments(state.name)
+            bound = self._bound(state)
+            has_stepped = bool(kinds or bound)
+            fills = self._main_fills(part, state, has_stepped and not starts_anew)
+            replicas = () if part.is_sharded else replicas_of(self.trainer, state.expert)
+            mains += [replace(fill, replicas=replicas) for fill in fills]
+            entries.append(((part, state, bool(fills)), has_stepped))
+            wrong = None if starts_anew else self._other_moments(part, state, kinds, bound)
+            other = other or wrong
+            if starts_anew or wrong is not None:
+                continue
+            found = [fill for kind in kinds for fill in self._fills(part, state, kind)]
+            found += self._bound_fills(part, state, bound or {})
+            moments += [replace(fill, replicas=replicas) for fill in found]
+        if other is not None and not self.trainer.config.reset_moments:
+            raise CheckpointMismatchError(
+                f"{other}: set reset_moments=True to take over the main parameters alone, and to start with new moments"
+            )
+        every = tuple(entry for entry, _ in entries)
+        unstepped = tuple(entry for entry, has_stepped in entries if starts_anew or not has_stepped)
+        return PartPlan(tuple(mains), tuple(moments), unstepped, every, other)
+
+    def _bound(self, state: ParameterState) -> dict[str, StoredShard] | None:
+        """Returns the stored tensors that belong to this very region; None if only other regions have such tensors."""
+        key = self.locator.stored_key(ShardKey(state.name, PARAM))
+        return {} if key is None else self.reader.bound_to(key, state.region)
+
+    def _other_moments(
+        self, part: OptimizerPart, state: ParameterState, kinds: Sequence[str], bound: dict[str, StoredShard] | None
+    ) -> str | None:
+        """Returns why the stored moments of a parameter are not those that the part needs; None if they are."""
+        where = f"{self._wanted(state, PARAM).file}: optimizer state of {state.name}"
+        if bound is None:
+            return (
+                f"{where}: belongs to other parts of the parameter than {state.region.describe()}, and cannot be "
+                "divided: use the tensor-parallel size of the checkpoint"
+            )
+        kind, found = part.moments, {*kinds, *bound}
+        if kind is None or not found:
+            return None
+        shapes = part.bound_shapes(state.main)
+        wanted = {*kind.moments, *shapes}
+        if not wanted <= found <= wanted.union(kind.optional) or set(bound) != set(shapes):
+            return f"{where}: wanted {_listed(wanted)} of {part.kind}, found {_listed(found)}"
+        for name, shape in shapes.items():
+            if bound[name].region.local_shape != shape:
+                return f"{where}: wanted {name} of shape {list(shape)}, found {list(bound[name].region.local_shape)}"
+        return None
+
+    def _bound_fills(
+        self, part: OptimizerPart, state: ParameterState, bound: dict[str, StoredShard]
+    ) -> Iterator[TensorFill]:
+        for kind, stored in bound.items():
+            dtype, shape = torch_dtype(stored.dtype), stored.region.local_shape
+            every = ReadRange(stored, Rows(0, 0, stored.region.numel))
+            yield TensorFill((every,), dtype, partial(part.bound_tensor, state.key, kind, shape, dtype))
 
     def _main_fills(self, part: OptimizerPart, state: ParameterState, has_stepped: bool) -> list[TensorFill]:
         # Look for the main parameter even if it need not be filled. A parameter that was frozen has none, and would
@@ -127,3 +202,7 @@ class OptimizerPlanner:
     def _wanted(self, state: ParameterState, kind: str) -> Wanted:
         file = file_names.optimizer_file(*self.trainer.coordinates.place)
         return Wanted(ShardKey(state.name, kind), state.region, file)
+
+
+def _listed(kinds: Collection[str]) -> str:
+    return " and ".join(sorted(kinds)) or "no moments"

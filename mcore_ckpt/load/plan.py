@@ -5,7 +5,7 @@ Planning checks the manifest, the indexes, the file sizes and the small files, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
-from mcore_ckpt.load.optimizer_plan import OptimizerPlanner, Unstepped
+from mcore_ckpt.load.optimizer_plan import OptimizerPlanner, PartPlan, Unstepped
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.overlap import Rows
@@ -49,8 +49,8 @@ class LoadPlan:
     Attributes:
         locator: finds tensors in the checkpoint.
         reader: reads the checkpoint.
-        fills: the fills of the model's and the optimizer's tensors.
-        unstepped: the parameters for which the optimizer had done no step when they were saved.
+        model_fills: the fills of the model's tensors.
+        parts: the plans of the chained optimizers; empty unless the optimizer is loaded.
         common: the state that is equal on all ranks; None unless the optimizer is loaded.
         rng: the states of the random number generators; None if they are not loaded, or if this rank has no saved ones.
         seed: the seed to start the generators from if `rng` is None; None if `rng` is set or they are not loaded.
@@ -61,13 +61,40 @@ class LoadPlan:
 
     locator: Locator
     reader: NativeReader
-    fills: tuple[TensorFill, ...]
-    unstepped: tuple[Unstepped, ...]
+    model_fills: tuple[TensorFill, ...]
+    parts: tuple[PartPlan, ...]
     common: CommonState | None
     rng: dict[str, Any] | None
     seed: int | None
     extra_state: dict[str, Any] | None
     used: dict[str, Runs]
+
+    @property
+    def fills(self) -> tuple[TensorFill, ...]:
+        """The fills of the model's and the optimizer's tensors."""
+        return (*self.model_fills, *(fill for part in self.parts for fill in (*part.mains, *part.moments)))
+
+    @property
+    def unstepped(self) -> tuple[Unstepped, ...]:
+        """The parameters that start without moments."""
+        return tuple(entry for part in self.parts for entry in part.unstepped)
+
+    @property
+    def new_moments(self) -> list[int]:
+        """The numbers of the chained optimizers that need other moments than those that are stored."""
+        return [number for number, part in enumerate(self.parts) if part.other_moments is not None]
+
+    def with_new_moments(self, numbers: Collection[int]) -> LoadPlan:
+        """Returns the plan in which these chained optimizers take over main parameters alone."""
+        if self.common is None or not numbers:
+            return self
+        parts = tuple(part.without_moments() if n in numbers else part for n, part in enumerate(self.parts))
+        # Even if some parameters have the moments that they need: all count their steps together.
+        saved = tuple(
+            replace(state, step=None, starts_anew=True) if n in numbers else state
+            for n, state in enumerate(self.common.optimizers)
+        )
+        return replace(self, parts=parts, common=replace(self.common, optimizers=saved))
 
     @property
     def manifest(self) -> Manifest:
@@ -102,29 +129,38 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     wanted = trainer.config.load_contents
     model = model_shards(trainer.chunks)
     by_part = _states(trainer, model)
-    fills: list[TensorFill] = []
-    unstepped: list[Unstepped] = []
+    model_fills: list[TensorFill] = []
+    parts: tuple[PartPlan, ...] = ()
     common = rng = seed = extra = None
     if "model" in wanted:
         taken = [shard for shard in model if not (trainer.config.skip_frozen and shard.is_frozen)]
-        fills += [fill for shard in taken if (fill := _model_fill(trainer, shard, locator)) is not None]
+        model_fills += [fill for shard in taken if (fill := _model_fill(trainer, shard, locator)) is not None]
     if "optimizer" in wanted:
         common = _read_common(trainer, reader)
-        optimizer_fills, unstepped = OptimizerPlanner(trainer, reader, locator).plan(by_part)
-        fills += optimizer_fills
+        parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)
         if optimizer_state.changes_model(trainer.optimizer):
             # A replica's weights, which are broadcast last, would undo how main parameters have changed those here.
-            fills = [replace(fill, replicas=()) for fill in fills]
+            model_fills = [replace(fill, replicas=()) for fill in model_fills]
     if "extra" in wanted:
         rng, seed, extra = _read_extra(trainer, reader)
-    _check_sizes(reader, fills)
-    _refuse_rounding(trainer, fills)
     # Frozen parameters are listed as used even if skip_frozen leaves them out. The model has them, so nothing is lost.
     used = {
         "model": positions_taken(locator, [shard.key for shard in model] if "model" in wanted else []),
         "optimizer": positions_taken(locator, [ShardKey(s.name, PARAM) for states in by_part for s in states]),
     }
-    return LoadPlan(locator, reader, tuple(fills), tuple(unstepped), common, rng, seed, extra, used)
+    plan = LoadPlan(locator, reader, tuple(model_fills), parts, common, rng, seed, extra, used)
+    _check_sizes(reader, plan.fills)
+    _refuse_rounding(trainer, plan.fills)
+    return plan
+
+
+def _plan_parts(
+    planner: OptimizerPlanner, by_part: Sequence[Sequence[ParameterState]], saved: Sequence[SavedPart]
+) -> tuple[PartPlan, ...]:
+    live = optimizer_parts(planner.trainer.optimizer)
+    return tuple(
+        planner.plan(part, states, state.starts_anew) for part, states, state in zip(live, by_part, saved, strict=True)
+    )
 
 
 def check_all_used(trainer: Trainer, plan: LoadPlan, used: Sequence[dict[str, Runs]]) -> None:
@@ -234,7 +270,7 @@ def _refuse_rounding(trainer: Trainer, fills: Iterable[TensorFill]) -> None:
 def _read_common(trainer: Trainer, reader: NativeReader) -> CommonState:
     common = reader.plain(file_names.COMMON_FILE)
     parts = optimizer_parts(trainer.optimizer)
-    optimizers = match_parts(parts, common["optimizers"])
+    optimizers = match_parts(parts, common["optimizers"], trainer.config.reset_moments)
     check_scheduler(trainer.lr_scheduler, common["lr_scheduler"])
     return CommonState(optimizers, common["lr_scheduler"])
 

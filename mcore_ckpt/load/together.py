@@ -28,15 +28,18 @@ def plan_together(
     agreement: Agreement,
     topic: str,
     plan: Callable[[], tuple[Plan, Record]],
-    check: Callable[[Plan, Sequence[Record]], None],
-) -> Plan:
+    check: Callable[[Plan, Sequence[Record]], Record],
+) -> tuple[Plan, Record]:
     """Plans on every rank, then checks the reports of all ranks on rank 0. The training state does not change.
 
     Args:
         agreement: this rank's agreement.
         topic: the name of this round, for messages.
         plan: returns this rank's plan and its report to rank 0.
-        check: raises, on rank 0, if the ranks' reports do not fit together.
+        check: raises, on rank 0, if the ranks' reports do not fit together. What it returns goes to all ranks.
+
+    Returns:
+        This rank's plan, and what `check` has returned.
 
     Raises:
         CheckpointError: `plan` or `check` raised it on some rank. All ranks raise the same type.
@@ -49,11 +52,10 @@ def plan_together(
         return report
 
     def combine(reports: Sequence[Record]) -> Record:
-        check(plans[0], reports)
-        return {}
+        return check(plans[0], reports)
 
-    decide(agreement, topic, work, combine)
-    return plans[0]
+    outcome = decide(agreement, topic, work, combine)
+    return plans[0], outcome
 
 
 def fill_together(

@@ -22,6 +22,7 @@ from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_f
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.save.capture import FileTensors
 from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
+from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
 from mcore_ckpt.state.model import model_shards
@@ -379,6 +380,9 @@ def _add_state(state: ParameterState, model_is_saved: bool, writes: list[TensorW
         tensors = {PARAM: state.main, **tensors}
     for kind, tensor in tensors.items():
         writes += _state_writes(state, kind, tensor, model_is_saved)
+    for kind, tensor in state.bound.items():
+        path, shape = ("state", state.name, kind), tuple(tensor.shape)
+        writes.append(TensorWrite(path, ShardKey(state.name, kind), Region.whole(shape), tensor, shape, beside=PARAM))
 
 
 def _state_writes(

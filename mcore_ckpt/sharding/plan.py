@@ -60,6 +60,8 @@ class StoredShard:
         offset, nbytes: the position of the shard's first byte in the file, and the number of its bytes.
         crc32: the CRC-32 of each block of the shard's bytes. None if the file has no CRCs (safetensors).
         coding: how the values follow from the stored elements. None if these are the values.
+        beside: the kind of the same tensor, in the same file, to whose shard this tensor belongs as a whole (SOAP's
+            eigenbases); `region` is then all of it. None if `region` is a part of the global tensor.
     """
 
     key: ShardKey
@@ -70,6 +72,7 @@ class StoredShard:
     nbytes: int
     crc32: tuple[int, ...] | None
     coding: Coding | None = None
+    beside: str | None = None
 
     @property
     def as_stored(self) -> StoredShard:

@@ -14,7 +14,7 @@ import torch
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.plan import PARAM
-from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.chain import layer_wise_nodes, optimizer_parts
 from mcore_ckpt.state.optimizers.part import STEP, MainParameter, OptimizerPart
 from mcore_ckpt.state.plain import to_plain
 from mcore_ckpt.state.shards import LocalShard, ParameterState
@@ -51,7 +51,15 @@ def read_optimizer(optimizer: Any, model: Sequence[LocalShard], first_instance: 
 def _parameter_state(
     part: OptimizerPart, shard: LocalShard, each: MainParameter, first_instance: bool
 ) -> ParameterState:
-    moments = _moments(part, shard, each)
+    state = _state(part, shard, each)
+    bound = part.bound_shapes(each.main)
+    moments = {kind: value for kind, value in state.items() if kind not in bound}
+    for kind, value in moments.items():
+        if value.numel() != each.main.numel():
+            raise UnsupportedError(
+                f"optimizer state {kind!r} of {shard.key.name} is a tensor of {value.numel()} elements, not a tensor "
+                f"of the parameter's {each.main.numel()} elements"
+            )
     return ParameterState(
         name=shard.key.name,
         region=shard.region.with_flat(*each.flat),
@@ -61,27 +69,22 @@ def _parameter_state(
         expert=shard.expert,
         replica=shard.replica or not first_instance,
         moments=moments,
+        bound={kind: value for kind, value in state.items() if kind in bound},
         scales={kind: scale for kind in (PARAM, *moments) if (scale := part.scale_of(each.key, kind)) is not None},
         upper=each.upper,
     )
 
 
-def _moments(part: OptimizerPart, shard: LocalShard, each: MainParameter) -> dict[str, torch.Tensor]:
-    moments = {}
-    for kind, value in part.state_of(each.key).items():
-        if kind == STEP or value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.numel() != each.main.numel():
+def _state(part: OptimizerPart, shard: LocalShard, each: MainParameter) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a parameter's state by kind, without its step."""
+    state = {kind: value for kind, value in part.state_of(each.key).items() if kind != STEP and value is not None}
+    for kind, value in state.items():
+        if not isinstance(value, torch.Tensor):
             raise UnsupportedError(
-                f"optimizer state {kind!r} of {shard.key.name} is {_describe(value)}, not a tensor "
+                f"optimizer state {kind!r} of {shard.key.name} is a {type(value).__name__}, not a tensor "
                 f"of the parameter's {each.main.numel()} elements"
             )
-        moments[kind] = value
-    return moments
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return state
 
 
 def read_grad_scaler(part: OptimizerPart) -> dict[str, Any] | None:
@@ -107,6 +110,16 @@ def refresh(optimizer: Any) -> None:
 def changes_model(optimizer: Any) -> bool:
     """Returns True if loading main parameters has changed parameters of the model on this rank, but not elsewhere."""
     return any(part.changes_model for part in optimizer_parts(optimizer))
+
+
+def gather_from_owners(optimizer: Any) -> None:
+    """Sends each rank's own parameters to its replicas, where no buffer of DistributedDataParallel can do it.
+
+    All ranks call it.
+    """
+    for node in layer_wise_nodes(optimizer):
+        if not getattr(node, "use_buffer_param_sync", False):
+            node.allgather_params()
 
 
 def copy_main_to_model(optimizer: Any) -> None:

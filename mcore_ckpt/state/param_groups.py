@@ -44,27 +44,60 @@ class SavedPart:
             the live groups stay as they are.
         step: the number of steps. None if it is unknown.
         grad_scaler: the gradient scaler's state, or None.
+        starts_anew: whether the part takes over main parameters alone, because it needs other moments than the saved.
     """
 
     param_groups: Sequence[Mapping[str, Any]] | None
     step: float | int | None
     grad_scaler: Mapping[str, Any] | None
+    starts_anew: bool = False
 
 
-def match_parts(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]]) -> tuple[SavedPart, ...]:
+def match_parts(
+    parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]], reset_moments: bool = False
+) -> tuple[SavedPart, ...]:
     """Finds the saved state of each part, even if the saved optimizers were chained in another way.
 
     With expert parallelism, experts have an optimizer of their own. Without expert parallelism, they are in the groups
     of the dense optimizer (`_get_param_groups`, 0.16.1).
 
+    Args:
+        parts: the parts of the live optimizer.
+        saved: the saved parts, as `common.pt` has them.
+        reset_moments: whether a part of a kind that was not saved may start without moments.
+
     Raises:
         CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
     """
-    for part in parts:
-        _check_kind(part, saved)
-    if len(parts) == len(saved) and all(map(_is_of_the_same, parts, saved)):
-        return tuple(_match_part(part, [state]) for part, state in zip(parts, saved, strict=True))
-    return tuple(_match_part(part, saved) for part in parts)
+    _check_scalers(parts, saved)
+    found: list[SavedPart] = []
+    for number, part in enumerate(parts):
+        # Only parts of one kind can have each other's state.
+        alike = [each for each in parts if each.kind == part.kind]
+        same = [state for state in saved if state["kind"] == part.kind]
+        scalers = [state["grad_scaler"] for state in saved if state["kind"] != _NO_OPTIMIZER]
+        if part.inner is None:
+            found.append(SavedPart((), None, scalers[0] if scalers else None))
+        elif not same:
+            found.append(_new_part(part, saved, scalers, reset_moments))
+        elif len(alike) == len(same) and all(map(_is_of_the_same, alike, same)):
+            place = sum(each.kind == part.kind for each in parts[:number])
+            found.append(_match_part(part, [same[place]]))
+        else:
+            found.append(_match_part(part, same))
+    return tuple(found)
+
+
+def _new_part(
+    part: OptimizerPart, saved: Sequence[Mapping[str, Any]], scalers: Sequence[Any], reset_moments: bool
+) -> SavedPart:
+    kinds = sorted({state["kind"] for state in saved if state["kind"] != _NO_OPTIMIZER})
+    if not kinds or reset_moments:
+        return SavedPart(None, None, scalers[0] if scalers else None, starts_anew=bool(kinds))
+    raise CheckpointMismatchError(
+        f"optimizer: wanted the state of {part.kind}, found that of {' and '.join(kinds)}: set reset_moments=True to "
+        "take over the main parameters alone, and to start with new moments"
+    )
 
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
@@ -76,16 +109,11 @@ def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
     return not here or here == there
 
 
-def _check_kind(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> None:
-    if part.inner is None:
-        return
-    has_scaler = getattr(part.megatron, "grad_scaler", None) is not None
-    for state in saved:
-        if state["kind"] == _NO_OPTIMIZER:
-            continue
-        if state["kind"] != part.kind:
-            raise CheckpointMismatchError(f"optimizer: wanted the state of {part.kind}, found that of {state['kind']}")
-        if has_scaler != (state["grad_scaler"] is not None):
+def _check_scalers(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]]) -> None:
+    states = [state for state in saved if state["kind"] != _NO_OPTIMIZER]
+    for part in (part for part in parts if part.inner is not None):
+        has_scaler = getattr(part.megatron, "grad_scaler", None) is not None
+        if any(has_scaler != (state["grad_scaler"] is not None) for state in states):
             wanted, found = ("a grad scaler", "none") if has_scaler else ("no grad scaler", "one")
             raise CheckpointMismatchError(f"optimizer: wanted {wanted}, found {found} in the checkpoint")
 
@@ -98,7 +126,7 @@ def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Save
             f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, but share one "
             "optimizer here: load the checkpoint with expert parallelism, as it was saved"
         )
-    return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"])
+    return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"] if saved else None)
 
 
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -56,6 +56,7 @@ class ParameterState:
         is_model_view: whether `main` shares the memory of the model parameter (fp32 training).
         expert, replica: as in LocalShard.
         moments: the tensors of the optimizer's state by kind (`exp_avg`, ...). Empty before the first step.
+        bound: tensors of the state, by kind, that belong to this very region as a whole (SOAP's eigenbases).
         scales: the scales of the main parameter and of moments that are kept in a scaled form, by kind: one fp32 each.
         upper: the upper 16 bits of each value (bfloat16), if `main` has only the lower ones (int16); None otherwise.
     """
@@ -68,5 +69,6 @@ class ParameterState:
     expert: bool
     replica: bool
     moments: dict[str, torch.Tensor]
+    bound: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
     upper: torch.Tensor | None = None

@@ -15,6 +15,8 @@ from mcore_ckpt.sharding.counterparts import Layers, decoder_layers
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.kinds import KINDS, find_kind
 from mcore_ckpt.state.shards import LocalShard
 
 # Classes are recognized by name, because importing them needs packages that may be absent (transformer-engine,
@@ -33,13 +35,6 @@ _MODULES = {
 # With these fields of TransformerConfig (0.18, 0.19), rows of gate and up alternate in blocks, but `sharded_state_dict`
 # still calls the first half gate. Under another ETP, in another kind of layer, or in HuggingFace, rows would mix.
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
-_OPTIMIZERS = {
-    "LayerWiseDistributedOptimizer": "LayerWiseDistributedOptimizer: use DistributedOptimizer",
-    "TensorParallelMuon": "Muon: use Adam",
-    "Muon": "Muon: use Adam",
-}
-# The torch-like optimizers whose state is known: moments, and a step. Classes derived from them are accepted.
-_INNER = ("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD")
 # The functions of parallel_state (0.19) that return more than 1 under generalized tensor parallelism.
 _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_world_size")
 # The groups that all modules of a model must share. Context parallelism divides no tensor, and attention may change its
@@ -233,33 +228,35 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
 
 def refuse_unsupported_optimizer(optimizer: Any) -> None:
     """Raises UnsupportedError unless this package can save the whole state of every part of the optimizer."""
-    _refuse(type(optimizer), _OPTIMIZERS, "optimizer")
-    for part in _parts(optimizer):
-        _refuse_part(part)
+    for part in optimizer_parts(optimizer):
+        _refuse_part(part.megatron, part.is_of_owner)
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _refuse_part(part: Any) -> None:
+def _refuse_part(part: Any, is_of_owner: bool) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     inner = getattr(part, "optimizer", None)
-    _refuse(type(part), _OPTIMIZERS, "optimizer")
-    _refuse(type(inner), _OPTIMIZERS, "optimizer")
     if not isinstance(part, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
         raise UnsupportedError(
             f"optimizer {type(part).__name__} is not supported: use DistributedOptimizer, "
             "Float16OptimizerWithFloat16Params or FP32Optimizer"
         )
+    has_all = inner is not None and not (isinstance(part, DistributedOptimizer) or is_of_owner)
+    if has_all and part.config.use_distributed_optimizer and find_kind(inner) is not None:
+        # 0.19 builds it without a word. DistributedDataParallel then reduces each gradient on one rank alone, but every
+        # rank updates all parameters.
+        raise UnsupportedError(
+            f"optimizer {type(part).__name__} with {type(inner).__name__} is not supported together with "
+            "use_distributed_optimizer=True: its replicas drift apart; turn this option off, or use "
+            "LayerWiseDistributedOptimizer"
+        )
     offloaded = hasattr(inner, "param_to_inner_param")
     for each in getattr(inner, "sub_optimizers", [inner]):
-        if each is not None and not any(base.__name__ in _INNER for base in type(each).__mro__):
+        if each is not None and find_kind(each) is None:
+            known = ", ".join(kind.name for kind in KINDS)
             raise UnsupportedError(
-                f"optimizer {type(each).__name__} is not supported: use one of {', '.join(_INNER)}, or one derived "
-                "from it"
+                f"optimizer {type(each).__name__} is not supported: use one of {known}, or one derived from it"
             )
     if offloaded and not isinstance(part, DistributedOptimizer):
         # Float16OptimizerWithFloat16Params puts its main parameters into the groups, which HybridDeviceOptimizer does

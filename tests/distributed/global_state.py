@@ -80,6 +80,8 @@ def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
         for state in (state for state in states if not _is_in(state.main, unused)):
             for kind, tensor in {"param": state.main, **state.moments}.items():
                 yield f"{state.name} {kind}", state.region, _values(state, kind, tensor.detach())
+            for kind, tensor in state.bound.items():
+                yield f"{state.name} {kind} of {state.region.describe()}", Region.whole(tuple(tensor.shape)), tensor
 
 
 def _values(state: ParameterState, kind: str, tensor: torch.Tensor) -> torch.Tensor:

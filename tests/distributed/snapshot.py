@@ -39,8 +39,11 @@ def poison(training: Training) -> None:
             _spoil_fields(group)
             for parameter in group["params"]:
                 _spoil(parameter)
-                for _, tensor in _state(optimizer, parameter):
-                    _spoil(tensor)
+                for kind, tensor in _state(optimizer, parameter):
+                    if isinstance(tensor, torch.Tensor):
+                        _spoil(tensor)
+                    else:
+                        optimizer.state[parameter][kind] = GARBAGE
         # The copies that HybridDeviceOptimizer has on the host, or in fp32.
         for tensor in getattr(optimizer.optimizer, "param_to_inner_param", {}).values():
             _spoil(tensor)
@@ -72,7 +75,10 @@ def assert_state(training: Training, wanted: Snapshot) -> None:
 
 
 def chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    """The optimizers in a chain, which may nest."""
+    if not isinstance(optimizer, ChainedOptimizer):
+        return [optimizer]
+    return [each for inner in optimizer.chained_optimizers for each in chained(inner)]
 
 
 def _model_tensors(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,14 +97,14 @@ def _optimizer_entries(prefix: str, optimizer: MegatronOptimizer) -> Snapshot:
         for index, parameter in enumerate(group["params"]):
             entries[f"{name}.param{index}"] = parameter.detach().clone()
             for kind, value in _state(optimizer, parameter):
-                entries[f"{name}.param{index}.{kind}"] = value.clone()
+                entries[f"{name}.param{index}.{kind}"] = _copy(value)
     scaler = getattr(optimizer, "grad_scaler", None)
     if scaler is not None:
         entries |= {f"{prefix}.scaler.{field}": _copy(value) for field, value in scaler.state_dict().items()}
     return entries
 
 
-def _state(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _state(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple[str, Any]]:
     """The optimizer's state of a parameter, and the scales that FusedAdam reads with it."""
     scales = getattr(optimizer.optimizer, "_scales", {}).get(parameter, {})
     for kind, value in optimizer.state.get(parameter, {}).items():
@@ -137,7 +143,8 @@ def _spoil_fields(group: dict[str, Any]) -> None:
         # Groups are matched by these (_filter_and_reorder_param_groups).
         if isinstance(value, float) and field not in ("wd_mult", "lr_mult", "offload_fraction"):
             group[field] = float("nan")
-    group["betas"] = (0.5, 0.5)
+    if "betas" in group:
+        group["betas"] = (0.5, 0.5)
 
 
 def _same(found: Any, wanted: Any) -> bool:

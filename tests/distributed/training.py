@@ -1,6 +1,7 @@
 """Real megatron-core trainings, small enough for a CPU, in every layout that checkpoints have to survive."""
 
 import contextlib
+import dataclasses
 import random
 import re
 import sys
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import emerging  # noqa: F401, before megatron looks for emerging_optimizers
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -113,6 +115,13 @@ class Layout:
     main_dtype: str = "fp32"
     moment_dtypes: tuple[str, str] = ("fp32", "fp32")
     remainders: bool = False
+    optimizer: str = "adam"
+    scalar_optimizer: str = "adam"
+    """Beside Muon and its kin, for embeddings, norms and biases."""
+    moment2: str = "adamuon"
+    """AdaptiveMuon's second moment."""
+    layer_wise: Literal["owners", "layout"] | None = None
+    """LayerWiseDistributedOptimizer; "layout": with buffers in which no owner's parameter is cut (0.18 and newer)."""
 
     @property
     def depth(self) -> int:
@@ -212,11 +221,23 @@ def build(layout: Layout, seed: int) -> Training:
     config.context_parallel_size = layout.cp
     model = [_wrap(layout, config, chunk, index) for index, chunk in enumerate(chunks)]
     with fused_adam() if layout.precision_aware and layout.offload is None else contextlib.nullcontext():
-        optimizer = get_megatron_optimizer(_optimizer_config(layout), model, use_gloo_process_groups=False)
+        optimizer = _build_optimizer(layout, model)
     _connect(layout, config, model, optimizer)
     # Replicas must begin with equal weights; from here on each rank draws its own numbers.
     seed_everything(seed + 10 * parallel_state.get_data_parallel_rank(with_context_parallel=True))
     return Training(layout, model, optimizer, _scheduler(optimizer))
+
+
+def _build_optimizer(layout: Layout, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    config = _optimizer_config(layout)
+    if layout.optimizer not in ("adam", "sgd") and not hasattr(config, "use_layer_wise_distributed_optimizer"):
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer  # until 0.17
+
+        layer_wise = layout.layer_wise is not None
+        return get_megatron_muon_optimizer(
+            config, model, use_gloo_process_groups=False, layer_wise_distributed_optimizer=layer_wise
+        )
+    return get_megatron_optimizer(config, model, use_gloo_process_groups=False)
 
 
 def build_chunks(layout: Layout, seed: int) -> tuple[TransformerConfig, list[LanguageModule]]:
@@ -350,21 +371,46 @@ def _wrap(layout: Layout, config: TransformerConfig, chunk: LanguageModule, inde
             if layout.fp32_norms and isinstance(submodule, RMSNorm):
                 submodule.float()
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=layout.distributed_optimizer,
+        use_distributed_optimizer=layout.distributed_optimizer or layout.layer_wise == "layout",
         num_distributed_optimizer_instances=layout.optimizer_instances,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,
     )
-    wrapped = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+    more = {"full_param_layout": _param_layout(module, ddp_config)} if layout.layer_wise == "layout" else {}
+    wrapped = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0, **more)
     _built.append(wrapped)
     return wrapped
 
 
+def _param_layout(module: torch.nn.Module, ddp_config: DistributedDataParallelConfig) -> Any:
+    """As megatron's trainer does (wrap_model_chunks_with_ddp, 0.19)."""
+    from megatron.core.optimizer.layer_wise_optimizer import (
+        LayerWiseDistributedOptimizer,
+        tag_params_for_buffer_routing,
+    )
+
+    tag_params_for_buffer_routing([module])
+    return LayerWiseDistributedOptimizer.compute_full_param_layout(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        ddp_config.bucket_size,
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        ddp_config,
+        expert_data_parallel_world_size=parallel_state.get_expert_data_parallel_world_size(),
+    )
+
+
 def _optimizer_config(layout: Layout) -> OptimizerConfig:
+    new: dict[str, Any] = {
+        "muon_scalar_optimizer": layout.scalar_optimizer,
+        "adaptive_muon_moment2_method": layout.moment2,
+        "use_layer_wise_distributed_optimizer": layout.layer_wise is not None,
+    }
+    known = {field.name for field in dataclasses.fields(OptimizerConfig)}
     return OptimizerConfig(
-        optimizer="adam",
+        **{name: value for name, value in new.items() if name in known},
+        optimizer=layout.optimizer,
         lr=1e-2,
         min_lr=1e-4,
         weight_decay=0.1,

@@ -31,6 +31,7 @@ WHOLE = Region.whole((ROWS, ROW))
 OWNED = WHOLE.with_flat(7, 53)
 VALUES = torch.randn(ROWS, ROW, generator=torch.Generator().manual_seed(1))
 SCALE = torch.tensor([0.37])
+BASIS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 
 def halves() -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,6 +59,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> NativeReader:
         write("exp_avg_scale", SCALE, SCALE_REGION),
         write("exp_avg_sq", fp8, coding=Coding("uint8", scale="exp_avg_sq_scale")),
         write("exp_avg_sq_scale", SCALE, SCALE_REGION),
+        replace(write("Q", BASIS, Region.whole((2, 2))), beside=PARAM),
     ]
     requests = [WriteRequest("optim/state.pt", "optimizer", tuple(state), tree=("state",))]
     for number in range(2):
@@ -81,6 +83,18 @@ def stored(reader: NativeReader, kind: str) -> StoredShard:
 def test_only_kinds_with_values_are_listed(reader: NativeReader) -> None:
     assert reader.kinds(NAME) == (PARAM, "exp_avg", "exp_avg_sq")
     assert all(reader.info(ShardKey(NAME, kind)).dtype == torch.float32 for kind in reader.kinds(NAME))  # type: ignore[union-attr]
+
+
+def test_what_belongs_to_a_shard_is_found_for_exactly_this_shard(reader: NativeReader) -> None:
+    key = ShardKey(NAME, PARAM)
+    assert reader.bound_kinds(key) == ("Q",)
+    found = reader.bound_to(key, OWNED)
+    assert found is not None
+    target = torch.zeros(2, 2)
+    reader.read([(ReadRange(found["Q"], Rows(0, 0, 4)), target)])
+    assert torch.equal(target, BASIS)
+    assert reader.bound_to(key, WHOLE) is None
+    assert reader.bound_to(ShardKey(NAME, MODEL), WHOLE) == {}
 
 
 def test_the_format_is_as_new_as_it_needs_to_be(reader: NativeReader) -> None:
@@ -171,6 +185,9 @@ EDITS: dict[str, Edit] = {
     "both": lambda tensors: tensors[1].update(upper="model"),
     "no-name": lambda tensors: tensors[1].update(scale=5),
     "halves-of-floats": lambda tensors: tensors[0].update(dtype="float16"),
+    "beside-nothing": lambda tensors: tensors[5].update(beside="model"),
+    "beside-itself": lambda tensors: tensors[5].update(beside="Q"),
+    "beside-and-a-part": lambda tensors: tensors[5].update(flat=[0, 2], nbytes=8),
     "upper-nowhere": lambda tensors: tensors[0].update(upper="param_upper"),
     "upper-of-another-dtype": lambda tensors: tensors[0].update(upper="exp_avg"),
 }

@@ -28,11 +28,6 @@ from mcore_ckpt.state.unsupported import (
     refuse_unsupported_optimizer,
 )
 
-try:
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-except ImportError:  # until 0.17
-    from megatron.core.optimizer.muon import TensorParallelMuon
-
 
 def bare(cls: type, *, module: bool = False, **fields: Any) -> Any:
     """A real object of a class whose constructor needs a GPU, process groups or absent packages."""
@@ -47,8 +42,8 @@ def adam() -> torch.optim.Optimizer:
     return torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
 
 
-def config() -> OptimizerConfig:
-    return OptimizerConfig(optimizer="adam", use_distributed_optimizer=True)
+def config(distributed: bool = True) -> OptimizerConfig:
+    return OptimizerConfig(optimizer="adam", use_distributed_optimizer=distributed)
 
 
 def precision_aware(masters_inside: bool) -> OptimizerConfig:
@@ -69,7 +64,7 @@ def cuda_graph() -> OptimizerConfig:
 
 
 def part(cls: type = DistributedOptimizer, inner: Any = None, choices: OptimizerConfig | None = None) -> Any:
-    return bare(cls, optimizer=inner or adam(), config=choices or config())
+    return bare(cls, optimizer=inner or adam(), config=choices or config(cls is DistributedOptimizer))
 
 
 def chained(*parts: Any, cls: type = ChainedOptimizer) -> Any:
@@ -83,13 +78,19 @@ def test_megatrons_own_optimizers_pass(cls: type) -> None:
     refuse_unsupported_optimizer(bare(cls, optimizer=None, config=config()))  # a rank without parameters
 
 
-Lion = type("Lion", (torch.optim.Optimizer,), {})
-MuonLike = type("Muon", (torch.optim.Optimizer,), {})
+Adagrad = type("Adagrad", (torch.optim.Optimizer,), {})
 
 
 def offload(*inner: Any) -> Any:
     """A HybridDeviceOptimizer of these optimizers."""
     return bare(HybridDeviceOptimizer, cpu_optimizers=list(inner), gpu_optimizer=None, param_to_inner_param={})
+
+
+def test_muon_and_its_kin_pass_where_each_rank_owns_whole_parameters() -> None:
+    for name in ("TensorParallelMuon", "TensorParallelAdaptiveMuon", "SOAP", "Lion"):
+        leaf = part(Float16OptimizerWithFloat16Params, bare(type(name, (torch.optim.Optimizer,), {})), config())
+        owners = bare(LayerWiseDistributedOptimizer, chained_optimizers=[leaf], dp_cp_params_list=None)
+        refuse_unsupported_optimizer(chained(owners, part()))
 
 
 @pytest.mark.parametrize("cls", [Float16OptimizerWithFloat16Params, FP32Optimizer])
@@ -107,16 +108,19 @@ def test_an_optimizer_on_the_host_passes() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [
-        pytest.param(chained(part(), part(inner=offload(adam(), bare(Lion)))), "Lion is not supported", id="offload"),
-        pytest.param(chained(part(), cls=LayerWiseDistributedOptimizer), "LayerWiseDistributedOptimizer", id="layers"),
-        pytest.param(part(FP32Optimizer, bare(TensorParallelMuon)), "Muon", id="muon"),
-        pytest.param(chained(part(FP32Optimizer, bare(MuonLike)), part(FP32Optimizer)), "Muon", id="muon-and-adam"),
+        pytest.param(
+            chained(part(), part(inner=offload(adam(), bare(Adagrad)))), "Adagrad is not supported", id="offload"
+        ),
         pytest.param(part(choices=precision_aware(True)), "use_precision_aware_optimizer", id="precision-aware"),
         pytest.param(
             chained(part(), part(choices=precision_aware(True))), "use_precision_aware_optimizer", id="one-of-two"
         ),
-        pytest.param(part(FP32Optimizer, bare(Lion)), "Lion is not supported: use one of Adam", id="lion"),
+        pytest.param(part(FP32Optimizer, bare(Adagrad)), "Adagrad is not supported: use one of Adam", id="adagrad"),
+        pytest.param(
+            chained(part(), chained(part(FP32Optimizer, bare(Adagrad)))), "Adagrad is not supported", id="nested"
+        ),
         pytest.param(part(choices=cuda_graph()), "optimizer_cuda_graph; turn this option off", id="cuda-graph"),
+        pytest.param(part(FP32Optimizer, choices=config()), "its replicas drift apart", id="replicas-drift"),
         pytest.param(adam(), "Adam is not supported: use DistributedOptimizer", id="torch-adam"),
         pytest.param(chained(part(), SimpleNamespace(config=config())), "SimpleNamespace", id="unknown-part"),
     ],

@@ -167,23 +167,26 @@ class FusedAdam(torch.optim.Optimizer):
 def fused_adam() -> Iterator[None]:
     """Lets megatron find the stand-in while it builds an optimizer and its configuration."""
     from megatron.core import optimizer, utils
+    from megatron.core.optimizer import distrib_optimizer
 
-    found = {name: getattr(optimizer, name) for name in ("Adam", "USING_PYTORCH_OPTIMIZER")}
+    found = [(optimizer, "Adam"), (optimizer, "USING_PYTORCH_OPTIMIZER"), (distrib_optimizer, "Adam")]
+    values = [getattr(module, name, None) for module, name in found]
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     modules = {name: sys.modules.get(name) for name in names}
     version = utils.get_te_version
     utils.get_te_version = lambda: Version("2.9.0")
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False  # type: ignore[misc, attr-defined]
+    for (module, name), value in zip(found, (FusedAdam, False, FusedAdam), strict=True):
+        setattr(module, name, value)
     sys.modules |= {name: ModuleType(name) for name in names}
     sys.modules[names[-1]].FusedAdam = FusedAdam  # type: ignore[attr-defined]
     try:
         yield
     finally:
         utils.get_te_version = version
-        for name, value in found.items():
-            setattr(optimizer, name, value)
-        for name, module in modules.items():
-            if module is None:
+        for (module, name), value in zip(found, values, strict=True):
+            setattr(module, name, value)
+        for name, known in modules.items():
+            if known is None:
                 del sys.modules[name]
             else:
-                sys.modules[name] = module
+                sys.modules[name] = known

@@ -117,7 +117,7 @@ class StructureCache:
         self._structures: dict[str, tuple[object, FileStructure]] = {}
 
     def get(self, request: WriteRequest) -> FileStructure:
-        tensors = [(t.path, t.shape, t.tensor.dtype, t.key, t.region, t.coding) for t in request.tensors]
+        tensors = [(t.path, t.shape, t.tensor.dtype, t.key, t.region, t.coding, t.beside) for t in request.tensors]
         structure = (tensors, request.aliases)
         cached = self._structures.get(request.path)
         if cached is None or cached[0] != structure:
@@ -190,8 +190,18 @@ def _file_layout(pt: PtSkeleton) -> _native.FileLayout:
 
 def _index_template(request: WriteRequest, pt: PtSkeleton) -> IndexTemplate:
     shards = (
-        StoredShard(w.key, w.region, dtype_name(w.tensor.dtype), request.path, slot.offset, slot.nbytes, (), w.coding)
-        for w, slot in zip(request.tensors, pt.slots, strict=True)
+        StoredShard(
+            write.key,
+            write.region,
+            dtype_name(write.tensor.dtype),
+            request.path,
+            slot.offset,
+            slot.nbytes,
+            (),
+            write.coding,
+            write.beside,
+        )
+        for write, slot in zip(request.tensors, pt.slots, strict=True)
     )
     return IndexTemplate(FileIndex(tuple(shards), request.aliases))
 

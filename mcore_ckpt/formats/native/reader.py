@@ -25,6 +25,7 @@ from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.regions import Region
 
 # The dtype of upper halves.
 _UPPER = "bfloat16"
@@ -37,6 +38,8 @@ class _Opened:
     shards: dict[ShardKey, StoredShard]
     aliases: dict[ShardKey, ShardKey]
     kinds: dict[str, tuple[str, ...]]
+    regions: dict[ShardKey, Region]
+    beside: dict[ShardKey, tuple[StoredShard, ...]]
 
 
 class NativeReader:
@@ -115,6 +118,22 @@ class NativeReader:
             return self.folder.fill(self.by_path, parts, check)
 
         return fill(plain) + (read_coded(coded, fill, self.partners) if coded else 0)
+
+    def bound_kinds(self, key: ShardKey) -> tuple[str, ...]:
+        """Returns the kinds of the tensors that belong to shards of the key as a whole."""
+        found = (shard.key.kind for file in self.files(key) for shard in self._open(file).beside.get(key, ()))
+        return tuple(dict.fromkeys(found))
+
+    def bound_to(self, key: ShardKey, region: Region) -> dict[str, StoredShard] | None:
+        """Returns the tensors that belong to the key's shard of a region as a whole, by kind.
+
+        Returns None if no such shard is stored, although other shards of the key have such tensors.
+        """
+        for file in self.files(key):
+            opened = self._open(file)
+            if opened.regions.get(key) == region and opened.beside.get(key):
+                return {shard.key.kind: shard for shard in opened.beside[key]}
+        return None if self.bound_kinds(key) else {}
 
     def partners(self, shard: StoredShard) -> Partners:
         """Finds what the values of a coded shard follow from, besides its own elements.
@@ -243,18 +262,31 @@ class NativeReader:
         if opened is None:
             index = self.folder.index(file)
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
-            opened = _Opened({shard.key: shard for shard in index.shards}, aliases, _kinds(index.shards))
+            regions = {shard.key: shard.region for shard in index.shards}
+            regions |= {alias.key: alias.region for alias in index.aliases}
+            shards = {shard.key: shard for shard in index.shards}
+            opened = _Opened(shards, aliases, _kinds(index.shards), regions, _beside(index.shards))
             self._opened[file.path] = opened
         return opened
 
 
 def _kinds(shards: Sequence[StoredShard]) -> dict[str, tuple[str, ...]]:
-    """Returns the kinds of each tensor, without those that only others follow from."""
+    """Returns the kinds of each tensor, but for those that others follow from, or that belong to a shard as a whole."""
     codings = [(shard.key.name, shard.coding) for shard in shards if shard.coding is not None]
     partners = {(name, kind) for name, coding in codings for kind in (coding.scale, coding.upper)}
     kinds: dict[str, tuple[str, ...]] = {}
     for shard in shards:
-        if (shard.key.name, shard.key.kind) in partners:
+        if (shard.key.name, shard.key.kind) in partners or shard.beside is not None:
             continue
         kinds[shard.key.name] = (*kinds.get(shard.key.name, ()), shard.key.kind)
     return kinds
+
+
+def _beside(shards: Sequence[StoredShard]) -> dict[ShardKey, tuple[StoredShard, ...]]:
+    """Returns, for each shard that others belong to, these others."""
+    found: dict[ShardKey, tuple[StoredShard, ...]] = {}
+    for shard in shards:
+        if shard.beside is not None:
+            key = ShardKey(shard.key.name, shard.beside)
+            found[key] = (*found.get(key, ()), shard)
+    return found

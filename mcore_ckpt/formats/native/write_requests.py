@@ -27,6 +27,7 @@ class TensorWrite:
         refresh: makes the tensor again at each save, if no live tensor holds the state (`_extra_state`). It returns
             None if the module no longer has this state.
         coding: how the values follow from the tensor's elements. None if these are the values.
+        beside: the kind to whose shard, in the same file, this tensor belongs as a whole; see StoredShard.
     """
 
     path: tuple[str, ...]
@@ -37,6 +38,7 @@ class TensorWrite:
     is_buffer: bool = False
     refresh: Callable[[], torch.Tensor | None] | None = None
     coding: Coding | None = None
+    beside: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

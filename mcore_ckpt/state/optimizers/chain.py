@@ -16,16 +16,32 @@ _KINDS: dict[str, type[OptimizerPart]] = {
 
 def optimizer_parts(optimizer: Any) -> list[OptimizerPart]:
     """Returns the optimizers of a chain in megatron's order: dense parameters first, then experts. Chains may nest."""
+    return _parts(optimizer, is_of_owner=False)
+
+
+def layer_wise_nodes(optimizer: Any) -> list[Any]:
+    """Returns the LayerWiseDistributedOptimizers in a chain. Chains may nest."""
+    own = [optimizer] if _is_layer_wise(optimizer) else []
+    chained = getattr(optimizer, "chained_optimizers", ())
+    return [*own, *(node for each in chained for node in layer_wise_nodes(each))]
+
+
+def _is_layer_wise(optimizer: Any) -> bool:
+    return hasattr(optimizer, "dp_cp_params_list")
+
+
+def _parts(optimizer: Any, is_of_owner: bool) -> list[OptimizerPart]:
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
-        return [_part(optimizer)]
-    return [part for each in chained for part in optimizer_parts(each)]
+        return [_part(optimizer, is_of_owner)]
+    is_of_owner = is_of_owner or _is_layer_wise(optimizer)
+    return [part for each in chained for part in _parts(each, is_of_owner)]
 
 
-def _part(megatron: Any) -> OptimizerPart:
+def _part(megatron: Any, is_of_owner: bool) -> OptimizerPart:
     inner = getattr(megatron, "optimizer", None)
     # A kind is recognized by what it has, because its class may be in a package that is not installed.
     for attribute, kind in _KINDS.items():
         if hasattr(inner, attribute):
-            return kind(megatron, inner)
-    return OptimizerPart(megatron, inner)
+            return kind(megatron, inner, is_of_owner)
+    return OptimizerPart(megatron, inner, is_of_owner)

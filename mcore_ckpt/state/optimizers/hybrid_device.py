@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.state.optimizers.kinds import Kind, find_kind, kind_name
 from mcore_ckpt.state.optimizers.part import (
     IMPLEMENTATION,
     MainParameter,
     OptimizerPart,
-    kind_of,
     steps_of,
     write_steps_of,
 )
@@ -41,8 +41,12 @@ class HybridDevicePart(OptimizerPart):
 
     @property
     def kind(self) -> str:
-        kinds = {kind_of(each) for each in self.inner.sub_optimizers}
+        kinds = {kind_name(each) for each in self.inner.sub_optimizers}
         return kinds.pop() if len(kinds) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(kinds)) or 'nothing'}"
+
+    @property
+    def moments(self) -> Kind | None:
+        return next(map(find_kind, self.inner.sub_optimizers), None)
 
     @property
     def own_fields(self) -> tuple[str, ...]:

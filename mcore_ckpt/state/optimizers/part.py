@@ -13,6 +13,7 @@ import torch
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.plan import PARAM
+from mcore_ckpt.state.optimizers.kinds import Kind, Shapes, find_kind, kind_name
 
 STEP = "step"
 # The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
@@ -20,7 +21,6 @@ IMPLEMENTATION = (
     *("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable"),
     *("foreach", "fused", "maximize"),
 )
-_ADAM = ("Adam", "AdamW", "FusedAdam")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +75,18 @@ class Form:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """A chained optimizer: megatron's object, and the torch-like optimizer in it (None if it has no parameters)."""
+    """A chained optimizer.
+
+    Attributes:
+        megatron: megatron's object.
+        inner: the torch-like optimizer in it; None if it has no parameters.
+        is_of_owner: whether it has only the parameters that this data-parallel rank owns, each whole
+            (LayerWiseDistributedOptimizer).
+    """
 
     megatron: Any
     inner: Any
+    is_of_owner: bool = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -91,13 +99,23 @@ class OptimizerPart:
 
     @property
     def is_sharded(self) -> bool:
-        """True for a DistributedOptimizer. Its state is divided among data-parallel ranks, and not replicated."""
+        """True if the state is divided among data-parallel ranks, and not replicated."""
+        return self.is_distributed or self.is_of_owner
+
+    @property
+    def is_distributed(self) -> bool:
+        """True for a DistributedOptimizer, which cuts parameters at any element."""
         return hasattr(self.megatron, "gbuf_ranges")
 
     @property
     def kind(self) -> str:
         """The kind of state that the optimizer keeps. All variants of Adam keep the same kind."""
-        return kind_of(self.inner)
+        return kind_name(self.inner)
+
+    @property
+    def moments(self) -> Kind | None:
+        """Which tensors that state has; None if the optimizer has no parameters."""
+        return find_kind(self.inner)
 
     # -- parameters and their state ------------------------------------------------------------------------
 
@@ -112,7 +130,7 @@ class OptimizerPart:
         owner = self.megatron
         if self.inner is None:
             return
-        if self.is_sharded:
+        if self.is_distributed:
             for model_groups, main_groups, is_view in self._sharded_groups():
                 for parameter, main in zip_groups(model_groups, main_groups):
                     owned = owner._get_model_param_range_map(parameter)["param"]
@@ -143,6 +161,19 @@ class OptimizerPart:
     def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
         """Returns the dict that has the state of a parameter, to be changed. Makes one if there is none."""
         found: dict[str, Any] = self.inner.state[key]
+        return found
+
+    def bound_shapes(self, main: torch.Tensor) -> Shapes:
+        """Returns the shapes, by kind, of the state that belongs to this rank's part of a parameter as a whole."""
+        kind = self.moments
+        return {} if kind is None else kind.bound(self.inner, tuple(main.shape))
+
+    def bound_tensor(self, key: torch.Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns such a tensor, to be filled. Makes one if there is none."""
+        state = self.new_state_of(key)
+        if state.get(kind) is None:
+            state[kind] = torch.empty(tuple(shape), dtype=dtype, device=key.device)
+        found: torch.Tensor = state[kind]
         return found
 
     def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
@@ -235,12 +266,6 @@ def zip_groups(first: Any, second: Any) -> Iterator[tuple[torch.Tensor, torch.Te
         yield from zip(a, b, strict=True)
 
 
-def kind_of(inner: Any) -> str:
-    """Returns the kind of state that a torch-like optimizer keeps."""
-    name = type(inner).__name__
-    return "Adam" if name in _ADAM else name
-
-
 def steps_in_groups(inner: Any) -> bool:
     """True if the step is in the param groups (transformer-engine's FusedAdam), not in `state` (torch's Adam)."""
     return any(cls.__name__ == "FusedAdam" for cls in type(inner).__mro__)
@@ -261,12 +286,14 @@ def write_steps_of(inner: Any, step: float | int | None) -> None:
             if step is not None:
                 group[STEP] = int(step)
         return
-    if step is None:
+    kind = find_kind(inner)
+    if step is None or (kind is not None and not kind.has_step):
         return
     on_device = {id(p) for g in inner.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for parameter, state in inner.state.items():
         device = parameter.device if id(parameter) in on_device else torch.device("cpu")
-        state[STEP] = torch.tensor(float(step), dtype=torch.float32, device=device)
+        is_int = kind is not None and kind.step_is_int
+        state[STEP] = int(step) if is_int else torch.tensor(float(step), dtype=torch.float32, device=device)
 
 
 def _numbers(steps: Sequence[Any]) -> set[float | int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.names import is_expert
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
@@ -53,6 +54,7 @@ def saved_tensors(reader: NativeReader) -> Iterator[SavedTensor]:
 
     Raises:
         CheckpointCorruptError: an index is missing or damaged.
+        UnsupportedError: a tensor has optimizer state that cannot be divided in another way.
     """
     for name in reader.manifest.tensors:
         if (found := _saved_tensor(reader, name)) is not None:
@@ -66,6 +68,11 @@ def _saved_tensor(reader: NativeReader, name: str) -> SavedTensor | None:
         if not shards and (shards := reader.shards(ShardKey(name, kind), model_files)):
             model = kind
     main_key = ShardKey(name, PARAM)
+    if kinds := reader.bound_kinds(main_key):
+        raise UnsupportedError(
+            f"{reader.place}: tensor {name}: its optimizer state has {', '.join(kinds)}, which belong to the shards of "
+            "the saved layout and cannot be divided: load the checkpoint directly, with reset_moments=True"
+        )
     files = reader.files(main_key)
     main = reader.shards(main_key, files)
     aliased = not main and reader.is_alias(main_key)

@@ -1,0 +1,94 @@
+"""The kinds of state that torch-like optimizers keep: which tensors, of which shapes, and where the step is.
+
+Classes are recognized by name, because they may be in packages that are not installed (transformer-engine,
+emerging-optimizers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _none(inner: Any, shape: tuple[int, ...]) -> Shapes:
+    return {}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state.
+
+    Attributes:
+        name: the name that checkpoints have for it.
+        classes: the classes of optimizers that keep this state. Classes derived from them keep it, too.
+        moments: the tensors that belong to the elements of a parameter, so that each range of it has its own part.
+        optional: further such tensors, which some settings add.
+        bound: returns the shapes, by kind, of the tensors that belong to a rank's part of a parameter as a whole, and
+            cannot be divided in another way. Its arguments are the optimizer and the shape of the rank's part.
+        has_step: whether it counts steps.
+        step_is_int: whether the step in its state is a number, and not a tensor.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    moments: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    bound: Callable[[Any, tuple[int, ...]], Shapes] = _none
+    has_step: bool = False
+    step_is_int: bool = False
+
+
+def _bound_of_adaptive_muon(inner: Any, shape: tuple[int, ...]) -> Shapes:
+    # The shapes of `AdaptiveMuon._init_group` (emerging-optimizers 0.3.0). The longer axis is averaged over what this
+    # rank has of it.
+    if inner.moment2_method == "adamuon":
+        return {}
+    if inner.moment2_method == "namo":
+        return {"moment2_buffer": (1,)}
+    rows, columns = shape
+    return {"moment2_buffer": (rows, 1) if rows >= columns else (1, columns)}
+
+
+def _bound_of_soap(inner: Any, shape: tuple[int, ...]) -> Shapes:
+    # The moments are in the coordinates of the eigenbases `Q_L` and `Q_R`, which are those of this rank's part.
+    rows, columns = shape
+    left, right = (rows, rows), (columns, columns)
+    return {"exp_avg": shape, "exp_avg_sq": shape, "L": left, "R": right, "Q_L": left, "Q_R": right}
+
+
+_ADAM = ("exp_avg", "exp_avg_sq")
+KINDS = (
+    Kind("Adam", ("Adam", "AdamW", "FusedAdam"), _ADAM, optional=("max_exp_avg_sq",), has_step=True),
+    Kind("SGD", ("SGD",), ("momentum_buffer",)),
+    Kind("FusedSGD", ("FusedSGD",), ("momentum_buffer",)),
+    Kind("Lion", ("Lion",), ("exp_avg",)),
+    Kind(
+        "AdaptiveMuon",
+        ("AdaptiveMuon", "TensorParallelAdaptiveMuon"),
+        ("momentum_buffer", "moment2_buffer"),
+        bound=_bound_of_adaptive_muon,
+    ),
+    Kind("Muon", ("Muon", "TensorParallelMuon"), ("momentum_buffer",)),
+    Kind("SOAP", ("SOAP",), (), bound=_bound_of_soap, has_step=True, step_is_int=True),
+)
+
+
+def find_kind(inner: Any) -> Kind | None:
+    """Returns the kind of a torch-like optimizer, or None if it is not known."""
+    for base in type(inner).__mro__:
+        for kind in KINDS:
+            if base.__name__ in kind.classes:
+                return kind
+    return None
+
+
+def kind_name(inner: Any) -> str:
+    """Returns the name that checkpoints have for an optimizer's kind of state.
+
+    A class that is derived from a known one has its own name, because its state may mean something else.
+    """
+    name, kind = type(inner).__name__, find_kind(inner)
+    return kind.name if kind is not None and name in kind.classes else name
