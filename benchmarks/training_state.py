@@ -63,8 +63,11 @@ def shape_of_tensors(tensors: int) -> Shape:
     return Shape(num_layers=max(1, round(tensors / TENSORS_PER_LAYER)), hidden_size=64, vocab_size=256)
 
 
-def build(shape: Shape, tp: int = 1, pp: int = 1) -> TrainingState:
-    """Every rank's training state, after one step: the optimizer has made its moments. What tp and pp leave is dp."""
+def build(shape: Shape, tp: int = 1, pp: int = 1, **optimizer_config: Any) -> TrainingState:
+    """Every rank's training state, after one step: the optimizer has made its moments. What tp and pp leave is dp.
+
+    `optimizer_config` are further settings of megatron's OptimizerConfig.
+    """
     enable_cpu()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=True)
@@ -84,10 +87,8 @@ def build(shape: Shape, tp: int = 1, pp: int = 1) -> TrainingState:
     _fill(decoder)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     model = [DistributedDataParallel(config, ddp_config, Float16Module(config, decoder))]
-    optimizer_config = OptimizerConfig(
-        optimizer="adam", lr=1e-4, min_lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
-    )
-    optimizer = get_megatron_optimizer(optimizer_config, model)
+    settings = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True, **optimizer_config}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4, min_lr=1e-5, **settings), model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     state = TrainingState(model, optimizer, _scheduler(optimizer), shape.vocab_size)

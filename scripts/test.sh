@@ -79,7 +79,7 @@ for name in "${wanted[@]}"; do
 done
 bash scripts/install.sh
 wait_beside
-export PYTHONPATH=$PWD/.venv/$newest:$PWD/.venv/triton:$PWD/.venv/emerging${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD/.venv/$newest:$PWD/.venv/triton${PYTHONPATH:+:$PYTHONPATH}
 
 # Tests wait for the disk thousands of times. With their folders in memory they take two thirds of the time. They use up
 # to 3 GiB, and load a library that they compile there.

@@ -5,18 +5,22 @@ and 0.17 call two arguments by the names of 0.1.0; 0.19 leaves out what Adaptive
 gather tensors of different sizes, as NCCL can. Importing this module, before megatron-core, is enough.
 """
 
-import importlib.util
+import sys
 import typing
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import typing_extensions
 
-INSTALLED = importlib.util.find_spec("emerging_optimizers") is not None
+# Not on PYTHONPATH: megatron-core 0.19 looks for the package, and fails where `typing.override` is missing.
+_FOLDER = Path(__file__).parents[2] / ".venv" / "emerging"
+INSTALLED = _FOLDER.is_dir()
 
 
 def _enable() -> None:
+    sys.path.append(str(_FOLDER))
     typing.override = typing_extensions.override  # type: ignore[attr-defined, unused-ignore]
     from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, OrthogonalizedOptimizer, muon_utils
 

@@ -40,7 +40,7 @@ def packages(version: str) -> list[Path]:
 
     They must be there. Otherwise Python would find another version.
     """
-    folders = [REPOSITORY / ".venv" / name for name in (f"megatron-{version}", "triton", "emerging")]
+    folders = [REPOSITORY / ".venv" / name for name in (f"megatron-{version}", "triton")]
     for folder in folders:
         assert folder.is_dir(), f"{folder} is missing: scripts/test.sh installs it"
     return folders
