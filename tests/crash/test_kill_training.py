@@ -34,8 +34,10 @@ def names_below(root: Path) -> set[str]:
 @pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("victim", "event", "count", "how"),
-    [(0, "rename", 1, "sync"), (1, "native_wait", 1, "async")],
-    ids=["rank0", "rank1-async"],
+    [
+        pytest.param(0, "rename", 1, "sync", id="rank0"),
+        pytest.param(1, "native_wait", 1, "async", id="rank1-async", marks=pytest.mark.full),
+    ],
 )
 def test_a_rank_is_killed_while_saving(
     tmp_path: Path, victim: int, event: str, count: int, how: str, start: Start

@@ -86,6 +86,8 @@ def _fork(work: Callable[[], None], log: Path | IO[str]) -> int:
     try:
         os.setpgid(0, 0)
         die_with_parent()
+        # Otherwise each process that megatron's saves spawn would run the main program's imports, which takes seconds.
+        vars(sys.modules["__main__"]).pop("__file__", None)
         _print_to(log)
         work()
         code = 0

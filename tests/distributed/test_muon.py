@@ -1,16 +1,19 @@
 """Trainings with Muon and its kin (NVIDIA's emerging-optimizers, real code): plain, and divided layer by layer."""
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import emerging
+import megatron.core.optimizer
 import pytest
 import torch
 import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import files_of, manager_of, save
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from megatron.core.optimizer import OptimizerConfig
 from snapshot import assert_same, poison, snapshot
 from tiers import marks
 from training import Layout, Training, build, parallel, train
@@ -52,13 +55,12 @@ IN_CI = {("owners", 2), ("layout-lion", 2), ("adaptive-normuon", 2), ("soap-owne
 
 def exists(layout: Layout) -> bool:
     """Whether this megatron-core has it."""
-    import megatron.core.optimizer as theirs
-
-    is_new = hasattr(theirs, "Lion") or hasattr(theirs, "_EMERGING_OPTIMIZERS")
-    if is_new and layout.layer_wise == "owners" and layout.precision == "fp32":
-        return False
-    is_old = layout.optimizer in ("muon", "sgd", "adam") and layout.scalar_optimizer == "adam"
-    return is_new or (is_old and layout.layer_wise != "layout")
+    if not hasattr(OptimizerConfig, "use_layer_wise_distributed_optimizer"):  # until 0.17
+        is_new = layout.optimizer not in ("muon", "sgd", "adam") or layout.scalar_optimizer != "adam"
+        return not is_new and layout.layer_wise != "layout"
+    if layout.scalar_optimizer == "lion":  # 0.18 has the setting, but does not use it
+        return "muon_scalar_optimizer" in inspect.getsource(megatron.core.optimizer)
+    return (layout.layer_wise, layout.precision) != ("owners", "fp32")
 
 
 @pytest.mark.parametrize(

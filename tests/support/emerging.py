@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 
-# Not on PYTHONPATH: megatron-core 0.19 looks for the package, and fails where `typing.override` is missing.
+# Not on PYTHONPATH: a process that imports megatron-core 0.19, and not this module, fails if it finds the package.
 _FOLDER = Path(__file__).parents[2] / ".venv" / "emerging"
 INSTALLED = _FOLDER.is_dir()
 
 
 def _enable() -> None:
-    sys.path.append(str(_FOLDER))
     typing.override = typing_extensions.override  # type: ignore[attr-defined, unused-ignore]
+    sys.path.append(str(_FOLDER))
     from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, OrthogonalizedOptimizer, muon_utils
 
     made, orthogonalized = OrthogonalizedOptimizer.__init__, muon_utils.newton_schulz_tp

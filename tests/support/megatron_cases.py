@@ -23,13 +23,15 @@ class Cases:
 
 CASES = {
     "a killed training goes on bit for bit": Cases("test_resume", "pp2-tied-bf16 or pp2-vpp2-hybrid"),
-    "loads under any other layout": Cases("test_reshard", "before and (tied-mtp2 or bf16-2 or hybrid2)"),
-    "optimizer offloaded to the host": Cases("test_offload", "half-overlap"),
+    "loads under any other layout": Cases("test_reshard", "before and tied-mtp2"),
+    "optimizer offloaded to the host": Cases("test_offload", "killed and half-overlap"),
+    "precision-aware optimizer": Cases("test_precision_aware", "killed and tp2-remainders"),
+    "Muon, each parameter with its owner": Cases("test_muon", "killed and owners-ep2"),
     "process groups of the trainer's own": Cases("test_process_groups", "never_had"),
-    "HuggingFace in and out": Cases("test_hf_round_trip", "pp2 or ep2"),
+    "HuggingFace in and out": Cases("test_hf_round_trip", "shared-expert or vpp2 or hybrid-mtp"),
     "HuggingFace as `torch_dist`, loaded by Megatron": Cases("test_load_hf", "dist_checkpoint and dense-tp2"),
-    "Megatron's `torch_dist`": Cases("test_foreign", "resumed and reshardable and (overlap or ep2 or pp2-vpp2)"),
-    "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2)"),
+    "Megatron's `torch_dist`": Cases("test_foreign", "resumed and (ep2-dp_reshardable or pp2-vpp2-fully)"),
+    "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2 and async)"),
     "refuses experts whose replicas drift apart": Cases("test_refusals", "drift_apart"),
     "`HybridModel`, and `GPTModel` to it and back": Cases("test_hybrid", "returns"),
 }
