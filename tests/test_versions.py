@@ -4,7 +4,7 @@ All other tests run with the newest version (scripts/test.sh).
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,22 @@ def move(run_python: Callable[..., str], version: str, root: Path, *stops: Any) 
     run_python("tests/distributed/move.py", root, json.dumps(stops), path=[*packages(version), SUPPORT])
 
 
-def test_a_checkpoint_goes_round_all_versions(tmp_path: Path, run_python: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    "versions",
+    [
+        pytest.param((VERSIONS[0], VERSIONS[-1]), id="oldest and newest"),
+        pytest.param(VERSIONS, id="all", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_goes_round(versions: Sequence[str], tmp_path: Path, run_python: Callable[..., str]) -> None:
     """Each version loads what the one before has saved: the same state, the same next step, the same bytes again.
 
     Also what Megatron of the version before has saved as torch_dist.
     """
-    move(run_python, VERSIONS[0], tmp_path, (LAYOUT, f"train {FORM}", "-", VERSIONS[0]))
-    for before, version in zip(VERSIONS, (*VERSIONS[1:], VERSIONS[0]), strict=True):
-        target = version if version != VERSIONS[0] else "round"
+    first = versions[0]
+    move(run_python, first, tmp_path, (LAYOUT, f"train {FORM}", "-", first))
+    for before, version in zip(versions, (*versions[1:], first), strict=True):
+        target = version if version != first else "round"
         move(run_python, version, tmp_path, (LAYOUT, f"resume {FORM}", before, target))
         assert_same_bytes(tmp_path / before, tmp_path / target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.native.coded import decoded
+from mcore_ckpt.load.tensor_fills import describe_rounding, refuse_rounding
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
@@ -22,6 +25,9 @@ from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.trainer import Trainer
 
+_UPPER_BITS = 16
+_HALF = 1 << (_UPPER_BITS - 1)
+
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 
 
@@ -32,11 +38,13 @@ class ForeignLoad:
     Attributes:
         step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank read.
+        rounded: how many tensors of this rank were rounded; see LoadReport.
         extra_state: always None, because foreign checkpoints have no extra state.
     """
 
     step: int
     nbytes: int
+    rounded: Mapping[str, int]
     extra_state: None = None
 
 
@@ -121,7 +129,8 @@ def load_together(
 
     decide(trainer.agreement, f"checking {path}", look, combine)
     decide(trainer.agreement, f"loading {path}", write, lambda _: {})
-    return ForeignLoad(states[0].step, states[0].nbytes)
+    rounded = Counter(rounding for rounding in _roundings(states[0]) if rounding is not None)
+    return ForeignLoad(states[0].step, states[0].nbytes, dict(rounded))
 
 
 def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
@@ -197,16 +206,56 @@ def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
     """Checks the state against this trainer, and puts its param groups into the order of this optimizer."""
     if "optimizer" not in trainer.config.load_contents:
         return state
+    state = _with_upper_halves(state)
     _check_against_weights(path, state)
+    refuse_rounding(trainer, _roundings(state))
     check_scheduler(trainer.lr_scheduler, state.scheduler)
     parts = optimizer_parts(trainer.optimizer)
     return replace(state, parts=tuple(map(_matched, parts, state.parts)))
+
+
+def _roundings(state: ForeignState) -> Iterator[str | None]:
+    for parameter in state.parameters:
+        for kind, loaded in parameter.tensors.items():
+            form = parameter.owned.part.form_of(parameter.owned, kind)
+            kept = torch.float32 if form.is_halved else form.dtype or loaded.dtype
+            yield describe_rounding(kind, loaded.dtype, kept, form.is_scaled)
 
 
 def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
     if saved.param_groups is None:
         return saved
     return replace(saved, param_groups=match_groups(part, saved.param_groups))
+
+
+def _weights_of(state: ForeignState) -> list[torch.Tensor]:
+    """Returns, for each parameter, the weights of the elements that this rank owns: the checkpoint's if it has any."""
+    loaded = {id(tensor.live): tensor.loaded for tensor in state.weights}
+    owned = [parameter.owned for parameter in state.parameters]
+    whole = (loaded.get(id(each.parameter), each.parameter.detach()).cpu() for each in owned)
+    return [weight.reshape(-1)[each.start : each.stop] for weight, each in zip(whole, owned, strict=True)]
+
+
+def _with_upper_halves(state: ForeignState) -> ForeignState:
+    """Returns the state with main parameters put together if only their lower halves were stored.
+
+    With `store_param_remainders`, megatron (0.16 to 0.19) stores FusedAdam's remainders as if they were the main
+    parameters: as int16, or those numbers as float32. They mean something only beside the bfloat16 weights.
+    """
+    weights = _weights_of(state)
+    mains = [parameter.tensors[PARAM] for parameter in state.parameters]
+    halved = [pair for pair in zip(mains, weights, strict=True) if pair[1].dtype == torch.bfloat16]
+    # No other main parameters are all whole numbers. A single tensor may be: norms begin as ones.
+    are_numbers = all(torch.equal(main.to(torch.int16).to(main.dtype), main) for main, _ in halved)
+    if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
+        return state
+    parameters = (
+        replace(each, tensors={**each.tensors, PARAM: decoded(each.tensors[PARAM].to(torch.int16), None, weight)})
+        if weight.dtype == torch.bfloat16
+        else each
+        for each, weight in zip(state.parameters, weights, strict=True)
+    )
+    return replace(state, parameters=tuple(parameters))
 
 
 def _check_against_weights(path: Path, state: ForeignState) -> None:
@@ -218,21 +267,21 @@ def _check_against_weights(path: Path, state: ForeignState) -> None:
     all buckets after the first get values of their neighbours, and so do their moments. A `dp_reshardable` range also
     belongs to another parameter if the buckets or the pipeline split differ.
     """
-    weights = {id(tensor.live): tensor.loaded for tensor in state.weights}
-    for parameter in state.parameters:
-        owned = parameter.owned
-        weight = weights.get(id(owned.parameter))
-        whose = "the checkpoint's weights"
-        if weight is None:
-            weight, whose = owned.parameter.detach().cpu(), "the model's present weights (the checkpoint has none)"
-        expected = weight.reshape(-1)[owned.start : owned.stop]
-        wrong = _differing(parameter.tensors[PARAM].to(expected.dtype), expected)
+    whose = "the checkpoint's weights" if state.weights else "the model's present weights (the checkpoint has none)"
+    for parameter, expected in zip(state.parameters, _weights_of(state), strict=True):
+        owned, main = parameter.owned, parameter.tensors[PARAM]
+        wrong = _differing(main.to(expected.dtype), expected)
+        if wrong and expected.dtype == torch.bfloat16:
+            # FusedAdam rounds a value half up beside a remainder, all others to the even neighbour.
+            up = ((main.float().view(torch.int32) + _HALF) >> _UPPER_BITS).to(torch.int16).view(torch.bfloat16)
+            wrong = min(wrong, _differing(up, expected))
         if wrong:
             raise CheckpointMismatchError(
                 f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "
                 f"to {whose}, so neither the main parameters nor their moments can be trusted. Either the checkpoint "
                 "was saved under other buckets or another layout, or in megatron's fully_reshardable format with "
-                "several buckets (0.16.1 mixes up parameters in this case, and the lost values cannot be recovered). "
+                "several buckets (0.16.1 mixes up parameters in this case, and the lost values cannot be recovered), "
+                "or its optimizer kept main parameters of fp16. "
                 "Load it with load_contents=('model', 'extra'), or save it again as dp_reshardable"
             )
 

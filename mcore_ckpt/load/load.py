@@ -208,7 +208,7 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
 
     loaded = (load_torch_dist if kind == "torch_dist" else load_verl_ranks)(trainer, path.absolute())
     _make_consistent(trainer)
-    report = LoadReport(path.absolute(), loaded.nbytes, time.monotonic() - started, ())
+    report = LoadReport(path.absolute(), loaded.nbytes, time.monotonic() - started, (), loaded.rounded)
     return LoadResult(loaded.step, loaded.extra_state, report)
 
 

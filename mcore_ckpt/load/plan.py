@@ -20,7 +20,7 @@ from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.optimizer_plan import OptimizerPlanner, PartPlan, Unstepped
-from mcore_ckpt.load.tensor_fills import not_there, plan_fill, replicas_of
+from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
@@ -150,7 +150,7 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     }
     plan = LoadPlan(locator, reader, tuple(model_fills), parts, common, rng, seed, extra, used)
     _check_sizes(reader, plan.fills)
-    _refuse_rounding(trainer, plan.fills)
+    refuse_rounding(trainer, (fill.rounding for fill in plan.fills))
     return plan
 
 
@@ -252,16 +252,6 @@ def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorF
     raise CheckpointMismatchError(
         f"{wanted.file}: tensor {shard.key}: wanted {shard.tensor.nbytes} bytes, found no such tensor"
     )
-
-
-def _refuse_rounding(trainer: Trainer, fills: Iterable[TensorFill]) -> None:
-    """Raises CheckpointMismatchError if values would be rounded and the config wants all dtypes to be kept."""
-    rounded = sorted({fill.rounding for fill in fills if fill.rounding is not None})
-    if rounded and trainer.config.strict_dtypes:
-        raise CheckpointMismatchError(
-            f"strict_dtypes is set, but this load would round values: {', '.join(rounded)}; use the dtypes and the "
-            "layout of the checkpoint, or leave strict_dtypes unset"
-        )
 
 
 # -- small files and file sizes -------------------------------------------------------------------------------

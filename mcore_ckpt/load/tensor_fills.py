@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -34,10 +34,25 @@ def plan_fill(
             f"{located.reads[0].stored.file if located.reads else wanted.file}: tensor {wanted.key}: wanted dtype "
             f"{dtype}, found {stored}"
         )
-    rounding = None
-    if scaled or not _is_exact(stored, dtype):
-        rounding = f"{wanted.key.kind}: {dtype_name(stored)} to {'scaled ' if scaled else ''}{dtype_name(dtype)}"
+    rounding = describe_rounding(wanted.key.kind, stored, dtype, scaled)
     return TensorFill(located.reads, stored, target, padded=bool(located.outside), rounding=rounding)
+
+
+def describe_rounding(kind: str, stored: torch.dtype, kept: torch.dtype, scaled: bool) -> str | None:
+    """Says what is rounded to what if values of one dtype are kept in another; None if they stay as they are."""
+    if not scaled and _is_exact(stored, kept):
+        return None
+    return f"{kind}: {dtype_name(stored)} to {'scaled ' if scaled else ''}{dtype_name(kept)}"
+
+
+def refuse_rounding(trainer: Trainer, roundings: Iterable[str | None]) -> None:
+    """Raises CheckpointMismatchError if values would be rounded and the config wants all dtypes to be kept."""
+    rounded = sorted({rounding for rounding in roundings if rounding is not None})
+    if rounded and trainer.config.strict_dtypes:
+        raise CheckpointMismatchError(
+            f"strict_dtypes is set, but this load would round values: {', '.join(rounded)}; use the dtypes and the "
+            "layout of the checkpoint, or leave strict_dtypes unset"
+        )
 
 
 def _is_exact(stored: torch.dtype, kept: torch.dtype) -> bool:

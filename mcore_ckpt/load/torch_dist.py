@@ -293,19 +293,16 @@ def _read_parameter(
     weights: Mapping[int, torch.Tensor],
 ) -> LoadedParameter:
     """Reads a parameter's `fully_reshardable` state in the model's shape, and keeps the range that this rank owns."""
-    weight = weights.get(id(owned.parameter), owned.parameter.detach())
+    weight = weights.get(id(owned.parameter), owned.parameter.detach()).cpu()
     tensors = {}
     for kind in KINDS:
-        dtype = _dtype_of(owned, kind)
-        # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at zero.
-        memory = (
-            weight.to("cpu", dtype, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape, dtype=dtype)
-        )
         # `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the name if there are several
         # parts. Another layout can have other parts, so look under every number.
         names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
         name = next((name for name in names if source.keys.has(name)), names[0])
-        tensors[kind] = _fill(source, sharded, name, memory).reshape(-1)[owned.start : owned.stop].clone()
+        # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at zero.
+        starts_as = weight.float() if kind == PARAM else torch.zeros(owned.parameter.shape)
+        tensors[kind] = _fill(source, sharded, name, starts_as).reshape(-1)[owned.start : owned.stop].clone()
     return LoadedParameter(owned, tensors)
 
 
@@ -328,7 +325,8 @@ def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParamete
     key = f"{chained.group_key}.gbuf_idx_{where.buffer}.dtype_{where.dtype}.bucket_idx_{where.bucket}"
     tensors = {}
     for kind in KINDS:
-        tensors[kind] = torch.empty(owned.stop - owned.start, dtype=_dtype_of(owned, kind))
+        stored = chained.files.dtype_of(f"{key}.{kind}") or torch.float32
+        tensors[kind] = torch.empty(owned.stop - owned.start, dtype=stored)
         try:
             chained.files.read(WantedPart(f"{key}.{kind}", (where.numel,), (where.start,), tensors[kind]))
         except CheckpointMismatchError as error:
@@ -338,11 +336,6 @@ def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParamete
                 f"optimizer as {_FULLY_RESHARDABLE}"
             ) from None
     return LoadedParameter(owned, tensors)
-
-
-def _dtype_of(owned: OwnedParameter, kind: str) -> torch.dtype:
-    form = owned.part.form_of(owned, kind)
-    return form.dtype if form.is_plain and form.dtype is not None else torch.float32
 
 
 def _shared_by_group(trainer: Trainer, chained: _ChainedState) -> SavedPart:

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Generator
 from datetime import timedelta
 
+import emerging  # noqa: F401, before any test imports megatron
 import pytest
 import torch
 import torch.distributed as dist

@@ -288,7 +288,20 @@ def test_fully_reshardable_under_another_layout(name: str, other: Layout, shared
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize(("form", "precision"), pairs(BOTH_TYPES, ("fp32", "bf16")))
+@pytest.mark.parametrize(
+    ("form", "precision"),
+    [
+        ("fully_reshardable", "bf16"),
+        *(
+            pytest.param(form, precision, marks=pytest.mark.full)
+            for form, precision in [
+                ("fully_reshardable", "fp32"),
+                ("dp_reshardable", "fp32"),
+                ("dp_reshardable", "bf16"),
+            ]
+        ),
+    ],
+)
 def test_sharded_over_another_number_of_replicas(precision: Any, form: str, shared_path: Path) -> None:
     """Over two of the four replicas, and over all four."""
     layout = replace(LAYOUTS["dp4-two-instances"], precision=precision)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import files_of, manager_of, save
+from foreign_checkpoints import save_torch_dist, save_verl_ranks, seed_replicas_alike
+from fused_adam import fused_adam
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
 from snapshot import assert_same, chained, poison, snapshot
 from tiers import marks
@@ -308,3 +310,48 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
                 shown &= torch.equal(theirs, parameter.detach().view(-1)[owned.start : owned.end])
         with everywhere():
             assert (same, shown) == (left_out == "main of fp32", left_out != "main of fp32")
+
+
+# -- other programs' checkpoints ---------------------------------------------------------------------------
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable", pytest.param("verl_ranks", marks=FULL)])
+@pytest.mark.parametrize(
+    "settings", [{"remainders": True}, {"moment_dtypes": ("fp16", "bf16")}], ids=["remainders", "16"]
+)
+def test_megatrons_own_checkpoints_of_it_are_read(settings: dict[str, Any], form: str, shared_path: Path) -> None:
+    """megatron stores remainders as if they were the main parameters; its own load of them fails, or loses them."""
+    layout = replace(PLAIN, precision_aware=True, **settings)
+    with parallel(layout):
+        first = build(layout, seed=1)
+        seed_replicas_alike()
+        train(first, 0, 2)
+        if form == "verl_ranks":
+            save_verl_ranks(first, shared_path)
+        else:
+            with fused_adam():
+                save_torch_dist(first, shared_path, form)
+        state = global_state(first)
+    for target in (layout, replace(PLAIN, precision_aware=False)):
+        with parallel(target):
+            training = build(target, seed=2)
+            poison(training)
+            contents = ("model", "optimizer")
+            manager = manager_of(training, shared_path / "unused", load_contents=contents, assume_optimizer_step=2)
+            report = manager.load(path=shared_path).report
+            manager.close()
+            found = values_of(global_state(training))
+            train(training, 2, 3)
+            with everywhere():
+                wanted = {name: as_fp32(tensor) for name, tensor in values_of(state).items()}
+                if "fp16" in target.moment_dtypes:  # coded anew
+                    assert set(report.rounded) == {
+                        "exp_avg: float32 to scaled float16",
+                        "exp_avg_sq: float32 to bfloat16",
+                    }
+                    for name, tensor in wanted.items():
+                        torch.testing.assert_close(found[name].float(), tensor, rtol=2**-11, atol=0, msg=name)
+                else:
+                    assert not report.rounded
+                    assert_same_state(found, wanted)

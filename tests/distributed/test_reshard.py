@@ -160,7 +160,7 @@ def shown(step: Step) -> list[float]:
 
 
 # Each kind of cut is in one of these families. The others repeat it with fewer or more ranks, or with more layers.
-@pytest.mark.parametrize("layouts", families(in_ci={"hybrid2", "tied2", "tied-mtp2", "mtp2", "bf16-2", "moe4"}))
+@pytest.mark.parametrize("layouts", families(in_ci={"tied2", "tied-mtp2", "mtp2", "bf16-2", "moe4"}))
 def test_every_layout_loads_the_one_before(layouts: dict[str, Layout], shared_path: Path) -> None:
     names = list(layouts)
     check_loads(layouts, {target: [names[number - 1]] for number, target in enumerate(names)}, shared_path)

@@ -1,7 +1,8 @@
 """A stand-in for transformer-engine's FusedAdam on a CPU, for megatron's `use_precision_aware_optimizer`.
 
 It keeps its state as the real one does (2.9, fused_adam.py): `master_param` beside the moments, fp16 and fp8 with a
-scale, remainders of 16 bits. So it proves that the layout of the state survives, and not the kernels.
+scale, remainders of 16 bits. So it proves that the layout of the state survives, and not the kernels. On a GPU the real
+one is used.
 """
 
 import sys
@@ -165,17 +166,26 @@ class FusedAdam(torch.optim.Optimizer):
 
 @contextmanager
 def fused_adam() -> Iterator[None]:
-    """Lets megatron find the stand-in while it builds an optimizer and its configuration."""
+    """Lets megatron find the stand-in while it builds an optimizer and its configuration, or saves one itself."""
+    if torch.cuda.is_available():
+        yield
+        return
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import distrib_optimizer
 
-    found = [(optimizer, "Adam"), (optimizer, "USING_PYTORCH_OPTIMIZER"), (distrib_optimizer, "Adam")]
-    values = [getattr(module, name, None) for module, name in found]
+    stand_ins = [
+        (optimizer, "Adam", FusedAdam),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        (distrib_optimizer, "Adam", FusedAdam),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (distrib_optimizer, "USING_TE_OPTIMIZER", True),
+    ]
+    found = [getattr(module, name, None) for module, name, _ in stand_ins]
     names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
     modules = {name: sys.modules.get(name) for name in names}
     version = utils.get_te_version
     utils.get_te_version = lambda: Version("2.9.0")
-    for (module, name), value in zip(found, (FusedAdam, False, FusedAdam), strict=True):
+    for module, name, value in stand_ins:
         setattr(module, name, value)
     sys.modules |= {name: ModuleType(name) for name in names}
     sys.modules[names[-1]].FusedAdam = FusedAdam  # type: ignore[attr-defined]
@@ -183,7 +193,7 @@ def fused_adam() -> Iterator[None]:
         yield
     finally:
         utils.get_te_version = version
-        for (module, name), value in zip(found, values, strict=True):
+        for (module, name, _), value in zip(stand_ins, found, strict=True):
             setattr(module, name, value)
         for name, known in modules.items():
             if known is None:

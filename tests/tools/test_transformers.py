@@ -53,7 +53,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {"gpt_oss": {"swiglu_limit": 7.0}}
 
 Found = dict[str, Any]
 needs_4 = pytest.mark.skipif(not TRANSFORMERS_4.is_dir(), reason=f"no transformers 4 in {TRANSFORMERS_4}")
-versions = pytest.mark.parametrize("version", [pytest.param("4", marks=needs_4), "5"])
+# In CI only tests/cli/test_demo.py loads an export with transformers 4.
+versions = pytest.mark.parametrize("version", [pytest.param("4", marks=[needs_4, pytest.mark.full]), "5"])
 
 
 def models(*names: str) -> pytest.MarkDecorator:

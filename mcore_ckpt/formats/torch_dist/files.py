@@ -160,6 +160,11 @@ class TorchDistFiles:
         """Returns the shape of a stored tensor. Raises KeyError if there is none."""
         return tuple(self._tensors[key][1].size)
 
+    def dtype_of(self, key: str) -> torch.dtype | None:
+        """Returns the dtype of a stored tensor, or None if there is none."""
+        found = self._tensors.get(key)
+        return None if found is None else found[1].properties.dtype
+
     def object_keys(self, prefix: str) -> list[str]:
         return sorted(key for key in self._objects if key.startswith(prefix))
 

@@ -93,6 +93,7 @@ def test_a_run_that_was_saved_at_an_epochs_end_goes_on_with_the_next(model: Path
     check_went_on(resumed, reference, since=4)
 
 
+@pytest.mark.full  # tests/distributed/test_verl_stock.py moves such runs, of recorded versions, in CI
 def test_a_run_of_verls_own_engine_goes_on_with_ours(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     # One data-parallel rank: of the others verl's own manager saves no random states.

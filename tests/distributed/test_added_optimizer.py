@@ -1,0 +1,100 @@
+"""An optimizer that this package does not know, added in the way that CONTRIBUTING.md says."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import megatron.core.optimizer
+import pytest
+import torch
+from agreement import everywhere
+from checkpointing import manager_of, save
+from global_state import assert_same_state, global_state
+from snapshot import poison
+from training import Layout, Training, build, parallel, train
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.state.optimizers import chain, kinds
+from mcore_ckpt.state.optimizers.kinds import Kind
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+
+LAYOUT = Layout(2, precision="bf16", optimizer="sgd", distributed_optimizer=False, padded_vocab=144)
+
+
+class HeavyBall(torch.optim.Optimizer):
+    """Keeps its velocities in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "friction": 1 - momentum})
+        self.velocities: dict[torch.Tensor, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = self.velocities.setdefault(param, {"velocity": torch.zeros_like(param), "step": 0})
+                kept["velocity"].mul_(1 - group["friction"]).add_(param.grad)
+                kept["step"] += 1
+                param.sub_(group["lr"] / kept["step"] * kept["velocity"])
+
+
+class HeavyBallPart(OptimizerPart):
+    def state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        return self.inner.velocities.get(key, {})
+
+    def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
+        return self.inner.velocities.setdefault(key, {})
+
+    def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
+        self.inner.velocities.pop(key, None)
+
+    def steps(self) -> set[float | int]:
+        return {kept["step"] for kept in self.inner.velocities.values()}
+
+    def write_step(self, step: float | int | None) -> None:
+        for kept in self.inner.velocities.values():
+            kept["step"] = step
+
+
+@pytest.fixture
+def heavy_ball(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core.optimizer, "SGD", HeavyBall)
+
+
+def add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS, Kind("HeavyBall", ("HeavyBall",), ("velocity",), has_step=True)))
+    monkeypatch.setitem(chain._KINDS, "velocities", HeavyBallPart)
+
+
+def loaded(layout: Layout, root: Path) -> Training:
+    training = build(layout, seed=2)
+    train(training, 0, 1)
+    poison(training)
+    manager = manager_of(training, root)
+    manager.load()
+    manager.close()
+    return training
+
+
+@pytest.mark.world(2)
+@pytest.mark.usefixtures("heavy_ball")
+def test_it_is_refused_until_it_is_added_and_then_goes_on(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parallel(LAYOUT):
+        first = build(LAYOUT, seed=1)
+        with pytest.raises(UnsupportedError, match="optimizer HeavyBall is not supported: use one of Adam, "):
+            manager_of(first, shared_path)
+        add(monkeypatch)
+        train(first, 0, 2)
+        save(first, shared_path, 2)
+        state, reference = global_state(first), train(first, 2, 4)
+        second = loaded(LAYOUT, shared_path)
+        found, resumed = global_state(second), train(second, 2, 4)
+        with everywhere():
+            assert_same_state(found, state)
+            assert any(name.endswith(" velocity") for name in state)
+            assert resumed == reference
+    other = replace(LAYOUT, tp=2)
+    with parallel(other):
+        found = global_state(loaded(other, shared_path))
+        with everywhere():
+            assert_same_state(found, state)
