@@ -540,6 +540,8 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
             "async_mode": config.async_mode,
             "skip_frozen": config.skip_frozen,
             "strict": config.strict,
+            "strict_dtypes": config.strict_dtypes,
+            "reset_moments": config.reset_moments,
             "assume_optimizer_step": config.assume_optimizer_step,
             "if_busy": config.if_busy,
             "if_failed": config.if_failed,

@@ -113,8 +113,9 @@ class Locator:
         """Returns the coded shard that has exactly the wanted region, or None if there is no such shard."""
         key = self.stored_key(wanted.key)
         parts = () if key is None else self.reader.parts(key, self._position)
-        found = (shard for shards in parts for shard in shards if shard.region == wanted.region)
-        return next((shard for shard in found if shard.coding is not None), None)
+        # This rank's own, if any, is in the files of the nearest ranks.
+        near: Sequence[StoredShard] = next((shards for shards in parts if shards), ())
+        return next((shard for shard in near if shard.coding is not None and shard.region == wanted.region), None)
 
     def opaque(self, key: ShardKey) -> StoredShard | None:
         """Finds the bytes of a module's `_extra_state`, preferably those of the saved rank nearest to the reading rank.

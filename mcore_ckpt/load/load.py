@@ -55,7 +55,7 @@ class LoadReport:
         seconds: the time from the call to the last agreement.
         skipped: for each newer checkpoint that was not loaded, the reason; the newest first.
         rounded: how many tensors of this rank have values that were rounded, by what was rounded to what, such as
-            "exp_avg: float32 to bfloat16". Nothing else was changed by the load's conversions.
+            "exp_avg: float32 to bfloat16". No other value lost precision.
         new_moments: the kinds of the chained optimizers that start with new moments (`reset_moments`).
     """
 
@@ -212,11 +212,15 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
     return LoadResult(loaded.step, loaded.extra_state, report)
 
 
+def _changes_model(trainer: Trainer) -> bool:
+    return optimizer_state.changes_model(trainer.optimizer)
+
+
 def _started_anew(trainer: Trainer, plan: LoadPlan) -> tuple[str, ...]:
     if plan.common is None:
         return ()
     parts = zip(optimizer_parts(trainer.optimizer), plan.common.optimizers, strict=True)
-    return tuple(part.kind for part, saved in parts if saved.starts_anew)
+    return tuple(part.kind_name for part, saved in parts if saved.starts_anew)
 
 
 def _final(error: CheckpointError, skipped: Sequence[str], changed: bool) -> CheckpointError:
@@ -259,6 +263,12 @@ def _plan_together(trainer: Trainer, folder: Folder) -> LoadPlan:
                 f"{folder}: load_contents names the weights in {file_names.HUGGINGFACE_DIR}/, but they cannot be read "
                 "from a remote store: put 'model' into load_contents, or copy the folder to a local disk"
             )
+        if _takes_hf_weights(trainer) and "optimizer" in trainer.config.load_contents and _changes_model(trainer):
+            raise UnsupportedError(
+                f"{folder}: load_contents names 'optimizer' and the weights in {file_names.HUGGINGFACE_DIR}/, but with "
+                "this optimizer each main parameter belongs to the weight that it was saved beside: put 'model' into "
+                "load_contents"
+            )
         own = plan_load(trainer, folder)
         return own, {"attempt": own.manifest.attempt, "used": own.used, "new_moments": own.new_moments}
 
@@ -290,7 +300,7 @@ def _apply_together(trainer: Trainer, plan: LoadPlan, check: bool) -> int:
 
 def _apply_small_state(trainer: Trainer, plan: LoadPlan) -> None:
     """Restores the state that is not stored as tensors: steps, param groups, scheduler, random number generators."""
-    for part, state, keep_main in plan.unstepped:
+    for part, state, keep_main in plan.newly_started:
         part.forget_state_of(state.key, keep_main)
     if plan.common is not None:
         write_common(trainer.optimizer, trainer.lr_scheduler, plan.common.optimizers, plan.common.lr_scheduler)
@@ -316,5 +326,5 @@ def _make_consistent(trainer: Trainer) -> None:
         optimizer_state.copy_main_to_model(trainer.optimizer)
         gather_parameters(trainer.chunks)
         optimizer_state.gather_from_owners(trainer.optimizer)
-    elif "optimizer" in contents and optimizer_state.changes_model(trainer.optimizer):
+    elif "optimizer" in contents and _changes_model(trainer):
         gather_parameters(trainer.chunks)

@@ -21,8 +21,11 @@ from mcore_ckpt.state.optimizers.part import Form, OptimizerPart
 from mcore_ckpt.state.shards import ParameterState
 from mcore_ckpt.state.trainer import Trainer
 
-Unstepped = tuple[OptimizerPart, ParameterState, bool]
-"""A parameter for which the optimizer had done no step when it was saved, and whether its main parameter is filled."""
+NewlyStarted = tuple[OptimizerPart, ParameterState, bool]
+"""A parameter that starts without moments, and whether its main parameter is filled.
+
+The optimizer had done no step when it was saved, or the stored moments are not taken over.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,21 +34,21 @@ class PartPlan:
 
     Attributes:
         mains: the fills of main parameters.
-        moments: the fills of all other state.
-        unstepped: the parameters without moments.
-        all_unstepped: all parameters, in the same form.
+        state: the fills of all other state.
+        newly_started: the parameters without moments.
+        all_newly_started: all parameters, in the same form.
         other_moments: why the stored moments are not those that the optimizer needs; None if they are.
     """
 
     mains: tuple[TensorFill, ...]
-    moments: tuple[TensorFill, ...]
-    unstepped: tuple[Unstepped, ...]
-    all_unstepped: tuple[Unstepped, ...]
+    state: tuple[TensorFill, ...]
+    newly_started: tuple[NewlyStarted, ...]
+    all_newly_started: tuple[NewlyStarted, ...]
     other_moments: str | None
 
-    def without_moments(self) -> PartPlan:
+    def with_new_moments(self) -> PartPlan:
         """Returns the plan that takes over main parameters alone."""
-        return replace(self, moments=(), unstepped=self.all_unstepped)
+        return replace(self, state=(), newly_started=self.all_newly_started)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class OptimizerPlanner:
         """
         mains: list[TensorFill] = []
         moments: list[TensorFill] = []
-        entries: list[tuple[Unstepped, bool]] = []
+        entries: list[tuple[NewlyStarted, bool]] = []
         other: str | None = None
         for state in states:
             kinds = self.locator.moments(state.name)
@@ -98,8 +101,8 @@ class OptimizerPlanner:
                 f"{other}: set reset_moments=True to take over the main parameters alone, and to start with new moments"
             )
         every = tuple(entry for entry, _ in entries)
-        unstepped = tuple(entry for entry, has_stepped in entries if starts_anew or not has_stepped)
-        return PartPlan(tuple(mains), tuple(moments), unstepped, every, other)
+        newly_started = tuple(entry for entry, has_stepped in entries if starts_anew or not has_stepped)
+        return PartPlan(tuple(mains), tuple(moments), newly_started, every, other)
 
     def _bound(self, state: ParameterState) -> dict[str, StoredShard] | None:
         """Returns the stored tensors that belong to this very region; None if only other regions have such tensors."""
@@ -116,13 +119,15 @@ class OptimizerPlanner:
                 f"{where}: belongs to other parts of the parameter than {state.region.describe()}, and cannot be "
                 "divided: use the tensor-parallel size of the checkpoint"
             )
-        kind, found = part.moments, {*kinds, *bound}
+        kind, found = part.kind, {*kinds, *bound}
         if kind is None or not found:
             return None
         shapes = part.bound_shapes(state.main)
         wanted = {*kind.moments, *shapes}
-        if not wanted <= found <= wanted.union(kind.optional) or set(bound) != set(shapes):
-            return f"{where}: wanted {_listed(wanted)} of {part.kind}, found {_listed(found)}"
+        # A class that is derived from a known one may keep more. It gets only the state of its own class.
+        allowed = found if part.kind_name != kind.name else wanted.union(kind.optional)
+        if not wanted <= found <= allowed or set(bound) != set(shapes):
+            return f"{where}: wanted {_listed(wanted)} of {part.kind_name}, found {_listed(found)}"
         for name, shape in shapes.items():
             if bound[name].region.local_shape != shape:
                 return f"{where}: wanted {name} of shape {list(shape)}, found {list(bound[name].region.local_shape)}"

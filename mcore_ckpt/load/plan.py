@@ -19,7 +19,7 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
-from mcore_ckpt.load.optimizer_plan import OptimizerPlanner, PartPlan, Unstepped
+from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.overlap import Rows
@@ -72,12 +72,12 @@ class LoadPlan:
     @property
     def fills(self) -> tuple[TensorFill, ...]:
         """The fills of the model's and the optimizer's tensors."""
-        return (*self.model_fills, *(fill for part in self.parts for fill in (*part.mains, *part.moments)))
+        return (*self.model_fills, *(fill for part in self.parts for fill in (*part.mains, *part.state)))
 
     @property
-    def unstepped(self) -> tuple[Unstepped, ...]:
+    def newly_started(self) -> tuple[NewlyStarted, ...]:
         """The parameters that start without moments."""
-        return tuple(entry for part in self.parts for entry in part.unstepped)
+        return tuple(entry for part in self.parts for entry in part.newly_started)
 
     @property
     def new_moments(self) -> list[int]:
@@ -88,7 +88,7 @@ class LoadPlan:
         """Returns the plan in which these chained optimizers take over main parameters alone."""
         if self.common is None or not numbers:
             return self
-        parts = tuple(part.without_moments() if n in numbers else part for n, part in enumerate(self.parts))
+        parts = tuple(part.with_new_moments() if n in numbers else part for n, part in enumerate(self.parts))
         # Even if some parameters have the moments that they need: all count their steps together.
         saved = tuple(
             replace(state, step=None, starts_anew=True) if n in numbers else state
@@ -225,7 +225,8 @@ def _model_fill(trainer: Trainer, shard: LocalShard, locator: Locator) -> Tensor
     refuse_freed(wanted.key, shard.tensor, "load()")
     fill = plan_fill(wanted, shard.tensor.dtype, _locate_weight(wanted, shard, locator), lambda: shard.tensor)
     # Nothing is lost by rounding a weight whose main parameter is loaded, too.
-    rounding = None if "optimizer" in trainer.config.load_contents else fill.rounding
+    has_main = "optimizer" in trainer.config.load_contents and not (shard.is_frozen or shard.is_buffer)
+    rounding = None if has_main else fill.rounding
     return replace(fill, replicas=replicas_of(trainer, shard.expert), rounding=rounding)
 
 

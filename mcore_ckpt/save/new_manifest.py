@@ -90,7 +90,7 @@ def read_common(trainer: Trainer) -> dict[str, Any]:
     return {
         "optimizers": [
             {
-                "kind": part.kind,
+                "kind": part.kind_name,
                 "param_groups": read_param_groups(part),
                 "grad_scaler": optimizer_state.read_grad_scaler(part),
             }

@@ -15,7 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.dtypes import dtype_name, item_bytes
+from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.checkpoint.index import SCALE_REGION, Alias
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.file_plan import FilePlan, StructureCache, plan_file
@@ -248,26 +248,26 @@ def _write_requests(trainer: Trainer) -> list[WriteRequest]:
 def estimated_bytes(trainer: Trainer) -> int:
     """Estimates how many bytes this rank's part of a checkpoint will have.
 
-    Before the optimizer's first step there are no moments. Then the estimate adds to each main parameter two moments of
-    the same size, because Adam will have them.
+    Before the optimizer's first step there are no moments. Then the estimate adds what this step will make.
 
     Raises:
         UnsupportedError: something cannot be saved completely.
     """
-    total = sum(map(_estimated_request_bytes, _write_requests(trainer)))
+    parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
+    to_come = max((part.bytes_of_first_step() for part in parts), default=0)
+    total = sum(_estimated_request_bytes(request, to_come) for request in _write_requests(trainer))
     return total + total // _HEADERS_PART
 
 
 # In a file of large tensors, headers, padding and the index take less than 1 / _HEADERS_PART of the tensors' bytes.
 _HEADERS_PART = 100
-_MOMENTS = 2
 
 
-def _estimated_request_bytes(request: WriteRequest) -> int:
+def _estimated_request_bytes(request: WriteRequest, to_come: int) -> int:
     nbytes = sum(write.tensor.nbytes for write in request.tensors)
     if request.kind == "optimizer" and all(write.key.kind == PARAM for write in request.tensors):
-        of_aliases = sum(alias.region.numel * item_bytes(alias.dtype) for alias in request.aliases)
-        nbytes += _MOMENTS * (nbytes + of_aliases)
+        regions = [*(write.region for write in request.tensors), *(alias.region for alias in request.aliases)]
+        nbytes += to_come * sum(region.numel for region in regions)
     return nbytes // max(1, len(request.writers))
 
 

@@ -104,6 +104,7 @@ class _LiveOptimizer:
         self._sizes = [len(group["params"]) for group in part.param_groups]
         self._watch = _Watch()
         self._parameters = [self._watch.add(parameter) for parameter in part.watched()]
+        self._mains = [self._watch.add(main) for main in part.watched_mains()]
         states = list(map(part.state_of, part.watched()))
         self._kinds = list(map(len, states))
         # STEP is left out, because some optimizers replace its tensor at every step.
@@ -121,6 +122,8 @@ class _LiveOptimizer:
         # The keys of `state` are no substitute, because they can include parameters that are no longer in any group.
         parameters = self._part.watched()
         if list(map(id, parameters)) != self._parameters or self._watch.has_died:
+            return False
+        if list(map(id, self._part.watched_mains())) != self._mains:
             return False
         states = list(map(self._part.state_of, parameters))
         if list(map(len, states)) != self._kinds:

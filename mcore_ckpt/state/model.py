@@ -75,7 +75,8 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Gathers the shards of a rank's parameters that other ranks own. All data-parallel ranks must call it together."""
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
-        if config is not None and config.use_distributed_optimizer:
+        # Layer-wise optimizers without a parameter layout (0.17 to 0.19) overlap the gathering without the former.
+        if config is not None and (config.use_distributed_optimizer or config.overlap_param_gather):
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 

@@ -73,15 +73,15 @@ def match_parts(
     found: list[SavedPart] = []
     for number, part in enumerate(parts):
         # Only parts of one kind can have each other's state.
-        alike = [each for each in parts if each.kind == part.kind]
-        same = [state for state in saved if state["kind"] == part.kind]
+        alike = [each for each in parts if each.kind_name == part.kind_name]
+        same = [state for state in saved if state["kind"] == part.kind_name]
         scalers = [state["grad_scaler"] for state in saved if state["kind"] != _NO_OPTIMIZER]
         if part.inner is None:
             found.append(SavedPart((), None, scalers[0] if scalers else None))
         elif not same:
             found.append(_new_part(part, saved, scalers, reset_moments))
         elif len(alike) == len(same) and all(map(_is_of_the_same, alike, same)):
-            place = sum(each.kind == part.kind for each in parts[:number])
+            place = sum(each.kind_name == part.kind_name for each in parts[:number])
             found.append(_match_part(part, [same[place]]))
         else:
             found.append(_match_part(part, same))
@@ -92,11 +92,13 @@ def _new_part(
     part: OptimizerPart, saved: Sequence[Mapping[str, Any]], scalers: Sequence[Any], reset_moments: bool
 ) -> SavedPart:
     kinds = sorted({state["kind"] for state in saved if state["kind"] != _NO_OPTIMIZER})
-    if not kinds or reset_moments:
-        return SavedPart(None, None, scalers[0] if scalers else None, starts_anew=bool(kinds))
+    if not kinds:
+        raise CheckpointMismatchError(f"optimizer: wanted the state of {part.kind_name}, found no state")
+    if reset_moments:
+        return SavedPart(None, None, scalers[0] if scalers else None, starts_anew=True)
     raise CheckpointMismatchError(
-        f"optimizer: wanted the state of {part.kind}, found that of {' and '.join(kinds)}: set reset_moments=True to "
-        "take over the main parameters alone, and to start with new moments"
+        f"optimizer: wanted the state of {part.kind_name}, found that of {' and '.join(kinds)}: set "
+        "reset_moments=True to take over the main parameters alone, and to start with new moments"
     )
 
 

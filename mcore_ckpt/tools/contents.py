@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.names import natural_order
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ def list_tensors(role_dir: Path, pattern: str = "") -> Iterator[TensorSummary]:
     for name in sorted((name for name in reader.manifest.tensors if re.search(pattern, name)), key=natural_order):
         optimizer = reader.files(ShardKey(name, "optimizer"))
         kinds = [kind for kind in reader.kinds_in(name, optimizer) if kind not in (MODEL, OPAQUE)]
+        bound = reader.bound_kinds(ShardKey(name, PARAM))
         keys = [ShardKey(name, kind) for kind in (MODEL, OPAQUE, *kinds)]
         shard = next((shard for key in keys for shard in reader.shards(key, reader.files(key)[:1])), None)
         if shard is None:
-            yield TensorSummary(name, None, None, tuple(kinds))
+            yield TensorSummary(name, None, None, (*kinds, *bound))
         else:
-            yield TensorSummary(name, shard.dtype, shard.region.global_shape, tuple(kinds))
+            yield TensorSummary(name, shard.dtype, shard.region.global_shape, (*kinds, *bound))

@@ -49,7 +49,7 @@ def _differences(role_dir: Path, file: FileRecord) -> Iterator[str]:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many types for a bad file
         raise CheckpointCorruptError(f"{path}: cannot be opened with weights_only=True: {error}") from error
-    shards = {(shard.key.name, shard.key.kind): shard for shard in read_index(role_dir, file).shards}
+    shards = {(shard.key.name, shard.key.kind): shard.as_stored for shard in read_index(role_dir, file).shards}
     found = dict(_tensors(state))
     for name in sorted(found.keys() ^ shards.keys()):
         yield f"{path}: tensor {name[0]} ({name[1]}) is {'not in the index' if name in found else 'only in the index'}"

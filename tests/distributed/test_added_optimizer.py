@@ -63,7 +63,7 @@ def heavy_ball(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS, Kind("HeavyBall", ("HeavyBall",), ("velocity",), has_step=True)))
-    monkeypatch.setitem(chain._KINDS, "velocities", HeavyBallPart)
+    monkeypatch.setitem(chain._PARTS, "velocities", HeavyBallPart)
 
 
 def loaded(layout: Layout, root: Path) -> Training:

@@ -35,6 +35,7 @@ LAYOUTS = {
     "owners": replace(MUON, layer_wise="owners"),
     # Since 0.18 megatron does not wrap it in fp32 training, and cannot train.
     "owners-fp32": replace(MUON, layer_wise="owners", precision="fp32"),
+    "owners-overlap": replace(MUON, layer_wise="owners", overlap_param_gather=True, overlap_grad_reduce=True),
     "owners-tp2": replace(MUON, layer_wise="owners", tp=2),
     "owners-pp2-tied": replace(MUON, layer_wise="owners", pp=2, tied_embeddings=True),
     "owners-ep2": replace(MUON, layer_wise="owners", ep=2, experts=4),

@@ -27,6 +27,8 @@ from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 
+# The version of the format that has tensors that belong to shards.
+_BOUND_VERSION = 2
 # The dtype of upper halves.
 _UPPER = "bfloat16"
 
@@ -129,6 +131,8 @@ class NativeReader:
 
         Returns None if no such shard is stored, although other shards of the key have such tensors.
         """
+        if self.manifest.format_version < _BOUND_VERSION:
+            return {}  # without reading the indexes of all ranks
         for file in self.files(key):
             opened = self._open(file)
             if opened.regions.get(key) == region and opened.beside.get(key):

@@ -8,7 +8,7 @@ from mcore_ckpt.state.optimizers.fused_adam import FusedAdamPart
 from mcore_ckpt.state.optimizers.hybrid_device import HybridDevicePart
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 
-_KINDS: dict[str, type[OptimizerPart]] = {
+_PARTS: dict[str, type[OptimizerPart]] = {
     "param_to_inner_param": HybridDevicePart,
     "name_to_dtype_map": FusedAdamPart,
 }
@@ -41,7 +41,7 @@ def _parts(optimizer: Any, is_of_owner: bool) -> list[OptimizerPart]:
 def _part(megatron: Any, is_of_owner: bool) -> OptimizerPart:
     inner = getattr(megatron, "optimizer", None)
     # A kind is recognized by what it has, because its class may be in a package that is not installed.
-    for attribute, kind in _KINDS.items():
+    for attribute, kind in _PARTS.items():
         if hasattr(inner, attribute):
             return kind(megatron, inner, is_of_owner)
     return OptimizerPart(megatron, inner, is_of_owner)

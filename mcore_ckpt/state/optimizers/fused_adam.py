@@ -40,6 +40,17 @@ class FusedAdamPart(OptimizerPart):
             return {}  # moments of zeros, which a load has made beside a main parameter
         return {kind: _elements(value) for kind, value in self._state(key).items() if kind != _MAIN}
 
+    def bytes_of_first_step(self) -> int:
+        dtypes = self.inner.name_to_dtype_map
+        main = 0
+        if self.inner.master_weights:
+            halved = getattr(self.inner, "store_param_remainders", False)
+            main = torch.int16.itemsize if halved else dtypes[_MAIN].itemsize
+        return main + sum(dtype.itemsize for name, dtype in dtypes.items() if name != _MAIN)
+
+    def watched_mains(self) -> list[torch.Tensor]:
+        return [state[_MAIN] for state in self.inner.state.values() if _MAIN in state]
+
     def forget_state_of(self, key: torch.Tensor, keep_main: bool) -> None:
         state = self.inner.state.pop(key, {})
         if keep_main and self._has_main(key):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.state.optimizers.kinds import Kind, find_kind, kind_name
+from mcore_ckpt.state.optimizers.kinds import Kind, find_kind, kind_name, kind_name_of
 from mcore_ckpt.state.optimizers.part import (
     IMPLEMENTATION,
     MainParameter,
@@ -40,12 +40,15 @@ class HybridDevicePart(OptimizerPart):
     """A HybridDeviceOptimizer in megatron's DistributedOptimizer."""
 
     @property
-    def kind(self) -> str:
-        kinds = {kind_name(each) for each in self.inner.sub_optimizers}
-        return kinds.pop() if len(kinds) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(kinds)) or 'nothing'}"
+    def kind_name(self) -> str:
+        names = {kind_name(each) for each in self.inner.sub_optimizers}
+        if not names:
+            # On a rank where it has no parameters. The class is an argument of its constructor.
+            return kind_name_of(self.inner.defaults["gpu_optimizer_cls"])
+        return names.pop() if len(names) == 1 else f"HybridDeviceOptimizer of {', '.join(sorted(names))}"
 
     @property
-    def moments(self) -> Kind | None:
+    def kind(self) -> Kind | None:
         return next(map(find_kind, self.inner.sub_optimizers), None)
 
     @property
@@ -94,6 +97,11 @@ class HybridDevicePart(OptimizerPart):
         # Its own groups must not get a step: `_sync_hdo_param_groups_to_sub_optimizers` would put it back every step.
         for optimizer in self.inner.sub_optimizers:
             write_steps_of(optimizer, step)
+
+    @property
+    def changes_model(self) -> bool:
+        # Then the outer parameters are ranges of the model's own, and `refresh` rounds the main parameters into them.
+        return bool(getattr(self.megatron.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def refresh(self) -> None:
         self._copy_to_outer()

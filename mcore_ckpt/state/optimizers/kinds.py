@@ -78,17 +78,22 @@ KINDS = (
 
 def find_kind(inner: Any) -> Kind | None:
     """Returns the kind of a torch-like optimizer, or None if it is not known."""
-    for base in type(inner).__mro__:
-        for kind in KINDS:
-            if base.__name__ in kind.classes:
-                return kind
-    return None
+    return _kind_of(type(inner))
 
 
 def kind_name(inner: Any) -> str:
-    """Returns the name that checkpoints have for an optimizer's kind of state.
+    """Returns the name that checkpoints have for an optimizer's kind of state."""
+    return kind_name_of(type(inner))
+
+
+def kind_name_of(cls: type) -> str:
+    """Returns the name that checkpoints have for the kind of state of a class of optimizers.
 
     A class that is derived from a known one has its own name, because its state may mean something else.
     """
-    name, kind = type(inner).__name__, find_kind(inner)
-    return kind.name if kind is not None and name in kind.classes else name
+    kind = _kind_of(cls)
+    return kind.name if kind is not None and cls.__name__ in kind.classes else cls.__name__
+
+
+def _kind_of(cls: type) -> Kind | None:
+    return next((kind for base in cls.__mro__ for kind in KINDS if base.__name__ in kind.classes), None)

@@ -16,6 +16,7 @@ from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state.optimizers.kinds import Kind, Shapes, find_kind, kind_name
 
 STEP = "step"
+_FP32_BYTES = 4
 # The fields of a param group that say how a class of optimizer works, and not what it computes in megatron's trainings.
 IMPLEMENTATION = (
     *("amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable"),
@@ -108,13 +109,13 @@ class OptimizerPart:
         return hasattr(self.megatron, "gbuf_ranges")
 
     @property
-    def kind(self) -> str:
-        """The kind of state that the optimizer keeps. All variants of Adam keep the same kind."""
+    def kind_name(self) -> str:
+        """The name of the kind of state that the optimizer keeps. All variants of Adam keep the same kind."""
         return kind_name(self.inner)
 
     @property
-    def moments(self) -> Kind | None:
-        """Which tensors that state has; None if the optimizer has no parameters."""
+    def kind(self) -> Kind | None:
+        """The kind of state that the optimizer keeps; None if it has no parameters."""
         return find_kind(self.inner)
 
     # -- parameters and their state ------------------------------------------------------------------------
@@ -163,9 +164,14 @@ class OptimizerPart:
         found: dict[str, Any] = self.inner.state[key]
         return found
 
+    def bytes_of_first_step(self) -> int:
+        """Returns how many bytes of state the first step adds for each element of a parameter."""
+        kind = self.kind
+        return 0 if kind is None else _FP32_BYTES * (len(kind.moments) or len(kind.bound(self.inner, (1, 1))))
+
     def bound_shapes(self, main: torch.Tensor) -> Shapes:
         """Returns the shapes, by kind, of the state that belongs to this rank's part of a parameter as a whole."""
-        kind = self.moments
+        kind = self.kind
         return {} if kind is None else kind.bound(self.inner, tuple(main.shape))
 
     def bound_tensor(self, key: torch.Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -219,6 +225,10 @@ class OptimizerPart:
     def watched(self) -> list[torch.Tensor]:
         """Returns the tensors that the optimizer updates. A save looks whether they are still the same ones."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def watched_mains(self) -> list[torch.Tensor]:
+        """Returns the main parameters that are part of the optimizer's state. They come and go with it."""
+        return []
 
     # -- the number of steps -------------------------------------------------------------------------------
 
