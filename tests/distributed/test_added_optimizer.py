@@ -98,3 +98,30 @@ def test_it_is_refused_until_it_is_added_and_then_goes_on(shared_path: Path, mon
         found = global_state(loaded(other, shared_path))
         with everywhere():
             assert_same_state(found, state)
+
+
+class SlowSGD(torch.optim.SGD):
+    """Derived from a known optimizer, with one more moment."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for param, kept in self.state.items():
+            kept.setdefault("slow", torch.zeros_like(param)).lerp_(kept["momentum_buffer"], 0.1)
+            param.sub_(0.01 * kept["slow"])
+
+
+@pytest.mark.world(2)
+def test_a_derived_optimizer_may_keep_more(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core.optimizer, "SGD", SlowSGD)
+    with parallel(LAYOUT):
+        first = build(LAYOUT, seed=1)
+        train(first, 0, 2)
+        save(first, shared_path, 2)
+        state, reference = global_state(first), train(first, 2, 4)
+        second = loaded(LAYOUT, shared_path)
+        found, resumed = global_state(second), train(second, 2, 4)
+        with everywhere():
+            assert any(name.endswith(" slow") for name in state)
+            assert_same_state(found, state)
+            assert resumed == reference

@@ -15,11 +15,12 @@ from checkpointing import files_of, manager_of, save
 from foreign_checkpoints import save_torch_dist, save_verl_ranks, seed_replicas_alike
 from fused_adam import fused_adam
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from simulated_device import simulated_device
 from snapshot import assert_same, chained, poison, snapshot
 from tiers import marks
 from training import Layout, Training, build, parallel, train
 
-from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.optimizers.fused_adam import FusedAdamPart
 from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.reshard.reshard import reshard
@@ -278,6 +279,71 @@ def test_remainders_change_the_weights_they_are_beside_on_all_replicas(shared_pa
                 assert_same_state(values_of(found), values_of(wanted))
                 changed = [name for name in wanted if not torch.equal(found[name], wanted[name])]
                 assert any(name.endswith(" model") for name in changed)
+        save(training, shared_path / "halves", 2)
+    # And back: HybridDeviceOptimizer rounds main parameters into its ranges of the weights, to the even neighbour.
+    offloaded = replace(PLAIN, precision_aware=True, offload=0.5)
+    with parallel(offloaded):
+        with simulated_device():
+            training = build(offloaded, seed=2)
+        manager = manager_of(training, shared_path / "halves")
+        manager.load()
+        manager.close()
+        found = global_state(training)
+        with everywhere():
+            assert_same_state(values_of(found), values_of(wanted))
+
+
+@pytest.mark.world(2)
+def test_weights_for_huggingface_are_no_upper_halves(shared_path: Path) -> None:
+    layout = replace(PLAIN, precision_aware=True, remainders=True)
+    trained(layout, shared_path)
+    with parallel(layout):
+        training = build(layout, seed=2)
+        manager = manager_of(training, shared_path, load_contents=("optimizer", "hf_model"))
+        with pytest.raises(UnsupportedError, match="put 'model' into load_contents"):
+            manager.load()
+        manager.close()
+
+
+@pytest.mark.world(2)
+def test_frozen_weights_that_are_rounded_are_reported(shared_path: Path) -> None:
+    saved = replace(PLAIN, precision="fp32", frozen="mlp")
+    trained(saved, shared_path)
+    layout = replace(saved, precision="bf16")
+    with parallel(layout):
+        _, rounded = loaded(layout, shared_path)
+        with everywhere():
+            # Weights that train are rounded from their main parameters, which are loaded, too.
+            assert list(rounded) == ["model: float32 to bfloat16"]
+            assert rounded["model: float32 to bfloat16"] == 3 * layout.num_layers
+
+
+@pytest.mark.world(2)
+def test_main_parameters_that_were_loaded_before_the_first_step_are_saved(shared_path: Path) -> None:
+    """They are part of the state that FusedAdam would make in its first step, so the plan of a save has to change."""
+    with parallel(PLAIN):
+        first = build(PLAIN, seed=1)
+        for part in chained(first.optimizer):
+            for main in (main for group in part.param_groups for main in group["params"]):
+                main.detach().view(torch.int32).bitwise_or_(0x123)  # more than the weight has
+        state = values_of(global_state(first))
+        save(first, shared_path / "plain", 7)
+    layout = replace(PLAIN, precision_aware=True)
+    with parallel(layout):
+        training = build(layout, seed=2)
+        manager = manager_of(training, shared_path / "fused")
+        manager.save(1).wait()
+        manager.load(path=shared_path / "plain" / "global_steps_7" / "actor")
+        manager.save(2).wait()
+        manager.close()
+    with parallel(PLAIN):
+        training = build(PLAIN, seed=3)
+        manager = manager_of(training, shared_path / "fused")
+        manager.load(step=2)
+        manager.close()
+        found = values_of(global_state(training))
+        with everywhere():
+            assert_same_state(found, state)
 
 
 # -- negative controls -------------------------------------------------------------------------------------
