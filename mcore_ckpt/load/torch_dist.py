@@ -301,7 +301,7 @@ def _read_parameter(
         names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
         name = next((name for name in names if source.keys.has(name)), names[0])
         # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at zero.
-        starts_as = weight.float() if kind == PARAM else torch.zeros(owned.parameter.shape)
+        starts_as = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
         tensors[kind] = _fill(source, sharded, name, starts_as).reshape(-1)[owned.start : owned.stop].clone()
     return LoadedParameter(owned, tensors)
 
