@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.checkpoint.halves import join_halves, split_halves
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.native.coded import decoded
 from mcore_ckpt.load.tensor_fills import describe_rounding, refuse_rounding
 from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
@@ -24,9 +24,6 @@ from mcore_ckpt.state.param_groups import SavedPart, match_groups
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.trainer import Trainer
-
-_UPPER_BITS = 16
-_HALF = 1 << (_UPPER_BITS - 1)
 
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
 
@@ -206,8 +203,9 @@ def _checked(trainer: Trainer, path: Path, state: ForeignState) -> ForeignState:
     """Checks the state against this trainer, and puts its param groups into the order of this optimizer."""
     if "optimizer" not in trainer.config.load_contents:
         return state
-    state = _with_upper_halves(state)
-    _check_against_weights(path, state)
+    weights = _weights_of(state)
+    state = _with_upper_halves(state, weights)
+    _check_against_weights(path, state, weights)
     refuse_rounding(trainer, _roundings(state))
     check_scheduler(trainer.lr_scheduler, state.scheduler)
     parts = optimizer_parts(trainer.optimizer)
@@ -236,13 +234,12 @@ def _weights_of(state: ForeignState) -> list[torch.Tensor]:
     return [weight.reshape(-1)[each.start : each.stop] for weight, each in zip(whole, owned, strict=True)]
 
 
-def _with_upper_halves(state: ForeignState) -> ForeignState:
+def _with_upper_halves(state: ForeignState, weights: Sequence[torch.Tensor]) -> ForeignState:
     """Returns the state with main parameters put together if only their lower halves were stored.
 
     With `store_param_remainders`, megatron (0.16 to 0.19) stores FusedAdam's remainders as if they were the main
     parameters: as int16, or those numbers as float32. They mean something only beside the bfloat16 weights.
     """
-    weights = _weights_of(state)
     mains = [parameter.tensors[PARAM] for parameter in state.parameters]
     halved = [pair for pair in zip(mains, weights, strict=True) if pair[1].dtype == torch.bfloat16]
     # No other main parameters are all whole numbers. A single tensor may be: norms begin as ones.
@@ -250,7 +247,7 @@ def _with_upper_halves(state: ForeignState) -> ForeignState:
     if not are_numbers or not any(_differing(main.to(weight.dtype), weight) for main, weight in halved):
         return state
     parameters = (
-        replace(each, tensors={**each.tensors, PARAM: decoded(each.tensors[PARAM].to(torch.int16), None, weight)})
+        replace(each, tensors={**each.tensors, PARAM: join_halves(weight, each.tensors[PARAM].to(torch.int16))})
         if weight.dtype == torch.bfloat16
         else each
         for each, weight in zip(state.parameters, weights, strict=True)
@@ -258,7 +255,7 @@ def _with_upper_halves(state: ForeignState) -> ForeignState:
     return replace(state, parameters=tuple(parameters))
 
 
-def _check_against_weights(path: Path, state: ForeignState) -> None:
+def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[torch.Tensor]) -> None:
     """Refuses main parameters that do not round to the weights, because they belong to other parameters.
 
     megatron 0.16.1 writes such checkpoints when it saves a `fully_reshardable` optimizer with several buckets. It
@@ -268,13 +265,12 @@ def _check_against_weights(path: Path, state: ForeignState) -> None:
     belongs to another parameter if the buckets or the pipeline split differ.
     """
     whose = "the checkpoint's weights" if state.weights else "the model's present weights (the checkpoint has none)"
-    for parameter, expected in zip(state.parameters, _weights_of(state), strict=True):
+    for parameter, expected in zip(state.parameters, weights, strict=True):
         owned, main = parameter.owned, parameter.tensors[PARAM]
         wrong = _differing(main.to(expected.dtype), expected)
         if wrong and expected.dtype == torch.bfloat16:
             # FusedAdam rounds a value half up beside a remainder, all others to the even neighbour.
-            up = ((main.float().view(torch.int32) + _HALF) >> _UPPER_BITS).to(torch.int16).view(torch.bfloat16)
-            wrong = min(wrong, _differing(up, expected))
+            wrong = min(wrong, _differing(split_halves(main.float().contiguous())[0], expected))
         if wrong:
             raise CheckpointMismatchError(
                 f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "

@@ -11,11 +11,10 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.formats.locate import Locator, Wanted
+from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, replicas_of
-from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ReadRange, ShardKey, StoredShard
 from mcore_ckpt.state.optimizers.part import Form, OptimizerPart
 from mcore_ckpt.state.shards import ParameterState
@@ -93,7 +92,7 @@ class OptimizerPlanner:
             other = other or wrong
             if starts_anew or wrong is not None:
                 continue
-            found = [fill for kind in kinds for fill in self._fills(part, state, kind)]
+            found = [fill for kind in kinds for fill in self._moment_fills(part, state, kind)]
             found += self._bound_fills(part, state, bound or {})
             moments += [replace(fill, replicas=replicas) for fill in found]
         if other is not None and not self.trainer.config.reset_moments:
@@ -138,7 +137,7 @@ class OptimizerPlanner:
     ) -> Iterator[TensorFill]:
         for kind, stored in bound.items():
             dtype, shape = torch_dtype(stored.dtype), stored.region.local_shape
-            every = ReadRange(stored, Rows(0, 0, stored.region.numel))
+            every = ReadRange.whole(stored)
             yield TensorFill((every,), dtype, partial(part.bound_tensor, state.key, kind, shape, dtype))
 
     def _main_fills(self, part: OptimizerPart, state: ParameterState, has_stepped: bool) -> list[TensorFill]:
@@ -161,9 +160,9 @@ class OptimizerPlanner:
                 return []  # the model's tensor is filled
             if not has_stepped and form != Form(state.main.dtype) and located.dtype == state.key.dtype:
                 return []  # FusedAdam will make the main parameter from the model's, in its first step
-        return self._fills(part, state, PARAM)
+        return self._fills(part, state, wanted, located)
 
-    def _fills(self, part: OptimizerPart, state: ParameterState, kind: str) -> list[TensorFill]:
+    def _moment_fills(self, part: OptimizerPart, state: ParameterState, kind: str) -> list[TensorFill]:
         wanted = self._wanted(state, kind)
         located = self.locator.find(wanted)
         if located is None:
@@ -171,6 +170,10 @@ class OptimizerPlanner:
         live = state.moments.get(kind)
         if live is not None:
             refuse_freed(wanted.key, live, "load()")
+        return self._fills(part, state, wanted, located)
+
+    def _fills(self, part: OptimizerPart, state: ParameterState, wanted: Wanted, located: Located) -> list[TensorFill]:
+        kind = wanted.key.kind
         form = part.form_of(state, kind)
         dtype = form.dtype or located.dtype
         if form.is_plain:
@@ -197,10 +200,9 @@ class OptimizerPlanner:
     ) -> list[TensorFill]:
         elements, scale = stored.as_stored, self.reader.partners(stored).scale
         dtype = torch_dtype(elements.dtype)
-        every = ReadRange(elements, Rows(0, 0, elements.region.numel))
-        fills = [TensorFill((every,), dtype, lambda: part.tensor_of(state, kind, dtype))]
+        fills = [TensorFill((ReadRange.whole(elements),), dtype, lambda: part.tensor_of(state, kind, dtype))]
         if scale is not None:
-            one = ReadRange(scale, Rows(0, 0, 1))
+            one = ReadRange.whole(scale)
             fills.append(TensorFill((one,), torch.float32, lambda: part.live_scale_of(state, kind)))
         return fills
 

@@ -22,7 +22,6 @@ from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
-from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.model import EXTRA_STATE, model_shards
@@ -244,7 +243,7 @@ def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Locat
 def _opaque_fill(shard: LocalShard, wanted: Wanted, locator: Locator) -> TensorFill | None:
     found = locator.opaque(wanted.key)
     if found is not None:
-        read = ReadRange(found, Rows(0, 0, found.region.numel))
+        read = ReadRange.whole(found)
         memory = torch.empty(found.nbytes, dtype=torch.uint8)
         return TensorFill((read,), torch.uint8, lambda: memory, finish=shard.restore)
     # There is nothing to restore if this layer has no such state, or if the saved layers had none.

@@ -87,6 +87,11 @@ class ReadRange:
     stored: StoredShard
     rows: Rows
 
+    @staticmethod
+    def whole(stored: StoredShard) -> ReadRange:
+        """Returns the range of all elements of a shard, for a tensor that has no others."""
+        return ReadRange(stored, Rows(0, 0, stored.region.numel))
+
 
 @dataclass(frozen=True)
 class ReadPlan:

@@ -69,17 +69,19 @@ def match_parts(
     Raises:
         CheckpointMismatchError: a part has no saved counterpart, or several different counterparts.
     """
+    saved = [state for state in saved if state["kind"] != _NO_OPTIMIZER]
     _check_scalers(parts, saved)
+    scaler = saved[0]["grad_scaler"] if saved else None
     found: list[SavedPart] = []
     for number, part in enumerate(parts):
         # Only parts of one kind can have each other's state.
         alike = [each for each in parts if each.kind_name == part.kind_name]
         same = [state for state in saved if state["kind"] == part.kind_name]
-        scalers = [state["grad_scaler"] for state in saved if state["kind"] != _NO_OPTIMIZER]
         if part.inner is None:
-            found.append(SavedPart((), None, scalers[0] if scalers else None))
+            found.append(SavedPart((), None, scaler))
         elif not same:
-            found.append(_new_part(part, saved, scalers, reset_moments))
+            _check_may_start_anew(part, saved, reset_moments)
+            found.append(SavedPart(None, None, scaler, starts_anew=True))
         elif len(alike) == len(same) and all(map(_is_of_the_same, alike, same)):
             place = sum(each.kind_name == part.kind_name for each in parts[:number])
             found.append(_match_part(part, [same[place]]))
@@ -88,18 +90,15 @@ def match_parts(
     return tuple(found)
 
 
-def _new_part(
-    part: OptimizerPart, saved: Sequence[Mapping[str, Any]], scalers: Sequence[Any], reset_moments: bool
-) -> SavedPart:
-    kinds = sorted({state["kind"] for state in saved if state["kind"] != _NO_OPTIMIZER})
+def _check_may_start_anew(part: OptimizerPart, saved: Sequence[Mapping[str, Any]], reset_moments: bool) -> None:
+    kinds = sorted({state["kind"] for state in saved})
     if not kinds:
         raise CheckpointMismatchError(f"optimizer: wanted the state of {part.kind_name}, found no state")
-    if reset_moments:
-        return SavedPart(None, None, scalers[0] if scalers else None, starts_anew=True)
-    raise CheckpointMismatchError(
-        f"optimizer: wanted the state of {part.kind_name}, found that of {' and '.join(kinds)}: set "
-        "reset_moments=True to take over the main parameters alone, and to start with new moments"
-    )
+    if not reset_moments:
+        raise CheckpointMismatchError(
+            f"optimizer: wanted the state of {part.kind_name}, found that of {' and '.join(kinds)}: set "
+            "reset_moments=True to take over the main parameters alone, and to start with new moments"
+        )
 
 
 def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
@@ -112,10 +111,9 @@ def _is_of_the_same(part: OptimizerPart, saved: Mapping[str, Any]) -> bool:
 
 
 def _check_scalers(parts: Sequence[OptimizerPart], saved: Sequence[Mapping[str, Any]]) -> None:
-    states = [state for state in saved if state["kind"] != _NO_OPTIMIZER]
     for part in (part for part in parts if part.inner is not None):
         has_scaler = getattr(part.megatron, "grad_scaler", None) is not None
-        if any(has_scaler != (state["grad_scaler"] is not None) for state in states):
+        if any(has_scaler != (state["grad_scaler"] is not None) for state in saved):
             wanted, found = ("a grad scaler", "none") if has_scaler else ("no grad scaler", "one")
             raise CheckpointMismatchError(f"optimizer: wanted {wanted}, found {found} in the checkpoint")
 
@@ -128,7 +126,7 @@ def _match_part(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Save
             f"the checkpoint's optimizers have done different numbers of steps, {sorted(steps)}, but share one "
             "optimizer here: load the checkpoint with expert parallelism, as it was saved"
         )
-    return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"] if saved else None)
+    return SavedPart(tuple(groups), steps.pop() if steps else None, saved[0]["grad_scaler"])
 
 
 def match_groups(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -264,7 +264,7 @@ class HuggingFaceReader:
 
 def all_of(shard: StoredShard) -> ReadRange:
     """Returns the range of a whole stored part."""
-    return ReadRange(shard, Rows(0, 0, shard.region.numel))
+    return ReadRange.whole(shard)
 
 
 def _rows_of(memory: torch.Tensor, start: int, rows: Rows, stride: int) -> torch.Tensor:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.halves import join_halves
 from mcore_ckpt.formats.contract import Read
 from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.overlap import Rows, rows_into
 from mcore_ckpt.sharding.plan import ReadRange, StoredShard
-
-_UPPER_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tenso
     """Returns the float32 values of stored elements.
 
     With a scale, it computes what transformer-engine's `FusedAdam.get_unscaled_state` computes: each element as
-    float32, times the scale. With upper halves, it computes what its kernel for `store_param_remainders` computes.
+    float32, times the scale. With upper halves, it joins both.
 
     Args:
         stored: the elements: float16 or uint8 (bits of float8_e4m3fn) with a scale, int16 with upper halves.
@@ -65,8 +64,7 @@ def decoded(stored: torch.Tensor, scale: torch.Tensor | None, upper: torch.Tenso
         upper: bfloat16 of the same shape, or None.
     """
     if upper is not None:
-        upper_bits = upper.view(torch.int16).to(torch.int32) << _UPPER_BITS
-        return (upper_bits + stored.to(torch.int32)).view(torch.float32)
+        return join_halves(upper, stored)
     assert scale is not None
     elements = stored.view(torch.float8_e4m3fn) if stored.dtype == torch.uint8 else stored
     return elements.to(torch.float32).mul_(scale)
@@ -118,7 +116,7 @@ def _part(
     scale = upper = None
     if partners.scale is not None:
         scale = torch.empty(1, dtype=torch.float32, device=target.device)
-        reads.append((ReadRange(partners.scale, Rows(0, 0, 1)), scale))
+        reads.append((ReadRange.whole(partners.scale), scale))
     if partners.upper:
         upper = torch.empty(rows.numel, dtype=torch.bfloat16, device=target.device)
         reads += [(part, upper) for part in _same_rows(rows, partners.upper)]

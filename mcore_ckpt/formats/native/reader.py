@@ -23,7 +23,6 @@ from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
 from mcore_ckpt.formats.native.coded import Partners, read_coded
 from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 
@@ -158,7 +157,7 @@ class NativeReader:
         assert coding.upper is not None
         if coding.upper != MODEL:
             upper = self._open(file).shards[ShardKey(name, coding.upper)]
-            return Partners(upper=(ReadRange(upper, Rows(0, 0, shard.region.numel)),))
+            return Partners(upper=(ReadRange.whole(upper),))
         manifest = self.manifest
         position = RankPosition(manifest.topology, manifest.ranks[file.rank])
         for stored in self.parts(ShardKey(name, MODEL), position):

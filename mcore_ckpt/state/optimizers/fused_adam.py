@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.checkpoint.halves import split_halves
 from mcore_ckpt.sharding.plan import PARAM
-from mcore_ckpt.state.optimizers.part import Form, Keyed, MainParameter, OptimizerPart
+from mcore_ckpt.state.optimizers.part import STEP, Form, Keyed, MainParameter, OptimizerPart
 
 _MAIN = "master_param"
-_UPPER_BITS = 16
+# float16, and the bits of float8_e4m3fn.
+_SCALED = (torch.float16, torch.uint8)
 
 
 class FusedAdamPart(OptimizerPart):
@@ -36,7 +38,7 @@ class FusedAdamPart(OptimizerPart):
                 yield replace(each, main=main, is_model_view=False, upper=upper)
 
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
-        if not self.steps():
+        if not any(STEP in group for group in self.param_groups):
             return {}  # moments of zeros, which a load has made beside a main parameter
         return {kind: _elements(value) for kind, value in self._state(key).items() if kind != _MAIN}
 
@@ -66,13 +68,13 @@ class FusedAdamPart(OptimizerPart):
         if kind == PARAM and self._is_halved(each.key):
             return Form(torch.int16, is_halved=True)
         dtype = self.inner.name_to_dtype_map.get(_name(kind))
-        return Form(dtype, is_scaled=dtype in (torch.float16, torch.uint8))
+        return Form(dtype, is_scaled=dtype in _SCALED)
 
     def scale_of(self, key: torch.Tensor, kind: str) -> torch.Tensor | None:
         name = _name(kind)
         kept = self._state(key).get(name)
         dtype = self.inner.name_to_dtype_map.get(name)
-        if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in (torch.float16, torch.uint8):
+        if kept is None or (kind == PARAM and not self._has_main(key)) or dtype not in _SCALED:
             return None
         # The scale of a Float8Tensor belongs to it. FusedAdam has a copy of it, which it never reads.
         found: torch.Tensor = kept._scale_inv if dtype == torch.uint8 else self.inner._scales[key][name]
@@ -91,11 +93,9 @@ class FusedAdamPart(OptimizerPart):
             # A copy, because `set_scaled_state` divides what it is given.
             self.inner.set_scaled_state(each.key, _name(kind), values.clone())
             return
-        bits = values.view(torch.int32)
-        lower = bits.view(torch.int16)[::2]  # of each little-endian pair
+        upper, lower = split_halves(values)
         elements.copy_(lower)
-        upper = (bits - lower.to(torch.int32)) >> _UPPER_BITS
-        each.key.data.copy_(upper.to(torch.int16).view(torch.bfloat16))
+        each.key.data.copy_(upper)
 
     def _make_state(self, key: torch.Tensor) -> None:
         # `init_state_fn` of megatron (0.16 to 0.19) leaves out the second argument, which transformer-engine needs

@@ -101,7 +101,7 @@ class HybridDevicePart(OptimizerPart):
     @property
     def changes_model(self) -> bool:
         # Then the outer parameters are ranges of the model's own, and `refresh` rounds the main parameters into them.
-        return bool(getattr(self.megatron.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+        return self.has_model_ranges
 
     def refresh(self) -> None:
         self._copy_to_outer()

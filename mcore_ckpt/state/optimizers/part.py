@@ -143,11 +143,16 @@ class OptimizerPart:
         else:
             yield from (whole(parameter) for group in self.param_groups for parameter in group["params"])
 
+    @property
+    def has_model_ranges(self) -> bool:
+        """True if megatron hands ranges of the model's own 16-bit parameters to the optimizer in a distributed one."""
+        return bool(getattr(self.megatron.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
     def _sharded_groups(self) -> Sequence[tuple[Any, Any, bool]]:
         """Returns groups of a DistributedOptimizer's model parameters, their main ones, and whether these are views."""
         owner = self.megatron
         fp32 = (owner.model_fp32_groups, owner.shard_fp32_groups, True)
-        if getattr(owner.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
+        if self.has_model_ranges:
             # Then megatron keeps no main parameters (the list has `None`s). The optimizer in it gets ranges of the
             # model's own 16-bit parameters.
             return (owner.model_float16_groups, owner.shard_float16_groups, True), fp32
@@ -299,10 +304,10 @@ def write_steps_of(inner: Any, step: float | int | None) -> None:
     kind = find_kind(inner)
     if step is None or (kind is not None and not kind.has_step):
         return
+    is_int = kind is not None and kind.step_is_int
     on_device = {id(p) for g in inner.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     for parameter, state in inner.state.items():
         device = parameter.device if id(parameter) in on_device else torch.device("cpu")
-        is_int = kind is not None and kind.step_is_int
         state[STEP] = int(step) if is_int else torch.tensor(float(step), dtype=torch.float32, device=device)
 
 

@@ -18,7 +18,6 @@ from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology, coordinates_of
 from mcore_ckpt.sharding.cuts import Cut, find_cut
 from mcore_ckpt.sharding.names import expert_of
-from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -325,7 +324,7 @@ def _opaque_write(key: ShardKey, tensor: SavedTensor, locator: Locator) -> _Plan
     assert found is not None, "the tensor was found in this checkpoint"
     dtype, shape = torch_dtype(found.dtype), found.region.local_shape
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    located = Located((ReadRange(found, Rows(0, 0, found.region.numel)),), dtype, 0)
+    located = Located((ReadRange.whole(found),), dtype, 0)
     return _PlannedWrite(TensorWrite((tensor.name,), key, found.region, meta, shape), located)
 
 
