@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
@@ -16,7 +17,8 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 WITHOUT_CUDA = "csrc/device_copy_none.cpp"
-HOST_SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp") if str(path) != WITHOUT_CUDA)
+BINDINGS = sorted(Path("csrc").glob("*bindings.cpp"))
+HOST_SOURCES = sorted(str(path) for path in {*Path("csrc").glob("*.cpp")} - {*BINDINGS, Path(WITHOUT_CUDA)})
 CUDA_SOURCES = sorted(Path("csrc").glob("*.cu"))
 # The driver compiles the PTX of the last entry for GPUs newer than these.
 GPU_CODE = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
@@ -48,18 +50,27 @@ def compile_cuda(nvcc: str, build_folder: str) -> list[str]:
 
     The runtime is linked statically, so that the package can be imported without a GPU driver.
     """
-    objects = []
-    for source in CUDA_SOURCES:
-        objects.append(os.path.join(build_folder, f"{source.stem}.o"))
-        command = [nvcc, "-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
-        command += [*(f"-gencode={code}" for code in GPU_CODE), str(source), "-o", objects[-1]]
-        run(command)
+    objects = [os.path.join(build_folder, f"{source.stem}.o") for source in CUDA_SOURCES]
+    command = [nvcc, "-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
+    command += [f"-gencode={code}" for code in GPU_CODE]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda at: run([*command, str(at[0]), "-o", at[1]]), zip(CUDA_SOURCES, objects, strict=True)))
     # The nvcc on the PATH may be a wrapper far from its toolkit, so nvcc itself must say where its libraries are.
-    for folder in re.findall(r'"-L(.+?)"', run([*command, "-dryrun"])):
+    for folder in re.findall(r'"-L(.+?)"', run([*command, "-dryrun", str(CUDA_SOURCES[0])])):
         runtime = os.path.join(folder, "libcudart_static.a")
         if os.path.exists(runtime):
             return [*objects, runtime]
     raise OSError(f"{nvcc} has no libcudart_static.a")
+
+
+def unite_bindings(build_folder: str) -> str:
+    """Returns the path of a source that includes all bindings, so that pybind11's templates are compiled once.
+
+    It takes a quarter of the time that the bindings take one by one.
+    """
+    united = Path(build_folder) / "bindings.cpp"
+    united.write_text("".join(f'#include "{path.absolute()}"\n' for path in BINDINGS))
+    return str(united)
 
 
 class BuildNative(build_ext):
@@ -70,6 +81,7 @@ class BuildNative(build_ext):
         if shutil.which(compiler) is None:
             sys.exit(f"mcore_ckpt needs a C++ compiler, but there is no {compiler}: install g++ (apt install g++).")
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        ext.sources.insert(0, unite_bindings(self.build_temp))
         try:
             ext.extra_objects += compile_cuda(find_nvcc(), self.build_temp)
             # The symbols stay hidden. Otherwise the loader could mix this CUDA runtime up with torch's own copy.
@@ -87,7 +99,8 @@ native = Pybind11Extension(
     HOST_SOURCES,
     depends=[str(path) for path in Path("csrc").glob("*")],
     cxx_std=17,
-    extra_compile_args=["-O3", "-pthread"],
+    # Python's own flags have -g, with which it takes twice the time to compile.
+    extra_compile_args=["-O3", "-g0", "-pthread"],
     extra_link_args=["-pthread"],
 )
 

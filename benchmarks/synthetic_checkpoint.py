@@ -40,6 +40,9 @@ def qwen3_of_size(gigabytes: float) -> dict[str, Any]:
         "head_dim": 128,
         "vocab_size": 151936,
         "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
         "dtype": "bfloat16",
     }
     # The query and output projections; keys and values, a quarter of that size; gate, up and down.

@@ -83,6 +83,7 @@ PYBIND11_MODULE(_native, m) {
     bind_write_job(m);
     bind_read_job(m);
     bind_device_copy(m);
+    bind_dequantize(m);
 
     m.doc() =
         "CRC-32, copies and file access at the speed of memory and disk. Addresses, sizes in bytes and CUDA streams "

@@ -20,5 +20,6 @@ void bind_host_buffer(pybind11::module_& m);
 void bind_write_job(pybind11::module_& m);
 void bind_read_job(pybind11::module_& m);
 void bind_device_copy(pybind11::module_& m);
+void bind_dequantize(pybind11::module_& m);
 
 }  // namespace mcore_ckpt

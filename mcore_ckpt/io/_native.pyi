@@ -47,6 +47,51 @@ def copy_host(destinations: list[int], sources: list[int], nbytes: list[int], th
     destination overlaps the source or the destination of another copy.
     """
 
+def dequantize(
+    *,
+    codes: int,
+    row_bytes: int,
+    bits: int,
+    rows: int,
+    columns: int,
+    first_row: int,
+    first_column: int,
+    table: int,
+    scales: int,
+    scale_rows: int,
+    row_scales: int,
+    block_rows: int,
+    block_columns: int,
+    values: int,
+    row_elements: int,
+    bfloat16: bool,
+    threads: int,
+) -> None:
+    """Computes the values of quantized weights: `table[code] * scale`, in float32, for a part of a matrix of codes.
+
+    The code at row r and column c of the part belongs to the block at row `(first_row + r) // block_rows` and column
+    `(first_column + c) // block_columns` of the scales.
+
+    Args:
+        codes: the address of the first code.
+        row_bytes: the bytes from one row of codes to the next.
+        bits: 8, or 4 for two codes in each byte, the first in its lower half.
+        rows, columns: the size of the part, in codes.
+        first_row, first_column: the place of the part in the matrix.
+        table: the address of the float32 values of all 2**bits codes.
+        scales: the address of the float32 scales of the matrix.
+        scale_rows: how many rows of blocks have scales.
+        row_scales: how many scales a row of blocks has.
+        block_rows, block_columns: the size of a block, in codes.
+        values: the address of the first value.
+        row_elements: the elements from one row of values to the next.
+        bfloat16: True to write bfloat16, rounded to nearest even, False to write float32.
+        threads: the most threads to use.
+
+    Raises ValueError, before anything is written, for an address that is null, for rows that overlap, for rows or
+    columns without scales, and for unusable numbers.
+    """
+
 class DamagedBlock(ValueError):
     """The CRC of a block is wrong. `args` are the number of the read, and the block's offset and size in the file."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,9 @@ from mcore_ckpt.errors import CheckpointCorruptError
 # whatever the umask.
 FILE_MODE = 0o664
 FOLDER_MODE = 0o775
+
+# A file in the store that all models of the HuggingFace hub's cache share (huggingface_hub 2.4, `shared_blob_path`).
+_SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
@@ -150,10 +154,16 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def linked_file(folder: Path, name: str) -> Path:
-    """Returns `folder / name` as `inside` does, but also allows links into the HuggingFace hub's cache."""
+    """Returns `folder / name` as `inside` does, but also allows links into the HuggingFace hub's cache.
+
+    The folder is `<cache>/models--<owner>--<name>/snapshots/<commit>`. Its links lead to `<cache>/models--.../blobs`,
+    and from there, since huggingface_hub 2, to the store that all models share, `<cache>/blobs/<2 digits>/<64 digits>`.
+    """
     path = folder / name
-    blobs = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(folder))), "blobs")
-    return path if os.path.dirname(os.path.realpath(path)) == blobs else inside(folder, name)
+    model = os.path.dirname(os.path.dirname(os.path.realpath(folder)))
+    parent, digits = os.path.split(os.path.realpath(path))
+    is_shared = _SHARED_BLOB.fullmatch(digits) and parent == os.path.join(os.path.dirname(model), "blobs", digits[:2])
+    return path if is_shared or parent == os.path.join(model, "blobs") else inside(folder, name)
 
 
 def read_small(path: Path, most: int) -> bytes:

@@ -101,6 +101,14 @@ def as_int(value: Any, key: str) -> int:
     return value
 
 
+def get_number(record: Mapping[str, Any], key: str) -> float:
+    """Reads a field that must be a number that is 0 or greater, and not infinite. Raises FieldError."""
+    value = record.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
+        raise FieldError(f"{key!r} is {shown(value)}, not a non-negative number")
+    return float(value)
+
+
 def get_ints(record: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """Reads a field that must be a list of non-negative integers. Raises FieldError."""
     return as_ints(record.get(key), key)

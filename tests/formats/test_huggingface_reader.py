@@ -9,16 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import make_hf_folder
+from tiny_models import make_config, make_hf_folder
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
-from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, all_of, read_contents
+from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.locate import Locator, Wanted
 from mcore_ckpt.models.mapping import hf_tensors
+from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
-from mcore_ckpt.sharding.plan import MODEL, ShardKey
+from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
 
 GPT_OSS = {
@@ -119,7 +120,7 @@ def test_what_is_not_a_number_is_named(tmp_path: Path) -> None:
     reader = HuggingFaceReader(read_contents(folder))
     (part,) = reader.parts_of("decoder.final_layernorm.weight")
     with pytest.raises(CheckpointCorruptError, match=r"final_layernorm.*NaN"):
-        reader.read_numbers([(all_of(part), torch.empty(64))])
+        reader.read_numbers([(ReadRange.whole(part), torch.empty(64))])
 
 
 def test_what_megatron_does_not_have_must_be_zero(tmp_path: Path) -> None:
@@ -131,10 +132,10 @@ def test_what_megatron_does_not_have_must_be_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_quantized_weights_of_an_unknown_form_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
     change(folder, model__norm__weight=torch.ones(64).to(dtype))
-    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight.*quantized"):
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight: is stored as .*quantization_config"):
         HuggingFaceReader(read_contents(folder))
 
 
@@ -192,3 +193,79 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "gone.safetensors"}}')
     assert list(read_folder(tmp_path)) == ["a"]
+
+
+# -- vision-language models, in the forms in which folders have them
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of megatron's that a folder holds."""
+    reader = HuggingFaceReader(read_contents(folder))
+    whole = {name: reader.info(ShardKey(name, MODEL)) for name in reader.names}
+    return {name: read(reader, name, Region.whole(info.shape)) for name, info in whole.items() if info is not None}
+
+
+def assert_reads_as(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
+    found = all_tensors(folder)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_both_spellings_of_qwen2_5_vl_are_read(tmp_path: Path) -> None:
+    """transformers has the modules `model.visual` and `model.language_model`, and writes the first release's names."""
+    folder = make_hf_folder(tmp_path / "hf", "qwen2_5_vl")
+    wanted, file = all_tensors(folder), folder / "model.safetensors"
+    assert "visual.blocks.0.attn.qkv.weight" in load_file(file)
+    spelled = {
+        f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert "model.language_model.layers.0.mlp.up_proj.weight" in spelled
+    save_file(spelled, file, {"format": "pt"})
+    assert_reads_as(folder, wanted)
+
+
+def test_a_config_as_qwen2_5_vl_was_published_is_read(tmp_path: Path) -> None:
+    """It has the fields of the language model beside `vision_config`, and calls its rotary embeddings "mrope"."""
+    folder = make_hf_folder(tmp_path / "hf", "qwen2_5_vl-tied")
+    wanted, path = all_tensors(folder), folder / "config.json"
+    config = json.loads(path.read_text())
+    model = model_from_config(config)
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    published = {**text, **config, "torch_dtype": config.pop("dtype"), "model_type": "qwen2_5_vl"}
+    path.write_text(json.dumps(published))
+    assert_reads_as(folder, wanted)
+    assert to_mcore_config(model_from_config(published)) == to_mcore_config(model)
+
+
+def test_experts_of_qwen3_vl_are_read_as_published_and_as_transformers_5_makes_them(tmp_path: Path) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3_vl_moe")
+    wanted, file = all_tensors(folder), folder / "model.safetensors"
+    tensors = load_file(file)
+    experts = [name for name in tensors if ".mlp.experts." in name]
+    assert tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 64, 80)
+    turned = {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
+    save_file({**tensors, **turned}, file, {"format": "pt"})
+    assert_reads_as(folder, wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vision_config": None}, "vision_config is None"),
+        ({"num_heads": 5}, "5 num_heads cannot share a hidden_size of 32"),
+        ({"text_config": None}, "hidden_size is None"),
+        ({"depth": 10**6}, "1000000 v_layers are more than 100000"),
+    ],
+)
+def test_configs_of_no_vision_language_model_are_refused(fields: dict[str, Any], words: str) -> None:
+    config = make_config("qwen3_vl")
+    if fields.keys() <= config["vision_config"].keys():
+        fields = {"vision_config": {**config["vision_config"], **fields}}
+    with pytest.raises(UnsupportedError, match=words):
+        model_from_config({**config, **fields})

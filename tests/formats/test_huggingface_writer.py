@@ -1,5 +1,6 @@
 """A checkpoint's tensors as HuggingFace's, in files that the safetensors library opens: the same bits."""
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from global_tensors import to_hf
 from hypothesis import given
 from hypothesis import strategies as st
 from mcore_checkpoints import (
@@ -116,6 +118,21 @@ def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
 # Another architecture's models differ from each other in the same way, or a model differs in its config alone.
 REPEATED = frozenset(
     {
+        "deepseek_v2",
+        "deepseek_v2-lite",
+        "deepseek_v2-yarn",
+        "deepseek_v32",
+        "deepseek_v32-mtp",
+        "glm_moe_dsa",
+        "nemotron_h",
+        "nemotron_h-latent",
+        "qwen2_5_vl-tied",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_5_text-mtp",
+        "qwen3_vl",
+        "qwen3_vl-tied",
+        "seed_oss-value",
         "llama-3",
         "mistral-window",
         "qwen2-window",
@@ -143,6 +160,86 @@ def test_every_architecture_comes_back(name: str, folder_of: Callable[[str], Pat
         reader = Memory(held | {"decoder.layers.0.self_attention._extra_state": torch.zeros(3, dtype=torch.uint8)})
         plan = plan_export(model_of(folder_of(name)), weights_of(reader), max_shard_bytes=100_000)
         assert_same(exported(plan, reader, tmp_path / str(number)), weights(folder_of(name)))
+
+
+# -- adapters ----------------------------------------------------------------------------------------------
+
+RANK, ALPHA = 4, 2
+# In gpt_oss, experts are in one tensor, and their values in another order. qwen3_next's linear attention has sections.
+ADAPTED = ("qwen3", "gpt_oss", "qwen3_next", "deepseek_v3-mtp")
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    """Values whose products and sums are exact in fp32, in any order."""
+    return torch.randint(-4, 5, shape).float()
+
+
+def with_adapters(tensors: Mapping[str, torch.Tensor], dora: bool) -> dict[str, torch.Tensor]:
+    """An adapter for each matrix of a layer, and for the experts of half of the layers one that they share."""
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        if ".layers." not in name or not name.endswith("linear_fc2.weight" if dora else ".weight") or tensor.dim() != 2:
+            continue
+        module = name.removesuffix(".weight")
+        if ".local_experts." in name and int(name.split(".")[2]) % 2:
+            module = re.sub(r"local_experts\.\d+\.", "", module)
+        rows, columns = tensor.shape
+        prefix = f"{module}.adapter."
+        if f"{prefix}linear_in.weight" not in made:
+            made[f"{prefix}linear_in.weight"] = whole_numbers(RANK, columns)
+            made[f"{prefix}linear_out.weight"] = whole_numbers(rows, RANK).bfloat16()
+            if dora:
+                made[f"{prefix}weight_magnitude"] = torch.rand(rows) + 1
+    return made
+
+
+def merged(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with whole tensors in memory."""
+    found = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        shared = re.sub(r"local_experts\.\d+\.", "", module)
+        prefix = f"{module}.adapter." if f"{module}.adapter.linear_in.weight" in tensors else f"{shared}.adapter."
+        if ".adapter." in name:
+            continue
+        found[name] = tensor
+        if name.endswith(".weight") and f"{prefix}linear_in.weight" in tensors:
+            a, b = tensors[f"{prefix}linear_in.weight"], tensors[f"{prefix}linear_out.weight"].float()
+            found[name] = tensor + ALPHA / RANK * (b @ a)
+            if (magnitude := tensors.get(f"{prefix}weight_magnitude")) is not None:
+                found[name] *= (magnitude / found[name].norm(dim=1)).unsqueeze(1)
+    return found
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_merged_while_tensors_are_cut_everywhere(
+    name: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_of(folder_of(name))
+    plain = {key: whole_numbers(*tensor.shape) for key, tensor in mcore_tensors(folder_of(name)).items()}
+    reader = Memory(with_adapters(plain, dora=False))
+    assert len(reader.held) > 1.5 * len(plain)
+    plan = plan_export(model, weights_of(reader), alpha=ALPHA, max_shard_bytes=100_000)
+    assert_same(exported(plan, reader, tmp_path / "hf"), to_hf(model, merged(reader.held)))
+    # In a narrower dtype, the sum is rounded, and not its parts.
+    plan = plan_export(model, weights_of(reader), alpha=ALPHA, dtype=torch.bfloat16)
+    found = exported(plan, reader, tmp_path / "bf16")
+    for key, tensor in to_hf(model, merged(reader.held)).items():
+        assert torch.equal(found[key], tensor if "expert_bias" in key or "correction" in key else tensor.bfloat16()), (
+            key
+        )
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_magnitudes_are_merged_while_tensors_are_cut_everywhere(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_of(folder_of("qwen3"))
+    reader = Memory(with_adapters(mcore_tensors(folder_of("qwen3")), dora=True))
+    found = exported(plan_export(model, weights_of(reader), alpha=ALPHA), reader, tmp_path / "hf")
+    for key, tensor in to_hf(model, merged(reader.held)).items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

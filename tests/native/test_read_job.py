@@ -470,36 +470,36 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         file.path.mkdir(exist_ok=True)
 
 
-def test_an_error_ends_the_work_of_all_threads(tmp_path: Path) -> None:
-    # So much that not all is read even if the thread that finds the damage has to wait for a processor.
+def long_job(path: Path, threads: int, is_damaged: bool) -> tuple[_native.ReadJob, int, torch.Tensor]:
+    """A job that reads 8 GiB of zeros, of which the first block may be damaged; the bytes, and the memory to keep.
+
+    So much that not all is read even if the thread that finds the damage has to wait for a processor.
+    """
     block, count = 1 << 20, 8192
-    path = tmp_path / "zeros"
     path.touch()
     os.truncate(path, count * block)
-    job = _native.ReadJob([str(path)], threads=4, piece_bytes=block, block_bytes=block, direct=False)
+    job = _native.ReadJob([str(path)], threads=threads, piece_bytes=block, block_bytes=block, direct=False)
     target = torch.empty(block, dtype=torch.uint8)
     crc = zlib.crc32(bytes(block))
     for number in range(count):
-        job.add(0, number * block, block, [crc if number else crc + 1], 0, block, 1, 0, target.data_ptr(), 0)
+        expected = crc + 1 if is_damaged and number == 0 else crc
+        job.add(0, number * block, block, [expected], 0, block, 1, 0, target.data_ptr(), 0)
+    return job, count * block, target
+
+
+def test_an_error_ends_the_work_of_all_threads(tmp_path: Path) -> None:
+    job, nbytes, _target = long_job(tmp_path / "zeros", threads=4, is_damaged=True)
     with pytest.raises(_native.DamagedBlock):
         job.run()
     at_return = job.progress()
-    assert at_return < count * block
+    assert at_return < nbytes
     with pytest.raises(ValueError, match="has run"):
         job.run()
     assert job.progress() == at_return
 
 
 def test_cancel_from_another_thread(tmp_path: Path) -> None:
-    block, count = 1 << 20, 8192
-    path = tmp_path / "zeros"
-    path.touch()
-    os.truncate(path, count * block)
-    job = _native.ReadJob([str(path)], threads=2, piece_bytes=block, block_bytes=block, direct=False)
-    target = torch.empty(block, dtype=torch.uint8)
-    crc = zlib.crc32(bytes(block))
-    for number in range(count):
-        job.add(0, number * block, block, [crc], 0, block, 1, 0, target.data_ptr(), 0)
+    job, nbytes, _target = long_job(tmp_path / "zeros", threads=2, is_damaged=False)
 
     def cancel() -> None:
         while job.progress() == 0:
@@ -511,7 +511,7 @@ def test_cancel_from_another_thread(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^cancelled$"):
         job.run()
     thread.join()
-    assert 0 < job.progress() < count * block
+    assert 0 < job.progress() < nbytes
 
 
 def test_an_error_is_told_rather_than_that_somebody_gave_up(tmp_path: Path) -> None:

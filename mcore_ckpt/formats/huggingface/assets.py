@@ -28,8 +28,8 @@ CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 # The suffixes of files that belong to a tokenizer, to a processor or to a model's own code.
-_ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-_TEMPLATES = "additional_chat_templates"
+ASSETS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+TEMPLATES = "additional_chat_templates"
 
 
 def save_assets(folder: Path, hf_config: Any, processing_class: Any) -> list[Path]:
@@ -104,9 +104,9 @@ def copy_assets(source: Path, folder: Path) -> list[Path]:
         OSError: a file cannot be read or written.
     """
     written = []
-    for path in sorted((*source.iterdir(), *(source / _TEMPLATES).glob("*.jinja"))):
+    for path in sorted((*source.iterdir(), *(source / TEMPLATES).glob("*.jinja"))):
         # is_file follows links, because the hub's cache consists of links.
-        if path.suffix in _ASSETS and path.is_file() and not path.name.startswith(".") and not _is_index(path.name):
+        if path.suffix in ASSETS and path.is_file() and not path.name.startswith(".") and not _is_index(path.name):
             target = folder / path.relative_to(source)
             target.parent.mkdir(FOLDER_MODE, exist_ok=True)
             write_file(target, [_read(source, path)])
@@ -149,10 +149,12 @@ def _is_index(name: str) -> bool:
     return name.endswith(".index.json")
 
 
-def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool) -> Path:
+def write_config(
+    folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool, quantization: Mapping[str, Any] | None = None
+) -> Path:
     """Writes the `config.json` that belongs to the weights, durably. It replaces an existing one.
 
-    See `config_of_weights` for the contents.
+    See `config_of_weights` for the contents. `quantization` is the `quantization_config` of quantized weights.
 
     Raises:
         UnsupportedError: the model is a value model, and transformers has no such class for its architecture.
@@ -160,6 +162,8 @@ def write_config(folder: Path, model: HfModel, dtype: torch.dtype, has_mtp: bool
     """
     path = folder / CONFIG_FILE
     config = config_of_weights(model, dtype, has_mtp)
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
     path.unlink(missing_ok=True)
     write_file(path, [json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"])
     return path

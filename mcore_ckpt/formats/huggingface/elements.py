@@ -11,12 +11,15 @@ import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.contract import CheckpointReader, RegionRead
-from mcore_ckpt.formats.huggingface.export_plan import FileTensor
+from mcore_ckpt.formats.huggingface.export_plan import FileTensor, QuantizedPart
 from mcore_ckpt.formats.locate import read_regions
+from mcore_ckpt.io import tuning
 from mcore_ckpt.io.host_memory import HostMemory
 from mcore_ckpt.io.streams import memory_at
-from mcore_ckpt.models.mapping import Slab
+from mcore_ckpt.models.low_rank import LowRank
+from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.sharding.plan import ShardKey
+from mcore_ckpt.sharding.regions import Region
 
 _AT_ONCE = 1 << 20
 
@@ -35,9 +38,9 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = HostMemory()
 
-    def reserve(self, changes: Iterable[_Change]) -> list[torch.Tensor]:
-        sizes = [change.nbytes for change in changes]
-        # The memory of each change begins at a multiple of 16 bytes, so that it is aligned for any dtype.
+    def reserve(self, nbytes: Iterable[int]) -> list[torch.Tensor]:
+        sizes = list(nbytes)
+        # Each memory begins at a multiple of 16 bytes, so that it is aligned for any dtype.
         *offsets, end = itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0)
         if not end:
             return []
@@ -49,45 +52,98 @@ class Scratch:
 class _Change:
     """Elements `[start, stop)` of a slab that are read into scratch memory, converted, and copied to `memory`.
 
-    `stored` is the elements' dtype in the source. If the slab has a `change` of values, the whole slab is read.
+    If the slab has a `change` of values, the whole slab is read. If it has an adapter, whole rows are read, and the
+    part of the adapter that belongs to these rows.
     """
 
     slab: Slab
     start: int
     stop: int
-    stored: torch.dtype
     memory: torch.Tensor
 
     @property
-    def read(self) -> tuple[int, int]:
-        return (self.start, self.stop) if self.slab.change is None else (0, self.slab.numel)
-
-    @property
-    def nbytes(self) -> int:
-        start, stop = self.read
-        return (stop - start) * self.stored.itemsize
-
-    def apply(self, values: torch.Tensor) -> None:
+    def _first_and_last(self) -> tuple[int, int]:
+        """The elements of the slab that are read."""
         if self.slab.change is not None:
-            changed = self.slab.change.to_hf(values.view(self.slab.region.local_shape))
-            values = changed.reshape(-1)[self.start : self.stop]
-        self.memory.copy_(values)
-        if self.memory.dtype != values.dtype:
-            self._refuse_overflow(values)
+            return 0, self.slab.numel
+        if self.slab.low_rank is None:
+            return self.start, self.stop
+        columns = self.slab.low_rank.columns
+        return self.start // columns * columns, -(-self.stop // columns) * columns
 
-    def _refuse_overflow(self, values: torch.Tensor) -> None:
+    def parts(self) -> list[tuple[str, Region]]:
+        """Returns the names and the regions of the tensors to read: the weight, and what the adapter has: A, B, m."""
+        first, last = self._first_and_last
+        parts = [(self.slab.mcore, _part(self.slab.region, first, last))]
+        if (adapter := self.slab.low_rank) is not None:
+            rows = first // adapter.columns, last // adapter.columns
+            parts.append((adapter.a.name, adapter.a.region))
+            parts.append((adapter.b.name, _part(adapter.b.region, *(row * adapter.rank for row in rows))))
+            if adapter.magnitude is not None:
+                parts.append((adapter.magnitude.name, _part(adapter.magnitude.region, *rows)))
+        return parts
+
+    def apply(self, values: torch.Tensor, *adapter: torch.Tensor) -> None:
+        """Converts what `parts` lists and copies it to `memory`."""
+        for at, converted in self._converted(values, *adapter):
+            low, high = max(at, self.start), min(at + converted.numel(), self.stop)
+            memory, converted = self.memory[low - self.start : high - self.start], converted[low - at : high - at]
+            memory.copy_(converted)
+            if memory.dtype != converted.dtype:
+                self._refuse_overflow(memory, converted)
+
+    def _converted(self, values: torch.Tensor, *adapter: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields converted elements, each time with the position of the first in the slab."""
+        first, _ = self._first_and_last
+        change, low_rank = self.slab.change, self.slab.low_rank
+        if change is not None:
+            if low_rank is not None:
+                values = torch.cat(list(_adapted(low_rank, values, *adapter)))
+            yield first, change.to_hf(values.view(self.slab.region.local_shape)).reshape(-1)
+        elif low_rank is None:
+            yield first, values
+        else:
+            for rows in _adapted(low_rank, values, *adapter):
+                yield first, rows
+                first += rows.numel()
+
+    def _refuse_overflow(self, memory: torch.Tensor, values: torch.Tensor) -> None:
         """Refuses weights that become infinite in a narrower dtype (float16 ends at 65,504) and so give NaN logits."""
-        dtype = self.memory.dtype
+        dtype = memory.dtype
         if not dtype.is_floating_point or torch.finfo(dtype).max >= torch.finfo(values.dtype).max:
             return
         # Compare some elements at a time, because the masks need memory, too.
-        for found, wanted in zip(self.memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
+        for found, wanted in zip(memory.split(_AT_ONCE), values.split(_AT_ONCE), strict=True):
             lost = found.isinf() & wanted.isfinite()
             if lost.any():
                 raise CheckpointMismatchError(
                     f"tensor {self.slab.mcore}: has the value {float(wanted[lost][0])}, which {dtype} cannot hold: "
                     "choose a wider dtype"
                 )
+
+
+def _adapted(
+    adapter: LowRank,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yields the adapted weight, some rows at a time, in fp32 or wider. It is rounded only when it is written.
+
+    All rows at once would need several times the memory of the weight.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a = a.view(adapter.rank, adapter.columns).to(dtype)
+    at_once = max(1, _AT_ONCE // adapter.columns)
+    lengths: Iterable[torch.Tensor | None] = itertools.repeat(None) if magnitude is None else magnitude.split(at_once)
+    for rows, own, length in zip(
+        weight.view(-1, adapter.columns).split(at_once), b.view(-1, adapter.rank).split(at_once), lengths, strict=False
+    ):
+        merged = torch.addmm(rows.to(dtype), own.to(dtype), a, alpha=adapter.scale)
+        if length is not None:
+            merged *= (length.to(dtype) / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
+        yield merged.view(-1)
 
 
 def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch) -> None:
@@ -100,23 +156,54 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
     reads: list[RegionRead] = []
     changes: list[_Change] = []
     for tensor, first, memory in wanted:
+        if tensor.quantized is not None:
+            _fill_quantized(reader, tensor.tensor, tensor.quantized, first, memory)
+            continue
         for slab, start, stop, its_memory in _slabs(tensor, first, memory):
             if not slab.mcore:
                 its_memory.zero_()
                 continue
-            info = reader.info(ShardKey(slab.mcore, reader.weight_kind))
-            assert info is not None, "a plan has only tensors of the reader"
-            stored = info.dtype
-            if slab.change is None and stored == tensor.dtype:
-                reads.append(_part(slab, start, stop, its_memory))
+            if slab.change is None and slab.low_rank is None and _dtype_of(reader, slab.mcore) == tensor.dtype:
+                reads.append(RegionRead(slab.mcore, _part(slab.region, start, stop), its_memory))
             else:
-                changes.append(_Change(slab, start, stop, stored, its_memory))
-    read_first = [memory.view(change.stored) for change, memory in zip(changes, scratch.reserve(changes), strict=False)]
-    for change, memory in zip(changes, read_first, strict=True):
-        reads.append(_part(change.slab, *change.read, memory))
+                changes.append(_Change(slab, start, stop, its_memory))
+    parts = [(name, region, _dtype_of(reader, name)) for change in changes for name, region in change.parts()]
+    read_first = [
+        memory.view(dtype)
+        for memory, (_, _, dtype) in zip(
+            scratch.reserve(region.numel * dtype.itemsize for _, region, dtype in parts), parts, strict=False
+        )
+    ]
+    reads += (RegionRead(name, region, memory) for (name, region, _), memory in zip(parts, read_first, strict=True))
     read_regions(reader, reads)
-    for change, memory in zip(changes, read_first, strict=True):
-        change.apply(memory)
+    values = iter(read_first)
+    for change in changes:
+        change.apply(*itertools.islice(values, len(change.parts())))
+
+
+def _dtype_of(reader: CheckpointReader, name: str) -> torch.dtype:
+    info = reader.info(ShardKey(name, reader.weight_kind))
+    assert info is not None, "a plan has only tensors of the reader"
+    return info.dtype
+
+
+def _fill_quantized(
+    reader: CheckpointReader, tensor: HfTensor, part: QuantizedPart, first: int, memory: torch.Tensor
+) -> None:
+    """Fills memory with codes or scales, from element `first` on. Reads whole rows of blocks, a few at a time."""
+    (rows, columns), height = tensor.shape, part.blocks.block[0]
+    in_block_row = part.blocks.grid(tensor.shape)[1] if part.is_scales else height * columns
+    step = max(1, tuning.SCATTER_BYTES // (height * columns * part.source.itemsize))
+    last = first + memory.numel()
+    for block in range(first // in_block_row, -(-last // in_block_row), step):
+        top, bottom = block * height, min((block + step) * height, rows)
+        values = torch.empty((bottom - top, columns), dtype=part.source)
+        fill(reader, [Elements(FileTensor(tensor, part.source), top * columns, values.view(-1))], Scratch())
+        codes, scales = part.blocks.quantize(values, tensor.name)
+        found = (scales if part.is_scales else codes).view(-1)
+        at = block * in_block_row
+        low, high = max(first, at), min(last, at + found.numel())
+        memory[low - first : high - first] = found[low - at : high - at]
 
 
 def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tuple[Slab, int, int, torch.Tensor]]:
@@ -128,6 +215,6 @@ def _slabs(tensor: FileTensor, first: int, memory: torch.Tensor) -> Iterator[tup
             yield slab, low - slab.start, high - slab.start, memory[low - first : high - first]
 
 
-def _part(slab: Slab, start: int, stop: int, memory: torch.Tensor) -> RegionRead:
-    first = slab.region.flat[0]
-    return RegionRead(slab.mcore, slab.region.with_flat(first + start, first + stop), memory)
+def _part(region: Region, start: int, stop: int) -> Region:
+    first = region.flat[0]
+    return region.with_flat(first + start, first + stop)

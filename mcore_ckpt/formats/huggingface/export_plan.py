@@ -6,15 +6,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
+from mcore_ckpt.formats.huggingface.fp8_blocks import CODES, SCALE_SUFFIX, Fp8Blocks
 from mcore_ckpt.formats.huggingface.safetensors_files import file_name, has_name
+from mcore_ckpt.models.adapters import with_adapters
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.mapping import HF_LAYER, HfTensor, hf_tensors
+from mcore_ckpt.models.mapping import HfTensor, hf_mtp_prefix, hf_tensors
+from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
+from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
 
@@ -27,24 +33,48 @@ _ALWAYS_AS_STORED = ("router.expert_bias",)
 
 
 @dataclass(frozen=True)
+class QuantizedPart:
+    """Says that a file has the codes or the scales of a tensor.
+
+    Attributes:
+        blocks: the form of the quantized tensor.
+        is_scales: True for the scales, False for the codes.
+        source: the dtype of the values that are quantized.
+    """
+
+    blocks: Fp8Blocks
+    is_scales: bool
+    source: torch.dtype
+
+
+@dataclass(frozen=True)
 class FileTensor:
     """A tensor in a planned file.
 
     Attributes:
         tensor: the tensor's name, shape and slabs. `mcore` in the slabs is the tensor's name in the source.
         dtype: the dtype in the file.
+        quantized: which part of the quantized tensor it is. None if the file has the tensor's values.
     """
 
     tensor: HfTensor
     dtype: torch.dtype
+    quantized: QuantizedPart | None = None
 
     @property
     def name(self) -> str:
-        return self.tensor.name
+        is_scales = self.quantized is not None and self.quantized.is_scales
+        return self.tensor.name + SCALE_SUFFIX if is_scales else self.tensor.name
+
+    @property
+    def shape(self) -> Shape:
+        """The shape in the file."""
+        is_scales = self.quantized is not None and self.quantized.is_scales
+        return self.quantized.blocks.grid(self.tensor.shape) if self.quantized and is_scales else self.tensor.shape
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -66,13 +96,15 @@ class ExportPlan:
 
     Attributes:
         files: the files, in the order of HuggingFace's tensors.
-        dtype: the dtype of most elements, to be written into `config.json`.
+        dtype: the dtype of most elements before some are quantized, to be written into `config.json`.
         has_mtp: True if the files have layers of multi-token prediction. If not, `config.json` must not mention any.
+        quantization: the `quantization_config` of the files; None if no tensor is quantized.
     """
 
     files: tuple[WeightFile, ...]
     dtype: torch.dtype
     has_mtp: bool
+    quantization: Mapping[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -84,20 +116,27 @@ def plan_export(
     model: HfModel,
     tensors: Mapping[str, TensorInfo],
     *,
+    alpha: float | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     least_files: int = 1,
+    blocks: Fp8Blocks | None = None,
 ) -> ExportPlan:
     """Plans the files of a model from mcore's global tensors. Equal arguments give equal plans on all ranks.
+
+    Adapters are merged into the weights.
 
     Args:
         model: the model that `config.json` describes.
         tensors: the tensors of the source by name. Vocabulary rows beyond those of the model are padding and left out.
+        alpha: the alpha of the adapters among the tensors; an adapter of rank r is scaled by alpha / r. Needed if there
+            are adapters.
         dtype: the dtype to write floating-point tensors in; None keeps the stored dtypes. Router biases always keep
             the stored dtype.
         max_shard_bytes: the size limit of one file's tensors, in bytes. A larger tensor gets its own file.
         least_files: the number of files to aim for if the size limit gives fewer, so that more ranks can write at the
             same time.
+        blocks: the form in which linear layers are quantized; None to write all values.
 
     Raises:
         CheckpointMismatchError: a tensor is missing, is left over, or has another shape; the message names it.
@@ -109,12 +148,17 @@ def plan_export(
     has_mtp = any(found_as(slab.mcore, tensors) for tensor in mtp if not tensor.is_copy for slab in tensor.slabs)
     left_out = set() if has_mtp else {tensor.name for tensor in mtp}
     wanted = [tensor for tensor in wanted if tensor.name not in left_out]
-    resolved = _resolve(model, wanted, tensors)
-    _check_shapes(wanted, resolved, tensors)
+    weights = {name: info for name, info in tensors.items() if not is_adapter(name)}
+    resolved = _resolve(model, wanted, weights)
+    _check_shapes(wanted, resolved, weights)
     renamed = [
         replace(tensor, slabs=tuple(replace(slab, mcore=resolved.get(slab.mcore, "")) for slab in tensor.slabs))
         for tensor in wanted
     ]
+    if len(weights) < len(tensors):
+        assert alpha is not None, "needed for adapters"
+        adapters = {name: tuple(info.shape) for name, info in tensors.items() if is_adapter(name)}
+        renamed = with_adapters(model, renamed, adapters, alpha)
     return plan_tensors(
         renamed,
         tensors,
@@ -122,6 +166,7 @@ def plan_export(
         max_shard_bytes=max_shard_bytes,
         least_files=least_files,
         has_mtp=has_mtp,
+        blocks=blocks,
     )
 
 
@@ -133,6 +178,7 @@ def plan_tensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     least_files: int = 1,
     has_mtp: bool = False,
+    blocks: Fp8Blocks | None = None,
 ) -> ExportPlan:
     """Plans the files of given HuggingFace tensors, for example of a source that has HuggingFace names.
 
@@ -143,6 +189,7 @@ def plan_tensors(
         max_shard_bytes: as in `plan_export`.
         least_files: as in `plan_export`.
         has_mtp: True if the tensors include layers of multi-token prediction.
+        blocks: as in `plan_export`.
 
     Raises:
         CheckpointMismatchError: the parts of a tensor have several dtypes.
@@ -160,21 +207,30 @@ def plan_tensors(
         if its_dtype is not None:
             elements[its_dtype] += tensor.numel
     main = elements.most_common(1)[0][0]
-    written = [
-        FileTensor(tensor, main if its_dtype is None else its_dtype)
-        for tensor, its_dtype in zip(wanted, dtypes, strict=True)
-    ]
+    written: list[FileTensor] = []
+    for tensor, its_dtype in zip(wanted, dtypes, strict=True):
+        written += _stored(tensor, main if its_dtype is None else its_dtype, blocks)
     parts = list(_in_files(written, max_shard_bytes, least_files))
     files = tuple(
         WeightFile(file_name(number, len(parts)), tuple(sorted(part, key=lambda tensor: -tensor.dtype.itemsize)))
         for number, part in enumerate(parts)
     )
-    return ExportPlan(files, main, has_mtp)
+    plain = (each.tensor for each in written if each.quantized is None)
+    return ExportPlan(files, main, has_mtp, None if blocks is None else blocks.config(plain))
+
+
+def _stored(tensor: HfTensor, dtype: torch.dtype, blocks: Fp8Blocks | None) -> list[FileTensor]:
+    """Returns what the files have of a tensor: its values, or its codes and their scales."""
+    if blocks is None or not blocks.takes(tensor):
+        return [FileTensor(tensor, dtype)]
+    return [
+        FileTensor(tensor, CODES, QuantizedPart(blocks, False, dtype)),
+        FileTensor(tensor, blocks.scale_dtype, QuantizedPart(blocks, True, dtype)),
+    ]
 
 
 def _is_mtp(model: HfModel, tensor: HfTensor) -> bool:
-    first = len(model.layers)
-    return any(tensor.name.startswith(HF_LAYER.format(layer=first + number)) for number in range(len(model.mtp_layers)))
+    return any(tensor.name.startswith(hf_mtp_prefix(model, number)) for number in range(len(model.mtp_layers)))
 
 
 # -- names and shapes --------------------------------------------------------------------------------------

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from mcore_ckpt.checkpoint.dtypes import dtype_name, torch_dtype
+from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
-from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, read_folder
+from mcore_ckpt.formats.huggingface.safetensors_files import HfStored, dtype_of, name_of, read_folder
+from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader, StoredWeights
 from mcore_ckpt.formats.locate import same_bytes
-from mcore_ckpt.formats.native.ranges import read_stored
-from mcore_ckpt.formats.shard_reader import safetensors_reader
 from mcore_ckpt.models.architecture import HfModel, read_config
+from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, check_names, hf_tensors, hf_tensors_in
-from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, Section, ValueChange
+from mcore_ckpt.models.reconcile import with_tower_of
+from mcore_ckpt.models.registry import known_architectures, model_from_config
+from mcore_ckpt.models.table import Section, ValueChange
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.sharding.names import natural_order
 from mcore_ckpt.sharding.overlap import Rows
 from mcore_ckpt.sharding.plan import MODEL, ReadRange, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Shape
 
-# Values of these floating-point dtypes are meaningless without scales, which are separate tensors.
-_QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2)
+_Tensor = TypeVar("_Tensor")
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,15 @@ class FolderContents:
         config: the parsed `config.json`.
         tensors: all tensors by name.
         sizes: the size of each file in bytes, by name.
+        adapter: the parsed `adapter_config.json`, if the folder has an adapter in PEFT's form; `config` is then that of
+            the base model. None for a model.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: Mapping[str, HfStored]
     sizes: Mapping[str, int]
+    adapter: Mapping[str, Any] | None = None
 
     def to_record(self) -> Record:
         """Returns the contents as plain values that can be sent to other ranks."""
@@ -54,21 +57,22 @@ class FolderContents:
             # The configuration is sent as text, because it can have NaN or Infinity, which strict JSON does not allow.
             "config": json.dumps(self.config),
             "tensors": [
-                [t.name, dtype_name(t.dtype), list(t.shape), t.path.name, t.offset, t.nbytes]
-                for t in self.tensors.values()
+                [name, name_of(t.dtype), list(t.shape), t.path.name, t.offset, t.nbytes]
+                for name, t in self.tensors.items()
             ],
             "sizes": dict(self.sizes),
+            "adapter": json.dumps(self.adapter),
         }
 
     @staticmethod
     def from_record(folder: Path, record: Record) -> FolderContents:
         """Restores the contents from the result of `to_record`."""
         tensors = [
-            HfStored(name, torch_dtype(dtype), tuple(shape), folder / file, offset, nbytes)
+            HfStored(name, dtype_of(dtype), tuple(shape), folder / file, offset, nbytes)
             for name, dtype, shape, file, offset, nbytes in record["tensors"]
         ]
-        config = json.loads(record["config"])
-        return FolderContents(folder, config, {tensor.name: tensor for tensor in tensors}, record["sizes"])
+        config, adapter = json.loads(record["config"]), json.loads(record["adapter"])
+        return FolderContents(folder, config, {tensor.name: tensor for tensor in tensors}, record["sizes"], adapter)
 
 
 def read_contents(folder: Path) -> FolderContents:
@@ -79,9 +83,33 @@ def read_contents(folder: Path) -> FolderContents:
         CheckpointCorruptError: a file is missing, truncated, or not a safetensors file.
         UnsupportedError: `config.json` is not a model's configuration.
     """
-    tensors = read_folder(folder)
+    config = read_config(folder)
+    tensors = {name: replace(t, name=name) for name, t in spelled_by_table(config, read_folder(folder)).items()}
     files = {tensor.path for tensor in tensors.values()}
-    return FolderContents(folder, read_config(folder), tensors, {path.name: path.stat().st_size for path in files})
+    return FolderContents(folder, config, tensors, {path.name: path.stat().st_size for path in files})
+
+
+def spelled_by_table(config: HfConfig, tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+    """Returns tensors by the names that the table of their architecture has. Unknown names stay as they are.
+
+    Versions of transformers spell the names of some architectures in different ways (`Table.spellings`).
+    """
+    known = known_architectures().get(str(config.get("model_type")))
+    if known is None:
+        return dict(tensors)
+    return {spelled: tensors[name] for spelled, name in without_doubles(known.table.spelled, tensors).items()}
+
+
+def without_doubles(spelled: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
+    """Maps the table's spelling of each name to the name. Raises CheckpointMismatchError if two names become one."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (other := found.setdefault(spelled(name), name)) != name:
+            raise CheckpointMismatchError(
+                f"tensors {other} and {name} are two spellings of one tensor, so one of them would be lost: remove the "
+                "one that is not the model's"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -96,36 +124,49 @@ class HuggingFaceReader:
     """Reads a HuggingFace folder under the names of Megatron's local layer specs.
 
     It implements `formats.contract.CheckpointReader`. A Megatron tensor can have several stored parts (queries, keys
-    and values; gate and up). The files have no CRCs.
+    and values; gate and up). Quantized tensors are dequantized while they are read. The files have no CRCs.
 
     Args:
         contents: the folder's contents.
         ignore: regular expressions of HuggingFace names to leave out.
+        dtype: the dtype of the values of quantized tensors; None takes the one that `config.json` states.
+        tower_of: the names of the tensors of the model that reads. They show of which modules its vision tower
+            consists. Without such names, the tower is the one that Megatron-Bridge has for this architecture.
 
     Raises:
         CheckpointMismatchError: names or shapes differ from those that the configuration describes.
-        UnsupportedError: the architecture is not supported, or weights are not floating-point numbers.
+        UnsupportedError: the architecture is not supported, weights are quantized in an unknown form, or they are not
+            floating-point numbers.
     """
 
     weight_kind = MODEL
 
-    def __init__(self, contents: FolderContents, ignore: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        contents: FolderContents,
+        ignore: Sequence[str] = (),
+        dtype: torch.dtype | None = None,
+        tower_of: Iterable[str] = (),
+    ) -> None:
         self.contents = contents
-        self.model = model_from_config(contents.config, tuple(ignore))
+        self._weights = StoredWeights(contents.folder, contents.config, contents.tensors, dtype)
+        shapes = {name: stored.shape for name, stored in self._weights.tensors.items()}
+        self.model = with_tower_of(model_from_config(contents.config, tuple(ignore), shapes), tower_of)
         self._shards: dict[str, list[StoredShard]] = {}
         self._sections: dict[str, tuple[Section, ...]] = {}
         self._changed: dict[tuple[str, int], _Changed] = {}
         self._zeros: list[StoredShard] = []
-        for tensor in _wanted(self.model, contents):
-            self._add(tensor, contents.tensors[tensor.name])
+        for tensor in self._list_tensors():
+            self._add(tensor, self._weights.tensors[tensor.name])
+
+    def _list_tensors(self) -> list[HfTensor]:
+        """Lists the tensors to read, with the places of their elements in Megatron's tensors."""
+        return _wanted(self.model, self.contents, self._weights.tensors)
 
     def _add(self, tensor: HfTensor, stored: HfStored) -> None:
         _check(self.place, tensor, stored)
         for slab in tensor.slabs:
-            offset = stored.offset + slab.start * stored.dtype.itemsize
-            key, dtype = ShardKey(slab.mcore, MODEL), dtype_name(stored.dtype)
-            nbytes = slab.numel * stored.dtype.itemsize
-            shard = StoredShard(key, slab.region, dtype, stored.path.name, offset, nbytes, crc32=None)
+            shard = self._weights.shard(ShardKey(slab.mcore, MODEL), slab.region, stored, slab.start)
             if not slab.mcore:
                 self._zeros.append(shard)
                 continue
@@ -133,7 +174,7 @@ class HuggingFaceReader:
             self._sections[slab.mcore] = slab.sections
             if slab.change is not None:
                 shape = tensor.shape if len(tensor.slabs) == 1 else tensor.shape[1:]
-                self._changed[shard.file, offset] = _Changed(slab.change, shape)
+                self._changed[shard.file, shard.offset] = _Changed(slab.change, shape)
 
     @property
     def place(self) -> Path:
@@ -169,7 +210,7 @@ class HuggingFaceReader:
         for read in ranges:
             place = read[0].stored.file, read[0].stored.offset
             (changed.setdefault(place, []) if place in self._changed else as_stored).append(read)
-        nbytes = read_stored(self.place, as_stored) if as_stored else 0
+        nbytes = self._weights.read(as_stored) if as_stored else 0
         return nbytes + sum(self._read_changed(self._changed[place], same) for place, same in changed.items())
 
     def read_numbers(self, ranges: Fill, check: bool = True) -> int:
@@ -195,7 +236,8 @@ class HuggingFaceReader:
     @property
     def mtp_layers(self) -> tuple[int, ...]:
         """The numbers, counted from 0, of the multi-token-prediction layers that have weights in the folder."""
-        return tuple(sorted({int(name.split(".")[2]) for name in self.names if name.startswith("mtp.layers.")}))
+        first = self.model.architecture.table.mcore + "mtp.layers."
+        return tuple(sorted({int(name[len(first) :].split(".")[0]) for name in self.names if name.startswith(first)}))
 
     def parts_of(self, name: str) -> list[StoredShard]:
         """Returns all stored parts of a tensor."""
@@ -209,7 +251,7 @@ class HuggingFaceReader:
 
     def check_visible(self, files: Iterable[str]) -> None:
         """Raises CheckpointCorruptError unless this rank sees the files, and with the same sizes as rank 0."""
-        for name in sorted(set(files)):
+        for name in sorted({*files, *self._weights.scale_files}):
             path = self.place / name
             try:
                 size = path.stat().st_size
@@ -230,10 +272,12 @@ class HuggingFaceReader:
             CheckpointMismatchError: such a tensor has other values, which would be lost silently.
         """
         self._check_zeros()
-        stored = safetensors_reader(self.place, self.contents.tensors)
+        stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)
         for copy, original in _copies(self.model, self.contents):
             if not same_bytes(stored, copy, original):
-                hint = ", or set tie_word_embeddings to false in config.json" if copy == HF_HEAD else ""
+                architecture = self.model.architecture
+                is_head = copy == architecture.table.hf_head
+                hint = f", or set {architecture.tied_field} to false in config.json" if is_head else ""
                 raise CheckpointMismatchError(
                     f"{self.contents.tensors[copy].path}: tensor {copy}: {self.model.describe()} uses {original} in "
                     f"its place, and the two differ: name {copy} in `ignore` to leave it out{hint}"
@@ -242,7 +286,7 @@ class HuggingFaceReader:
     def _check_zeros(self) -> None:
         for shard in self._zeros:
             memory = torch.empty(shard.region.numel, dtype=torch_dtype(shard.dtype))
-            read_stored(self.place, [(all_of(shard), memory)])
+            self._weights.read([(ReadRange.whole(shard), memory)])
             if memory.count_nonzero():
                 raise CheckpointMismatchError(
                     f"{self.place / shard.file}: the tensor of shape {list(shard.region.local_shape)} at byte "
@@ -252,7 +296,7 @@ class HuggingFaceReader:
     def _read_changed(self, changed: _Changed, reads: Sequence[tuple[ReadRange, torch.Tensor]]) -> int:
         stored = reads[0][0].stored
         there = torch.empty(changed.shape, dtype=torch_dtype(stored.dtype))
-        nbytes = read_stored(self.place, [(all_of(stored), there)])
+        nbytes = self._weights.read([(ReadRange.whole(stored), there)])
         values = changed.change.to_mcore(there).contiguous()
         for read, memory in reads:
             rows = read.rows
@@ -262,19 +306,14 @@ class HuggingFaceReader:
         return nbytes
 
 
-def all_of(shard: StoredShard) -> ReadRange:
-    """Returns the range of a whole stored part."""
-    return ReadRange.whole(shard)
-
-
 def _rows_of(memory: torch.Tensor, start: int, rows: Rows, stride: int) -> torch.Tensor:
     return memory.as_strided((rows.rows, rows.row), (stride, 1), memory.storage_offset() + start)
 
 
-def _wanted(model: HfModel, contents: FolderContents) -> list[HfTensor]:
-    tensors = [tensor for tensor in hf_tensors_in(model, contents.tensors) if not model.ignores(tensor.name)]
+def _wanted(model: HfModel, contents: FolderContents, there: Mapping[str, HfStored]) -> list[HfTensor]:
+    tensors = [tensor for tensor in hf_tensors_in(model, there) if not model.ignores(tensor.name)]
     copies = {copy for copy, _ in _copies(model, contents)}
-    check_names(model, tensors, contents.tensors.keys() - copies, str(contents.folder))
+    check_names(model, tensors, there.keys() - copies, str(contents.folder))
     return tensors
 
 
@@ -285,7 +324,8 @@ def _copies(model: HfModel, contents: FolderContents) -> list[tuple[str, str]]:
     pairs = [(tensor.name, names[slab.mcore]) for tensor in tensors if tensor.is_copy for slab in tensor.slabs]
     if model.is_tied:
         # transformers writes no head for a tied model, but some published folders have one (Qwen3-0.6B and 1.7B).
-        pairs.append((HF_HEAD, HF_EMBEDDING))
+        table = model.architecture.table
+        pairs.append((table.hf_head, table.hf_embedding))
     return [(copy, name) for copy, name in pairs if copy in contents.tensors and not model.ignores(copy)]
 
 
@@ -295,8 +335,8 @@ def _check(folder: Path, tensor: HfTensor, stored: HfStored) -> None:
             f"{stored.path}: tensor {tensor.name}: has shape {list(stored.shape)}, but by {folder / 'config.json'} it "
             f"must have {list(tensor.shape)}"
         )
-    if not stored.dtype.is_floating_point or stored.dtype in _QUANTIZED:
+    if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
         raise UnsupportedError(
-            f"{stored.path}: tensor {tensor.name}: is stored as {dtype_name(stored.dtype)}: quantized weights are not "
-            "supported: convert them to bfloat16 first"
+            f"{stored.path}: tensor {tensor.name}: is stored as {name_of(stored.dtype)}, but quantization_config in "
+            "config.json does not say how it is quantized: restore that field, or convert the weights to bfloat16 first"
         )

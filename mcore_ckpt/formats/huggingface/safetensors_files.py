@@ -43,6 +43,7 @@ _DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -169,6 +170,16 @@ def read_weight_map(path: Path) -> dict[str, str]:
 def has_name(dtype: torch.dtype) -> bool:
     """Returns True if the format has a name for a dtype. It has none for complex numbers."""
     return dtype in _NAMES
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the format's name of a dtype, such as "BF16". Raises KeyError if it has none."""
+    return _NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype that the format calls `name`. Raises KeyError if there is none."""
+    return _DTYPES[name]
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:

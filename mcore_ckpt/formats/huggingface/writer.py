@@ -106,7 +106,7 @@ class _Target:
 
     @staticmethod
     def of(file: WeightFile) -> _Target:
-        header = encode_header((tensor.name, tensor.dtype, tensor.tensor.shape) for tensor in file.tensors)
+        header = encode_header((tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors)
         sizes = [tensor.nbytes for tensor in file.tensors]
         *offsets, end = itertools.accumulate(sizes, initial=len(header))
         layout = _native.FileLayout(offsets, sizes, [-1] * len(sizes), [(0, header)], end, BLOCK_BYTES)

@@ -1,0 +1,146 @@
+"""Quantizes weights to float8 with a scale for each block, the form in which DeepSeek-V3 is published.
+
+A weight `X` becomes `X` in float8_e4m3fn and `X_scale_inv`. A value is about its code times the scale of its block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.huggingface.quantized import DEFAULT_BLOCK, is_block
+from mcore_ckpt.io.json_fields import shown
+from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.mapping import HfTensor
+from mcore_ckpt.models.quantization import quantization_of
+from mcore_ckpt.models.table import HF_EMBEDDING
+from mcore_ckpt.sharding.regions import Shape
+
+SCALE_SUFFIX = "_scale_inv"
+CODES = torch.float8_e4m3fn
+_LARGEST = torch.finfo(CODES).max
+# A block is padded to its whole size before it is quantized.
+_LARGEST_BLOCK = 1 << 16
+
+# The linear layers of attention and experts, by the ends of their HuggingFace names. Publishers leave out the matrix of
+# multi-token prediction (eh_proj) and that which weighs the heads of a sparse attention's indexer (weights_proj).
+_LINEAR = re.compile(r".*\.layers\.\d+\..*\b(?!eh_proj|weights_proj)(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight")
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """Says which weights are quantized, and how.
+
+    Attributes:
+        block: the rows and columns that share a scale. Blocks at the edges of a weight are smaller.
+        powers_of_two: True if scales are powers of two, stored as float8_e8m0fnu, False if they are any float32.
+        kept: names of modules that are not quantized, as in `modules_to_not_convert` of a `config.json`.
+        fields: the fields of `quantization_config` of the published model; empty without one.
+    """
+
+    block: tuple[int, int] = DEFAULT_BLOCK
+    powers_of_two: bool = False
+    kept: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def like(config: HfConfig) -> Fp8Blocks:
+        """Returns the form of the model's `config.json` if its weights were published in this form, or the default.
+
+        Raises UnsupportedError if the fields of the config are not those of this form.
+        """
+        published = quantization_of(config)
+        if published is None or published.method != "fp8":
+            return Fp8Blocks()
+        fields = published.fields
+        block = fields.get("weight_block_size") or DEFAULT_BLOCK
+        kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or []
+        if not is_block(block) or max(block) > _LARGEST_BLOCK:
+            raise UnsupportedError(f"config.json: weight_block_size is {shown(block)}, which is no size of a block")
+        if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+            raise UnsupportedError(f"config.json: modules_to_not_convert is {shown(kept)}, not a list of names")
+        return Fp8Blocks((block[0], block[1]), fields.get("scale_fmt") == "ue8m0", tuple(kept), fields)
+
+    def takes(self, tensor: HfTensor) -> bool:
+        """Returns True if a tensor is quantized.
+
+        Raises UnsupportedError for experts that are stacked in one tensor, which have no published form.
+        """
+        if len(tensor.shape) == 3 and ".experts." in tensor.name:
+            raise UnsupportedError(
+                f"tensor {tensor.name}: block FP8 has no form for experts that are stacked in one tensor: merge "
+                "without --quantize"
+            )
+        module = tensor.name.removesuffix(".weight")
+        return (
+            len(tensor.shape) == 2
+            and _LINEAR.fullmatch(tensor.name) is not None
+            and not any(module.startswith((name, f"{name}.")) or module.endswith(name) for name in self.kept)
+        )
+
+    def grid(self, shape: Shape) -> tuple[int, int]:
+        """Returns the rows and columns of the scales of a weight."""
+        return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of the scales."""
+        return torch.float8_e8m0fnu if self.powers_of_two else torch.float32
+
+    def config(self, plain: Iterable[HfTensor]) -> dict[str, Any]:
+        """Returns the `quantization_config` of a model. `plain` are its tensors that are not quantized."""
+        own = {name.removesuffix(".weight") for name in _matrices(plain)}
+        kept = [*self.kept, *sorted(own - {*self.kept})]
+        fields = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            **{name: value for name, value in self.fields.items() if name != "ignored_layers"},
+            "weight_block_size": list(self.block),
+        }
+        return fields | ({"modules_to_not_convert": kept} if kept else {})
+
+    def quantize(self, values: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantizes whole blocks of a weight.
+
+        The largest value of a block gets the largest code. So a weight that was dequantized to bfloat16 gets its codes
+        back, and scales that differ by the rounding of this value.
+
+        Args:
+            values: the values, as a matrix of any floating-point dtype that begins with a block.
+            name: the weight's name, for errors.
+
+        Returns:
+            The codes, of the shape of `values`, and the scales of its blocks.
+
+        Raises:
+            CheckpointMismatchError: a value is NaN or infinite.
+        """
+        (rows, columns), (height, width) = values.shape, self.block
+        grid = self.grid((rows, columns))
+        padded = pad(values.to(torch.float32), (0, grid[1] * width - columns, 0, grid[0] * height - rows))
+        blocks = padded.view(grid[0], height, grid[1], width)
+        largest = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3))
+        if not largest.isfinite().all():
+            raise CheckpointMismatchError(
+                f"tensor {name}: has a value that is NaN or infinite, which cannot be quantized: merge without "
+                "--quantize, or use an older checkpoint"
+            )
+        # A block of zeros has no largest value to divide by.
+        scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
+        # Below float32's normal numbers a scale would have too few digits, and powers of two have no exponents.
+        scales = scales.clamp_(min=torch.finfo(torch.float32).tiny)
+        if self.powers_of_two:
+            scales = torch.exp2(scales.log2().ceil())
+        codes = (blocks / scales[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(CODES)
+        return codes.view(padded.shape)[:rows, :columns].contiguous(), scales.to(self.scale_dtype)
+
+
+def _matrices(tensors: Iterable[HfTensor]) -> Iterable[str]:
+    return (tensor.name for tensor in tensors if len(tensor.shape) == 2 and tensor.name != HF_EMBEDDING)

@@ -1,0 +1,48 @@
+"""Plans the fills of quantized weights: by way of the main parameters of this rank, or of values to quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt.load.fill import Encode
+from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.shards import LocalShard, ParameterState
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What is to be filled with values of a weight.
+
+    Attributes:
+        shard: the weight.
+        region: the elements that are needed.
+        tensor: the main parameter of these elements, of fp32, or the weight itself.
+        encode: quantizes the values into the weight; None if they are copied into the tensor.
+    """
+
+    shard: LocalShard
+    region: Region
+    tensor: torch.Tensor
+    encode: Encode | None = None
+
+
+def quantized_targets(quantized: Sequence[LocalShard], states: Iterable[ParameterState] | None) -> Iterator[Target]:
+    """Yields what to fill in the place of quantized weights.
+
+    A weight that trains is filled through its main parameter, so that quantizing loses nothing for good. This rank
+    fills what it owns. `write_weights` must follow. A weight without a main parameter is quantized from what is loaded.
+
+    Args:
+        quantized: the weights to fill.
+        states: the optimizer's states whose main parameters are to be filled; None if there is no optimizer.
+    """
+    by_name = {shard.key.name: shard for shard in quantized}
+    for state in states or ():
+        if state.name in by_name:
+            yield Target(by_name[state.name], state.region, state.main)
+    for shard in quantized:
+        if states is None or shard.is_frozen:
+            yield Target(shard, shard.region, shard.tensor, shard.tensor.data.copy_)
