@@ -102,6 +102,9 @@ def _meet_rank_0(store: Any, namespace: str, rank: int, world_size: int, timeout
         if heard and store.check([heard]):
             return True
         if called != name:
+            if heard:
+                # A dead rank 0 made the call that this rank answered, and nobody else deletes the answer.
+                store.delete_key(_answer_key(namespace, name, rank))
             name, word = called, uuid.uuid4().hex
             heard = _heard_key(namespace, name, rank, word)
             store.set(_answer_key(namespace, name, rank), word)

@@ -70,10 +70,11 @@ class Agreement:
         """True on rank 0, which decides in each round."""
         return self.rank == 0
 
-    def begin(self, topic: str, name: str | None = None) -> Round:
+    def begin(self, topic: str, name: str | None = None, timeout_s: float | None = None) -> Round:
         """Begins the next round.
 
         All ranks must begin the same rounds in the same order. A rank may skip a round that has a `name` of its own.
+        `timeout_s` replaces the agreement's timeout in this round.
         """
         self._rounds += name is None
         # This rank has left the previous round, and so have the ranks that took its records in that round.
@@ -85,7 +86,8 @@ class Agreement:
             self._begun.clear()
         self._take_until = math.inf
         self._begun.append(f"{self._namespace}/{self._rounds if name is None else name}")
-        return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, self._timeout_s, self._limit)
+        wait = self._timeout_s if timeout_s is None else timeout_s
+        return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, wait, self._limit)
 
     def give(self, key: str, record: Record) -> None:
         """Publishes a record that another rank will `take` in the present round. Call it before this rank submits."""
@@ -304,6 +306,7 @@ def decide(
     error: type[CheckpointError] = AgreementError,
     act: Callable[[], None] | None = None,
     name: str | None = None,
+    timeout_s: float | None = None,
 ) -> Record:
     """Runs one whole round: every rank does `work`, rank 0 combines the results, every rank gets the same record.
 
@@ -318,12 +321,14 @@ def decide(
         act: called on rank 0, and only if no rank has given up. Once it is called, no rank can give up any more. It is
             for an action that must not happen if the round fails, such as a rename.
         name: a unique name of the round, if a rank may skip the round.
+        timeout_s: the timeout of each wait in this round, in seconds; None for that of the agreement. It is for work
+            that takes some ranks much longer than others.
 
     Raises:
         CheckpointError: of the same type on all ranks.
     """
     with store_failures(topic, error):
-        round_ = agreement.begin(topic, name)
+        round_ = agreement.begin(topic, name, timeout_s)
         try:
             own = _work_and_submit(round_, work)
         except BaseException as interrupt:

@@ -1,6 +1,7 @@
 """Seats at a store that has outlived other processes: nobody takes a dead rank's word for an answer."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from test_rounds import LONG_S, SHORT_S, messages, together
 
 from mcore_ckpt.errors import AgreementError
+from mcore_ckpt.ranks.key_value_store import WaitLimit, poll
 from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 
@@ -97,9 +99,23 @@ def test_a_rank_alone_waits_for_nobody(store: Any) -> None:
     assert decide(seat, "a round", lambda: {"a": 1}, lambda records: {"all": list(records)}) == {"all": [{"a": 1}]}
 
 
-def test_what_was_said_to_take_seats_is_deleted(store: Any) -> None:
-    counts = []
+@pytest.mark.parametrize("rank_0_is_late", [False, True])
+def test_what_was_said_to_take_seats_is_deleted(store: Any, rank_0_is_late: bool) -> None:
+    """Also what a rank answered to a dead rank 0 before the new one called."""
+    together(seats(store))
+    count = store.num_keys()
     for _ in range(3):
-        together(seats(store))
-        counts.append(store.num_keys())
-    assert counts[0] == counts[-1]
+        first, *others = seats(store)
+
+        def take_first(first: Callable[[], Agreement] = first) -> Agreement:
+            assert not rank_0_is_late or answered(store, count + WORLD - 1)
+            return first()
+
+        taken = together([take_first, *others])
+        assert all(isinstance(seat, Agreement) for seat in taken)
+        assert store.num_keys() == count
+
+
+def answered(store: Any, keys: int) -> bool:
+    """True once the store has as many keys, and False if it does not get them."""
+    return poll(lambda: store.num_keys() == keys, WORLD, time.monotonic() + LONG_S, WaitLimit())

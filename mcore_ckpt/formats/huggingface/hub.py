@@ -1,0 +1,362 @@
+"""Finds the folder of a HuggingFace model: a local folder, or the copy of a model of the hub in the hub's cache.
+
+Whatever takes such a folder also takes the name of a model on the hub, as `owner/name` or `owner/name@revision`. A
+folder of that name wins. huggingface_hub downloads the model, so its environment variables count: HF_HOME and
+HF_HUB_CACHE (the place of the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
+
+Only files that the caller reads or copies are downloaded: `config.json` and the `.safetensors` files that the index
+lists, or the assets (configuration, tokenizer, processor, the model's own code), or both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_ckpt.config import DOWNLOAD_TIMEOUT_S
+from mcore_ckpt.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    RemoteError,
+)
+from mcore_ckpt.formats.huggingface.assets import ASSETS, CONFIG_FILE, TEMPLATES
+from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, read_weight_map
+from mcore_ckpt.ranks.hosts import this_host
+from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
+
+Needs = Literal["model", "assets", "all", "config"]
+"""What a caller reads: `config.json` and the weights, everything but the weights, both, or `config.json` alone."""
+
+# An adapter in PEFT's form has these instead of a model's files.
+_ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+# "./owner/name", "owner/name/" and "name" are paths.
+_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([^@\s]+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model on the HuggingFace hub.
+
+    Attributes:
+        repository: "owner/name".
+        revision: a branch, a tag or a commit; None for the main branch.
+    """
+
+    repository: str
+    revision: str | None = None
+
+    @staticmethod
+    def parse(name: str | os.PathLike[str]) -> HubModel | None:
+        """Returns the model that a name stands for if there is no such folder; None if the name can only be a path.
+
+        Example:
+            >>> HubModel.parse("Qwen/Qwen3-0.6B@main"), HubModel.parse("./Qwen/Qwen3-0.6B")
+            (HubModel(repository='Qwen/Qwen3-0.6B', revision='main'), None)
+        """
+        match = _NAME.fullmatch(os.fspath(name))
+        return None if match is None else HubModel(*match.groups())
+
+    @staticmethod
+    def find(name: str | os.PathLike[str]) -> HubModel | None:
+        """Returns the model that a name stands for; None if the name is that of a folder, or can only be a path."""
+        return None if os.path.exists(name) else HubModel.parse(name)
+
+    def __str__(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+
+def with_revision(name: str | os.PathLike[str], revision: str | None) -> str:
+    """Returns a name that includes a revision which was given apart from the name, if one was given.
+
+    Raises:
+        InvalidArgumentError: the name is that of a folder, cannot be that of a model on the hub, or has a revision.
+
+    Example:
+        >>> with_revision("Qwen/Qwen3-0.6B", "main")
+        'Qwen/Qwen3-0.6B@main'
+    """
+    name = os.fspath(name)
+    if revision is None:
+        return name
+    model = HubModel.find(name)
+    if model is None or model.revision is not None:
+        why = "is not the name of a model on the hub" if model is None else "names a revision already"
+        raise InvalidArgumentError(f"revision {revision!r}: {name} {why}: leave out the revision")
+    return f"{name}@{revision}"
+
+
+def find_folder(name: str | os.PathLike[str], needs: Needs) -> Path:
+    """Returns the folder of a model. Downloads the model first if it is on the hub, and not in the cache.
+
+    Whether the folder has what is needed is for the caller to see, if it is local.
+
+    Raises:
+        CheckpointNotFoundError: there is neither such a folder nor such a model or revision, the model has no weights
+            in safetensors files, it is not in the cache and HF_HUB_OFFLINE is set, or there is no such folder and
+            huggingface_hub is not installed.
+        RemoteError: the hub does not answer, refuses access, or answers with an error.
+        InvalidArgumentError: the hub cannot have a model of this name.
+        CheckpointError: the cache cannot be written.
+
+    Example:
+        >>> find_folder("Qwen/Qwen3-0.6B", "model")  # doctest: +SKIP
+        PosixPath('/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca')
+    """
+    model = HubModel.find(name)
+    return Path(name) if model is None else _HubFiles(model, needs).run()
+
+
+def find_folder_together(
+    agreement: Agreement, name: str | os.PathLike[str], needs: Needs, everywhere: bool = True
+) -> Path:
+    """Does what `find_folder` does, on all ranks. One rank of each node downloads, and the others wait for it.
+
+    Rank 0 decides if the name is that of a folder. Ranks that the same host runs with the same cache are one node.
+
+    Args:
+        agreement: connects this rank with the other ranks.
+        name: the folder, or the name of the model. With `everywhere` it is the same on all ranks.
+        needs: what the caller reads.
+        everywhere: False if only rank 0 reads the folder. Then only rank 0 downloads, and every rank gets the path that
+            the folder has on rank 0. What rank 0 says here counts for all ranks.
+
+    Raises:
+        CheckpointError: what `find_folder` raises on any rank, and CheckpointMismatchError if nodes have different
+            commits of the model. All ranks raise it.
+    """
+    model = HubModel.parse(name)
+
+    def look(records: Sequence[Record]) -> Record:
+        if HubModel.find(name) is None:
+            return {"downloaders": None, "everywhere": everywhere}
+        if not everywhere:
+            return {"downloaders": [0], "everywhere": False}
+        same_everywhere([{"name": record["name"]} for record in records], "the name of the model")
+        nodes = [record["node"] for record in records]
+        return {"downloaders": sorted({nodes.index(node) for node in nodes}), "everywhere": True}
+
+    own = {"name": os.fspath(name), "node": None if model is None else [this_host(), _cache()]}
+    decision = decide(agreement, f"looking for {name}", lambda: own, look)
+    found = decision["downloaders"]
+    if found is None:
+        return Path(name)
+
+    def download() -> Record:
+        if agreement.rank not in found:
+            return {}
+        assert model is not None, "rank 0 has the same name, or is the only one that downloads"
+        folder = _HubFiles(model, needs).run()
+        return {"folder": str(folder), "commit": folder.name}
+
+    def compare(records: Sequence[Record]) -> Record:
+        for rank in found:
+            if records[rank]["commit"] != records[0]["commit"]:
+                raise CheckpointMismatchError(
+                    f"{name}: the node of rank 0 has commit {records[0]['commit']}, and that of rank {rank} has "
+                    f"{records[rank]['commit']}: name the one to use ({str(name).partition('@')[0]}@COMMIT)"
+                )
+        return records[0]
+
+    first = decide(agreement, f"downloading {name}", download, compare, timeout_s=DOWNLOAD_TIMEOUT_S)
+    if not decision["everywhere"]:
+        return Path(first["folder"])
+    assert model is not None, "rank 0 has the same name"
+    at = HubModel(model.repository, first["commit"])
+    folders: list[Path] = []
+
+    def open_own() -> Record:
+        folders.append(_HubFiles(at, needs, cached_only=True).run())
+        return {}
+
+    decide(agreement, f"opening {name} in the cache", open_own, lambda _: {})
+    return folders[0]
+
+
+@dataclass(frozen=True)
+class _HubFiles:
+    """The files of a model that a caller needs, to be downloaded into the cache or only found there.
+
+    Attributes:
+        model: the model.
+        needs: which files.
+        cached_only: True to take only what is in the cache.
+    """
+
+    model: HubModel
+    needs: Needs
+    cached_only: bool = False
+
+    def run(self) -> Path:
+        """Returns the folder of the model in the cache, whose name is the commit. See `find_folder` for the errors."""
+        has_weights = self.needs in ("model", "all")
+        wanted = [CONFIG_FILE, *((_ADAPTER_CONFIG, INDEX_FILE, SINGLE_FILE) if has_weights else ())]
+        left_out = ["*.bin.index.json", "*.h5.index.json", "*.msgpack.index.json"]
+        if self.needs in ("assets", "all"):
+            wanted += [f"*{suffix}" for suffix in ASSETS]
+            left_out += _in_other_folders(TEMPLATES)
+        if self.needs == "assets":
+            left_out.append(INDEX_FILE)
+        folder = self._download(self.model.revision, wanted, left_out)
+        if has_weights and not (folder / SINGLE_FILE).exists():
+            self._download_listed(folder)
+        return folder
+
+    def _download_listed(self, folder: Path) -> None:
+        """Downloads the weights that the index lists, or those of an adapter.
+
+        Other `.safetensors` files can be the same weights once more.
+        """
+        if (folder / INDEX_FILE).exists():
+            files = sorted(set(read_weight_map(folder / INDEX_FILE).values()))
+        elif (folder / _ADAPTER_CONFIG).exists():
+            files = [_ADAPTER_FILE]
+        else:
+            raise CheckpointNotFoundError(
+                f"{self.model}: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: name a model that is published as "
+                "safetensors. If this one is, the cache has only a part of it: run again with HF_HUB_OFFLINE unset"
+            )
+        missing = [file for file in files if not (folder / file).exists()]
+        lacks = f"{folder / missing[0]} is missing" if missing else ""
+        self._download(folder.name, [escape(file) for file in files], [], lacks)
+        # huggingface_hub 0.36 takes a part of a model in the cache for the whole if it cannot ask the hub.
+        if not all((folder / file).exists() for file in missing):
+            raise CheckpointNotFoundError(_incomplete(self.model, lacks))
+
+    def _download(self, revision: str | None, wanted: Sequence[str], left_out: Sequence[str], lacks: str = "") -> Path:
+        """Downloads files. `lacks` says, for messages, which of them are not in the cache although others are."""
+        try:
+            from huggingface_hub import snapshot_download
+        except ImportError as error:
+            raise CheckpointNotFoundError(
+                f"{self.model}: there is no such folder, and models of the hub need huggingface_hub, which is not "
+                "installed: pip install huggingface_hub"
+            ) from error
+        try:
+            return Path(
+                snapshot_download(
+                    self.model.repository,
+                    revision=revision,
+                    allow_patterns=list(wanted),
+                    ignore_patterns=list(left_out),
+                    local_files_only=self.cached_only,
+                )
+            )
+        except Exception as error:  # huggingface_hub, its HTTP library and the system raise many types
+            raise _explain(self.model, error, lacks) from error
+
+
+def _in_other_folders(kept: str) -> Iterator[str]:
+    """Yields patterns of the files in all folders but `kept`. A pattern can exclude a letter, but not a word.
+
+    Subfolders hold other copies of a model ("original/", "onnx/"), and "*" in a pattern of huggingface_hub matches "/".
+    """
+    for position, letter in enumerate(kept):
+        yield f"{kept[:position]}[!{letter}/]*/*"
+        yield f"{kept[:position]}/*"
+
+
+def _cache() -> str:
+    """Returns the folder of the cache; "" if huggingface_hub is not installed, which `_HubFiles` reports."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return ""
+    return str(constants.HF_HUB_CACHE)
+
+
+def _incomplete(model: HubModel, what: str, why: str = "the hub was not asked") -> str:
+    return (
+        f"{model}: the cache {_cache()} has only a part of this model ({what}), and {why}: run once with a connection "
+        "to the hub and HF_HUB_OFFLINE unset. If another rank of this node has downloaded it, give all ranks of a node "
+        "the same HF_HOME"
+    )
+
+
+def _explain(model: HubModel, error: Exception, lacks: str) -> CheckpointError:
+    """Makes the error that says what to do. `lacks` is that of `_HubFiles._download`."""
+    from huggingface_hub import constants, errors
+
+    hub = str(constants.ENDPOINT)
+    absent = f"{model}: there is no such folder, and"
+    if isinstance(error, errors.HFValidationError):
+        why = str(error).rstrip(".")
+        return InvalidArgumentError(f"{absent} the hub cannot have a model of this name ({why}): check the path")
+    if isinstance(error, errors.GatedRepoError):
+        return RemoteError(
+            f"{absent} {hub} gives this model only to accounts that have accepted its terms: accept them on "
+            f"{hub}/{model.repository}, and set HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return CheckpointNotFoundError(
+            f"{absent} {hub} has no such model, or it is private: check the name. For a private model, set HF_TOKEN to "
+            "a token that may read it"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return CheckpointNotFoundError(
+            f"{model}: {hub}/{model.repository} has no such revision: name a branch, a tag or a commit of it"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return _explain_not_cached(model, error, lacks, hub)
+    if isinstance(error, errors.HfHubHTTPError):
+        return RemoteError(f"{model}: {_answer(hub, error)}: {_advice(error)}")
+    is_of_network = isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) is None
+    if isinstance(error, OSError) and not is_of_network:
+        return CheckpointError(
+            f"{model}: cannot be downloaded into the cache {_cache()} ({_words(error)}): repair it, or set HF_HOME to "
+            "a folder with enough space"
+        )
+    return RemoteError(
+        f"{model}: the download from {hub} failed ({_words(error)}): run again, what has arrived is kept"
+    )
+
+
+def _explain_not_cached(model: HubModel, error: Exception, lacks: str, hub: str) -> CheckpointError:
+    from huggingface_hub import errors
+
+    cause = error.__cause__
+    kind: type[CheckpointError] = RemoteError
+    if cause is None:
+        kind, why, advice = CheckpointNotFoundError, "the hub was not asked", ""
+    elif isinstance(cause, errors.OfflineModeIsEnabled):
+        kind, why = CheckpointNotFoundError, "HF_HUB_OFFLINE forbids to ask the hub"
+        advice = f"unset HF_HUB_OFFLINE, or fill the cache (hf download {model.repository})"
+    elif isinstance(cause, errors.HfHubHTTPError):
+        why, advice = _answer(hub, cause), _advice(cause)
+    else:
+        why, advice = f"{hub} cannot be reached ({_words(cause)})", "check the network and HF_ENDPOINT"
+    # huggingface_hub 0.36 does not have this error: see `_download_listed`.
+    if type(error).__name__ == "IncompleteSnapshotError":
+        missing = re.search(r"\d+ file\(s\) are missing \([^)]*\)", str(error))
+        lacks = missing.group() if missing else "files are missing"
+    if lacks or cause is None:
+        return kind(_incomplete(model, lacks or "nothing of it", why))
+    return kind(
+        f"{model}: there is no such folder, the cache {_cache()} does not have this model, and {why}: {advice}, or "
+        "name a folder"
+    )
+
+
+def _answer(hub: str, error: BaseException) -> str:
+    return f"{hub} answers with {_status(error)} ({_words(error)})"
+
+
+def _advice(error: BaseException) -> str:
+    return "check HF_TOKEN" if _status(error) in (401, 403) else "run again later"
+
+
+def _status(error: BaseException) -> Any:
+    return getattr(getattr(error, "response", None), "status_code", "an error")
+
+
+def _words(error: BaseException) -> str:
+    """Returns the first line of an error, without what follows "?" in URLs, where signatures of downloads stand."""
+    line = next(iter(str(error).splitlines()), "")
+    return re.sub(r"\?[^\s'\"]+", "?...", f"{type(error).__name__}: {line}")

@@ -1,0 +1,17 @@
+"""Names the host that a process runs on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+
+def this_host() -> str:
+    """Returns the host's name, its boot id and the pid namespace of this process, separated by spaces.
+
+    The name is not enough, because two containers can have the same one and still number their processes separately,
+    and keep their files apart.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
