@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,13 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, U
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import linked_file, read_small
-from mcore_ckpt.models.config_fields import HfConfig, Rule
-from mcore_ckpt.models.table import Sizes, Table
+from mcore_ckpt.models.config_fields import HfConfig, Rule, Same
+from mcore_ckpt.models.table import MCORE_HEAD, Sizes, Table
+
+# A vision-language model's config and its section for the language model have these fields both.
+_OF_BOTH = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+
+_TIED = "gpt.share_embeddings_and_output_weights"
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,36 @@ class ModelFacts:
         facts: words that are true of the whole model: tied, value, qkv_bias, ...
         layers: for each decoder layer, the additional words that are true of this layer: moe, linear, ...
         mtp_layers: the same for each multi-token-prediction layer.
+        mtp_stack: the number of `mtp_layers` that one depth of multi-token prediction has. It is 1 except in hybrid
+            models.
     """
 
     sizes: Sizes
     facts: frozenset[str]
     layers: tuple[frozenset[str], ...]
     mtp_layers: tuple[frozenset[str], ...] = ()
+    mtp_stack: int = 1
+
+
+def language_config(config: HfConfig, section: str) -> HfConfig:
+    """Returns the fields of `config.json` that describe the language model, as that of a language model alone has them.
+
+    Early vision-language models (Qwen2.5-VL as published) have these fields in `config.json` itself. Fields of the
+    whole model are in either place, and count where `config.json` itself has them (transformers 5 reads
+    `tie_word_embeddings` there, and 4.57 in the section).
+
+    Args:
+        config: the parsed `config.json`.
+        section: the name of the section for the language model, such as "text_config"; empty if there is none.
+    """
+    if not _is_nested(config, section):
+        return config
+    both = {name: config[name] for name in _OF_BOTH if config.get(name) is not None}
+    return {**(config.get(section) or {}), **both}
+
+
+def _is_nested(config: HfConfig, section: str) -> bool:
+    return bool(section) and (isinstance(config.get(section), Mapping) or "hidden_size" not in config)
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,8 @@ class Architecture:
         read: a function that reads, from a config, the facts on which the table depends.
         rules: translate the config's fields to Megatron's arguments and back. If two rules set the same argument, the
             later rule takes precedence.
+        section: the field of `config.json` that holds the language model's fields, which `rules` and `read` translate:
+            "text_config" in vision-language models. Empty if they are in `config.json` itself.
     """
 
     model_type: str
@@ -54,6 +85,31 @@ class Architecture:
     table: Table
     read: Callable[[HfConfig], ModelFacts]
     rules: tuple[Rule, ...] = ()
+    section: str = ""
+
+    def language_config(self, config: HfConfig) -> HfConfig:
+        """Returns the fields of `config.json` that describe the language model. See the function of this name."""
+        return language_config(config, self.section)
+
+    def with_language_config(self, config: HfConfig, language: HfConfig) -> dict[str, Any]:
+        """Returns `config` with the fields of the language model replaced by those of `language`.
+
+        This is the reverse of `language_config`.
+        """
+        if not _is_nested(config, self.section):
+            return {**config, **language}
+        own = {**(config.get(self.section) or {}), **{name: v for name, v in language.items() if name not in _OF_BOTH}}
+        changed = {name: language[name] for name in _OF_BOTH if name in language and language[name] != config.get(name)}
+        own |= {name: value for name, value in changed.items() if name != "architectures"}
+        # transformers 4.57 reads this field in the section, and 5 in config.json itself.
+        own["tie_word_embeddings"] = bool(language.get("tie_word_embeddings"))
+        return {**config, self.section: own, **changed}
+
+    @property
+    def tied_field(self) -> str:
+        """The field of `config.json` that says whether the output head is the embedding."""
+        rules = (rule for rule in self.rules if isinstance(rule, Same))
+        return next((rule.hf for rule in rules if rule.mcore == _TIED), "tie_word_embeddings")
 
 
 @dataclass(frozen=True)
@@ -62,7 +118,7 @@ class HfModel:
 
     Attributes:
         architecture: the architecture that `model_type` names.
-        config: the parsed `config.json`.
+        config: the parsed `config.json`, without `quantization_config`.
         known: the facts about the model. `architecture.read` finds them in the config, and `reconcile` corrects them.
         ignored: regular expressions for the names of HuggingFace tensors to leave out. They come from the
             architecture's table and from the user.
@@ -88,6 +144,21 @@ class HfModel:
     @property
     def mtp_layers(self) -> tuple[frozenset[str], ...]:
         return self.known.mtp_layers
+
+    @property
+    def mtp_depths(self) -> int:
+        """The number of tokens that multi-token prediction predicts."""
+        return len(self.mtp_layers) // self.known.mtp_stack
+
+    @property
+    def language_config(self) -> HfConfig:
+        """The fields of `config.json` that describe the language model."""
+        return self.architecture.language_config(self.config)
+
+    @property
+    def mcore_head(self) -> str:
+        """The name of the output layer's weight in mcore."""
+        return self.architecture.table.mcore + MCORE_HEAD
 
     @property
     def is_tied(self) -> bool:

@@ -4,7 +4,7 @@ A rule's `to_mcore` reads some fields of a `config.json` and returns Megatron's 
 that express Megatron's values. Megatron's values are in one flat dict, under three kinds of names:
 
 - arguments of `TransformerConfig` under their own names;
-- arguments of `GPTModel` with the prefix "gpt.";
+- arguments of `GPTModel` (or of `HybridModel`, if the table is one of it) with the prefix "gpt.";
 - attributes that megatron-core 0.16.1 reads from the config, although `TransformerConfig` does not declare them as
   fields, with the prefix "attributes.".
 """
@@ -19,6 +19,9 @@ from mcore_ckpt.errors import UnsupportedError
 
 HfConfig = Mapping[str, Any]
 """The parsed `config.json` of transformers 4 or 5."""
+
+MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""The fields that give the number of multi-token-prediction layers. Each architecture has at most one of them."""
 
 McoreValues = Mapping[str, Any]
 HfFields = dict[str, Any]

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Rule, Same, needed
+from mcore_ckpt.models.config_fields import (
+    MTP_FIELDS,
+    Constant,
+    HfConfig,
+    HfFields,
+    McoreValues,
+    Refused,
+    Rule,
+    Same,
+    needed,
+)
 from mcore_ckpt.models.rope_rules import LatentRope
 
 
@@ -44,6 +55,19 @@ class Silu:
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
         return {"hidden_act": "silu"}
+
+
+class SquaredRelu:
+    """The rule for the activation `relu(x) ** 2`, which has no gate."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        from megatron.core.activations import squared_relu
+
+        Refused("mlp_hidden_act", "relu2").to_mcore(hf)
+        return {"gated_linear_unit": False, "activation_func": squared_relu}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {"mlp_hidden_act": "relu2"}
 
 
 class ClampedGlu:
@@ -125,7 +149,7 @@ class SlidingWindow:
             return [number % 2 == 0 for number in range(layers)]
         if "use_sliding_window" not in hf:
             return [True] * layers
-        if kind in ("qwen2", "qwen3"):
+        if kind in ("qwen2", "qwen3", "qwen2_5_vl", "qwen2_5_vl_text"):
             return [number >= needed(hf, "max_window_layers") for number in range(layers)]
         raise UnsupportedError(
             "config.json: use_sliding_window is true, but which layers have the window depends on the version of "
@@ -210,24 +234,33 @@ class LinearLayers:
 # --- Experts
 
 
+@dataclass(frozen=True)
 class NormalizedTopk:
     """The rule for whether the weights of a token's experts add up to 1.
 
     If they add up to 1, megatron applies the softmax only to the chosen experts. Otherwise megatron applies the softmax
     to all experts.
+
+    Attributes:
+        always: True if the weights add up to 1 in all models of the architecture, whose configs have no field for it.
     """
 
+    always: bool = False
+
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
-        normalized = bool(needed(hf, "norm_topk_prob"))
+        if self.always:
+            Refused("norm_topk_prob", True).to_mcore(hf)
+        normalized = self.always or bool(needed(hf, "norm_topk_prob"))
         if normalized and needed(hf, "num_experts_per_tok") == 1:
+            given = "the weights of experts add up to 1" if self.always else "norm_topk_prob is true"
             raise UnsupportedError(
-                "config.json: norm_topk_prob is true with num_experts_per_tok 1: this cannot be converted, because "
-                "megatron-core 0.16.1 (TopKRouter) then applies the softmax to all experts, so the weight is not 1"
+                f"config.json: {given} with num_experts_per_tok 1: this cannot be converted, because megatron-core "
+                "0.16.1 (TopKRouter) then leaves a single weight as the scores of all experts give it, so it is not 1"
             )
         return {"moe_router_pre_softmax": not normalized}
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
-        return {"norm_topk_prob": not mcore["moe_router_pre_softmax"]}
+        return {} if self.always else {"norm_topk_prob": not mcore["moe_router_pre_softmax"]}
 
 
 class SigmoidScores:
@@ -288,14 +321,21 @@ class SharedExperts:
         return {"n_shared_experts": size // mcore["moe_ffn_hidden_size"]}
 
 
+@dataclass(frozen=True)
 class Mtp:
-    """The rule for the number of multi-token-prediction layers. 0 becomes None in Megatron, which fails with 0."""
+    """The rule for the number of multi-token-prediction layers. 0 becomes None in Megatron, which fails with 0.
+
+    Attributes:
+        hf: the field's name in `config.json`, one of `MTP_FIELDS`.
+    """
+
+    hf: str = MTP_FIELDS[0]
 
     def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
-        return {"mtp_num_layers": hf.get("num_nextn_predict_layers") or None}
+        return {"mtp_num_layers": hf.get(self.hf) or None}
 
     def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
-        return {"num_nextn_predict_layers": mcore["mtp_num_layers"] or 0}
+        return {self.hf: mcore["mtp_num_layers"] or 0}
 
 
 class LatentHead:
@@ -317,7 +357,6 @@ _DECODER: tuple[Rule, ...] = (
     Same("hidden_size", "hidden_size"),
     Same("num_attention_heads", "num_attention_heads"),
     QueryGroups(),
-    Same("ffn_hidden_size", "intermediate_size"),
     Same("layernorm_epsilon", "rms_norm_eps"),
     Same("attention_dropout", "attention_dropout", default=0.0),
     Constant("hidden_dropout", 0.0),
@@ -329,11 +368,16 @@ _DECODER: tuple[Rule, ...] = (
 )
 _SILU: tuple[Rule, ...] = (Silu(), Constant("add_bias_linear", False))
 
-DECODER: tuple[Rule, ...] = (*_DECODER, HeadDim())
+_FFN = Same("ffn_hidden_size", "intermediate_size")
+
+DECODER: tuple[Rule, ...] = (*_DECODER, _FFN, HeadDim())
 """The rules of every decoder without latent attention, except those for activation, biases and rotary embeddings."""
 
 DENSE: tuple[Rule, ...] = (*DECODER, *_SILU)
 """`DECODER` with the SiLU activation and without `add_bias_linear`. Rules for rotary embeddings are not included."""
+
+SPARSE: tuple[Rule, ...] = (*_DECODER, HeadDim(), *_SILU)
+"""`DENSE` for an architecture that has no dense layer, and no `intermediate_size` in its configs."""
 
 EXPERT_COUNT: tuple[Rule, ...] = (
     Same("num_moe_experts", "num_local_experts", also=("num_experts",)),
@@ -352,6 +396,7 @@ SIGMOID_ROUTER: tuple[Rule, ...] = (
 
 LATENT_ATTENTION: tuple[Rule, ...] = (
     *_DECODER,
+    _FFN,
     *_SILU,
     Constant("multi_latent_attention", True),
     # qk_layernorm means q_a_layernorm and kv_a_layernorm. Their epsilon is 1e-6 in transformers (DeepseekV3Attention)

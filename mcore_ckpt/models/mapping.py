@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.low_rank import LowRank
 from mcore_ckpt.models.table import Row, RowRange, Section, Sizes, Table, ValueChange, shape_of
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
+from mcore_ckpt.sharding.towers import split_language_model
 
-MCORE_LAYER = "decoder.layers.{layer}."
-MCORE_MTP = "mtp.layers.{layer}."
-MCORE_MTP_DECODER = "mtp.layers.{layer}.transformer_layer."
-HF_LAYER = "model.layers.{layer}."
+_MCORE_LAYER = "decoder.layers.{layer}."
+_MCORE_MTP = "mtp.layers.{layer}."
+_MCORE_MTP_DECODER = "mtp.layers.{layer}.transformer_layer."
+_MCORE_MTP_STACK = "mtp.layers.{layer}.mtp_model_layer.layers.{inner}."
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Slab:
             region's elements, as a tensor of shape `region.local_shape`, to the range's elements.
         sections: the sections of the mcore tensor (see `Row`). Empty for a tensor without sections and for
             `linear_fc1`.
+        low_rank: the adapter of the region's elements, which form a matrix. None if they have no adapter.
     """
 
     start: int
@@ -41,6 +45,7 @@ class Slab:
     region: Region
     change: ValueChange | None = None
     sections: tuple[Section, ...] = ()
+    low_rank: LowRank | None = None
 
     @property
     def numel(self) -> int:
@@ -69,17 +74,27 @@ def hf_tensors(model: HfModel) -> list[HfTensor]:
     return [tensor for tensor, _ in _spelled_out(model, model.architecture.table)]
 
 
+def hf_mtp_prefix(model: HfModel, number: int = 0) -> str:
+    """Returns the beginning of the HuggingFace names of a multi-token-prediction layer, counted from 0."""
+    table = model.architecture.table
+    return table.hf_mtp_layer.format(hf=table.hf, layer=len(model.layers) + number, mtp=number)
+
+
 def hf_tensors_in(model: HfModel, names: Container[str]) -> list[HfTensor]:
     """Lists the tensors of a model in the form in which one folder stores them.
 
-    `names` are the names of the tensors in the folder. If the folder stacks the experts of a layer in one tensor, the
-    list has this tensor in place of one tensor per expert. The list contains no copies. It contains the tensors of
-    multi-token prediction only if the folder has at least one of them.
+    `names` are the names of the tensors in the folder, or a mapping of these names to the tensors. If the folder stacks
+    the experts of a layer in one tensor, the list has this tensor in place of one tensor per expert. If an architecture
+    has two ways to stack them under one name (Qwen3-VL-MoE), the shapes in the mapping show which one it is. The list
+    contains no copies. It contains the tensors of multi-token prediction only if the folder has at least one of them.
     """
     found: list[HfTensor] = []
-    stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
-    instead = {slab.mcore for tensor in stacked for slab in tensor.slabs}
     classic = list(_spelled_out(model, model.architecture.table))
+    shapes = {tensor.name: tensor.shape for tensor, _ in classic}
+    stacked = [t for t, _ in _spelled_out(model, _only_stacked(model.architecture.table)) if t.name in names]
+    if not _are_as_stacked([(t, shapes[t.name]) for t in stacked if t.name in shapes], names):
+        stacked = [tensor for tensor in stacked if tensor.name not in shapes]
+    instead = {slab.mcore for tensor in stacked for slab in tensor.slabs}
     has_mtp = any(is_mtp and not tensor.is_copy and tensor.name in names for tensor, is_mtp in classic)
     for tensor, is_mtp in classic:
         replaced = any(slab.mcore in instead for slab in tensor.slabs)
@@ -98,7 +113,8 @@ def check_names(model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str]
         where: the folder, for the error message.
     """
     names = set(found)
-    known = {tensor.name for tensor in wanted} | {tensor.name for tensor in hf_tensors(model)}
+    # Experts that are not wanted, because the folder has them stacked, too, would be lost silently.
+    known = {tensor.name for tensor in (*wanted, *(t for t in hf_tensors(model) if t.is_copy))}
     missing = [tensor.name for tensor in wanted if tensor.name not in names]
     ignored = [re.compile(pattern) for pattern in model.ignored]
     unknown = sorted(name for name in names - known if not any(pattern.fullmatch(name) for pattern in ignored))
@@ -108,8 +124,36 @@ def check_names(model: HfModel, wanted: Sequence[HfTensor], found: Iterable[str]
             raise CheckpointMismatchError(f"{where}: {model.describe()} {problem} {', '.join(affected[:5])}{more}")
 
 
+def _are_as_stacked(tensors: Sequence[tuple[HfTensor, Shape]], names: Container[str]) -> bool:
+    """Returns True if a folder has the form of `Table.stacked` of tensors that have the same names in both forms.
+
+    All tensors decide together, because the shapes of some can be equal in both forms.
+
+    Args:
+        tensors: pairs of a tensor in the stacked form and its shape in the other form.
+        names: the tensors of the folder, or their shapes, by name. Names alone tell no forms apart.
+
+    Raises:
+        CheckpointMismatchError: some tensors have one form, and some the other.
+    """
+    if not isinstance(names, Mapping):
+        return False
+    found: dict[bool, str] = {}
+    for tensor, classic in tensors:
+        stored: Any = names[tensor.name]
+        shape = tuple(getattr(stored, "shape", stored))
+        if tensor.shape != classic and shape in (tensor.shape, classic):
+            found.setdefault(shape == tensor.shape, tensor.name)
+    if len(found) > 1:
+        raise CheckpointMismatchError(
+            f"tensors {found[True]} and {found[False]}: have different forms, so the folder mixes files of two "
+            "versions of transformers: take all files from one"
+        )
+    return True in found
+
+
 def _only_stacked(table: Table) -> Table:
-    return Table(model=(), layer=table.stacked)
+    return replace(table, model=(), layer=table.stacked, mtp=(), stacked=())
 
 
 def _spelled_out(model: HfModel, table: Table) -> list[tuple[HfTensor, bool]]:
@@ -126,27 +170,39 @@ def _spell_out(model: HfModel, table: Table) -> Iterator[tuple[HfTensor, bool]]:
     first = [row for row in table.model if not _is_last(row)]
     last = [row for row in table.model if _is_last(row)]
     for row in first:
-        yield from ((tensor, False) for tensor in _row(model, row, model.facts, "", ""))
+        yield from ((tensor, False) for tensor in _outside_layers(model, row))
     for number, kind in enumerate(model.layers):
         for row in table.layer:
-            names = MCORE_LAYER.format(layer=number), HF_LAYER.format(layer=number)
+            names = table.mcore + _MCORE_LAYER.format(layer=number), table.hf_layer.format(hf=table.hf, layer=number)
             yield from ((tensor, False) for tensor in _row(model, row, model.facts | kind, *names))
+    last_of_stack = model.known.mtp_stack - 1
     for number, kind in enumerate(model.mtp_layers):
-        hf = HF_LAYER.format(layer=len(model.layers) + number)
+        depth, inner = divmod(number, model.known.mtp_stack)
+        ends = {word for word, place in (("first", 0), ("last", last_of_stack)) if place == inner}
+        facts, hf = model.facts | kind | ends, hf_mtp_prefix(model, number)
+        layer = (_MCORE_MTP_STACK if table.is_hybrid else _MCORE_MTP_DECODER).format(layer=depth, inner=inner)
+        names = table.mcore + layer, hf + table.hf_mtp_decoder.format(mtp=depth)
         for row in table.layer:
-            yield from (
-                (tensor, True)
-                for tensor in _row(model, row, model.facts | kind, MCORE_MTP_DECODER.format(layer=number), hf)
-            )
+            yield from ((tensor, True) for tensor in _row(model, row, facts, *names))
         for row in table.mtp:
-            mcore = "" if row.is_copy else MCORE_MTP.format(layer=number)
-            yield from ((tensor, True) for tensor in _row(model, row, model.facts | kind, mcore, hf))
+            mcore = table.mcore + ("" if row.is_copy else _MCORE_MTP.format(layer=depth))
+            yield from ((tensor, True) for tensor in _row(model, row, facts, mcore, hf))
     for row in last:
-        yield from ((tensor, False) for tensor in _row(model, row, model.facts, "", ""))
+        yield from ((tensor, False) for tensor in _outside_layers(model, row))
 
 
 def _is_last(row: Row) -> bool:
-    return not row.mcore.startswith("embedding.")
+    return not split_language_model(row.mcore)[1].startswith("embedding.")
+
+
+def _outside_layers(model: HfModel, row: Row) -> Iterator[HfTensor]:
+    if not row.per:
+        yield from _row(model, row, model.facts, "", "")
+        return
+    for number in range(model.sizes[row.per] if row.applies(model.facts) else 0):
+        hf = {name.replace("{number}", str(number)): words for name, words in row.hf.items()}
+        one = replace(row, mcore=row.mcore.replace("{number}", str(number)), hf=hf)
+        yield from _row(model, one, model.facts, "", "")
 
 
 def _row(model: HfModel, row: Row, facts: frozenset[str], mcore: str, hf: str) -> Iterator[HfTensor]:

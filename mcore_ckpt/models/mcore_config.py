@@ -1,23 +1,25 @@
-"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and `GPTModel`, and back.
+"""Translates `config.json` to the arguments of megatron's `TransformerConfig` and of its model's class, and back.
 
 Also checks that a live model is the one that a `config.json` describes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, HfModel
-from mcore_ckpt.models.config_fields import HfConfig, MissingFieldError, Same
+from mcore_ckpt.models.config_fields import MTP_FIELDS, HfConfig, MissingFieldError, Same
 
 if TYPE_CHECKING:
     import torch
 
 _GPT = "gpt."
+_PATTERN = "gpt.hybrid_layer_pattern"
 _ATTRIBUTES = "attributes."
+_FIELDS = "__dataclass_fields__"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class McoreConfig:
     Attributes:
         transformer: arguments of `TransformerConfig`, or of `MLATransformerConfig` if `multi_latent_attention` is among
             them. Arguments for training and parallelism are not included.
-        gpt: arguments of `GPTModel`. `vocab_size` is that of HuggingFace, without padding.
+        gpt: arguments of `GPTModel`, or of `HybridModel` if `hybrid_layer_pattern` is among them. `vocab_size` is that
+            of HuggingFace, without padding. The pattern does not say where pipeline stages end.
         attributes: attributes to set on the `TransformerConfig`. `GPTModel` reads these attributes, although
             `TransformerConfig` does not declare them as fields (Yarn's parameters, 0.16.1).
     """
@@ -37,10 +40,15 @@ class McoreConfig:
     attributes: dict[str, Any]
 
     def transformer_config(self, **more: Any) -> Any:
-        """Builds megatron's config. `more` are the arguments for training and parallelism."""
+        """Builds megatron's config. `more` are the arguments for training and parallelism.
+
+        Raises:
+            UnsupportedError: this version of megatron-core lacks an argument that the model needs.
+        """
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         kind = MLATransformerConfig if self.transformer.get("multi_latent_attention") else TransformerConfig
+        _check_known(self.transformer, kind)
         config = kind(**{**self.transformer, **more})
         for name, value in self.attributes.items():
             setattr(config, name, value)
@@ -65,12 +73,14 @@ def to_mcore_config(model: HfModel) -> McoreConfig:
             f"{model.architecture.model_type} was registered without rules for its config.json: add rules to its "
             "mcore_ckpt.models.Architecture"
         )
-    values = _values(model.architecture, model.config)
+    values = _values(model.architecture, model.language_config)
     values["gpt.share_embeddings_and_output_weights"] = model.is_tied
     values["gpt.vocab_size"] = model.sizes["vocab"]
     values |= {"bf16": values["params_dtype"] is torch.bfloat16, "fp16": values["params_dtype"] is torch.float16}
     if "mtp_num_layers" in values:
-        values["mtp_num_layers"] = len(model.mtp_layers) or None
+        values["mtp_num_layers"] = model.mtp_depths or None
+    if _PATTERN in values and not model.mtp_layers:
+        values[_PATTERN] = _without_depths(values[_PATTERN])
     return McoreConfig(
         {name: value for name, value in values.items() if not name.startswith((_GPT, _ATTRIBUTES))},
         {name.removeprefix(_GPT): value for name, value in values.items() if name.startswith(_GPT)},
@@ -97,17 +107,19 @@ def to_hf_config(
         gpt: the known arguments of `GPTModel`. `gpt_arguments` reads them from a live model. `vocab_size` is that of
             HuggingFace, without padding.
         base: the `config.json` to start from. It can be empty if `transformer` and `gpt` describe the model completely.
+            They do not describe a vision tower, so its fields (`vision_config`) must be in `base`.
         is_value: whether the model has a value head; None if `base` decides.
 
     Raises:
         UnsupportedError: the model has a feature that the architecture cannot express. The message names the feature.
     """
-    if _field(transformer, "is_hybrid_model") is True:
+    if _field(transformer, "is_hybrid_model") is True and not architecture.table.is_hybrid:
         raise UnsupportedError(
             "is_hybrid_model is True: a HybridModel's num_layers counts attention and MLP as layers of their own; pass "
             "the TransformerConfig of the GPTModel with the same layers"
         )
-    config: dict[str, Any] = {**base, "model_type": architecture.model_type}
+    whole: dict[str, Any] = {**base, "model_type": architecture.model_type}
+    config, has_base = dict(architecture.language_config(whole)), bool(architecture.language_config(base))
     for rule in architecture.rules:
         try:
             stated = {name: value for name, value in rule.to_mcore(config).items() if name not in _TRAINING_FIELDS}
@@ -117,12 +129,12 @@ def to_hf_config(
         # transformers uses its default for a field that `base` omits. If this default already describes the model, the
         # field is not added. Without a `base` every field is written, because transformers' defaults describe only one
         # size of a model (DeepSeek's num_key_value_heads is 128).
-        if stated != wanted or not base:
+        if stated != wanted or not has_base:
             config.update(rule.to_hf(_McoreValues(transformer, gpt, wanted), config))
     _check_expressed(architecture, transformer, gpt, config)
     _spell_for_both_versions(architecture, config)
     _set_class(architecture, config, is_value)
-    return config
+    return architecture.with_language_config(whole, config)
 
 
 def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict[str, Any]:
@@ -140,7 +152,7 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
         UnsupportedError: transformers has no class of the required kind (value model or language model) for the
             architecture.
     """
-    config = dict(model.config)
+    config = dict(model.language_config)
     _spell_for_both_versions(model.architecture, config)
     # transformers 4.56 introduced "dtype" and still reads "torch_dtype".
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
@@ -149,9 +161,9 @@ def config_of_weights(model: HfModel, dtype: torch.dtype, has_mtp: bool) -> dict
         _set_class(model.architecture, config, model.is_value)
     if model.is_value:
         config.update(ONE_LABEL)
-    if not has_mtp and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
-    return config
+    if not has_mtp:
+        config.update({name: 0 for name in MTP_FIELDS if config.get(name)})
+    return model.architecture.with_language_config(model.config, config)
 
 
 # transformers derives the number of labels from these fields, and the size of the head from this number.
@@ -159,7 +171,10 @@ ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def gpt_arguments(model: Any) -> dict[str, Any]:
-    """Reads the arguments that a live, unwrapped `GPTModel` exposes. Its padded `vocab_size` is left out."""
+    """Reads the arguments that a live, unwrapped `GPTModel` or `HybridModel` exposes.
+
+    The padded `vocab_size` is left out. Of a vision-language model, pass the `language_model`.
+    """
     found = {
         "position_embedding_type": getattr(model, "position_embedding_type", None),
         "rotary_base": getattr(model, "rotary_base", None),
@@ -167,12 +182,13 @@ def gpt_arguments(model: Any) -> dict[str, Any]:
         "rope_scaling": getattr(model, "rotary_scaling", None),
         "share_embeddings_and_output_weights": getattr(model, "share_embeddings_and_output_weights", None),
         "max_sequence_length": getattr(model, "max_sequence_length", None),
+        "hybrid_layer_pattern": getattr(model, "hybrid_layer_pattern", None),
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-# These fields describe the training, not the model.
-_TRAINING_FIELDS = {"attention_dropout", "hidden_dropout"}
+# These fields describe the training, not the model. The last one rotates queries and keys, which changes no product.
+_TRAINING_FIELDS = {"attention_dropout", "hidden_dropout", "dsa_indexer_rotate_activation"}
 # check_model does not compare these arguments. A live model's vocabulary is padded, and tied embeddings are checked
 # separately.
 _NOT_COMPARED = {
@@ -194,6 +210,8 @@ def check_model(model: Any, hf_model: HfModel) -> None:
             multi-token prediction is accepted.
         hf_model: the model that the config describes, from `model_from_config`.
     """
+    # Megatron-Bridge and mbridge keep the language model in a module that has the vision tower, too.
+    model = getattr(model, "language_model", None) or model
     wanted = to_mcore_config(hf_model)
     gpt = gpt_arguments(model)
     is_latent = wanted.transformer.get("multi_latent_attention")
@@ -205,9 +223,13 @@ def check_model(model: Any, hf_model: HfModel) -> None:
     for name, value in flat.items():
         if name in not_compared:
             continue
+        if name in wanted.transformer:
+            _check_known([name], model.config)
         found = _read(model.config, gpt, name, value)
         if name == "mtp_num_layers" and not found:
             continue
+        if name == _PATTERN and found is not None and "/" not in found:
+            value = _without_depths(value)
         if name == "window_attn_skip_freq" and is_hybrid and found is not None:
             found = _of_attention(model.hybrid_layer_pattern, found)
         if found != value:
@@ -224,11 +246,25 @@ def check_model(model: Any, hf_model: HfModel) -> None:
         )
 
 
+def _check_known(names: Iterable[str], config: Any) -> None:
+    """Raises UnsupportedError if a config, or a class of configs, has no field of one of these names."""
+    if missing := [name for name in names if not hasattr(config, name) and name not in getattr(config, _FIELDS, ())]:
+        raise UnsupportedError(
+            f"this version of megatron-core has no {missing[0]}, which the model needs: install megatron-core 0.19 or "
+            "newer"
+        )
+
+
 def _of_attention(pattern: str, by_layer: list[int]) -> list[int] | None:
     """Returns the values of a HybridModel's attention layers. `by_layer` has one for each layer of any kind."""
     symbols = pattern.partition("/")[0].replace("|", "")
     found = [value for symbol, value in zip(symbols, by_layer, strict=False) if symbol in "*GD+"]
     return None if all(found) else found
+
+
+def _without_depths(pattern: str) -> str:
+    """Returns a HybridModel's pattern without its depths of multi-token prediction."""
+    return pattern.partition("/")[0]
 
 
 def _without_prefix(name: str) -> str:
@@ -303,6 +339,14 @@ def _window_attn_skip_freq(transformer: Any, freq: Any) -> Any:
     return None if freq is None or _field(transformer, "window_size") is None or all(freq) else list(freq)
 
 
+def _dsa_indexer_k_norm_epsilon(transformer: Any, epsilon: Any) -> Any:
+    return _field(transformer, "layernorm_epsilon") if epsilon is None else epsilon
+
+
+def _hybrid_layer_pattern(transformer: Any, pattern: Any) -> Any:
+    return None if pattern is None else pattern.replace("|", "")
+
+
 def _params_dtype(transformer: Any, dtype: Any) -> Any:
     import torch
 
@@ -323,6 +367,8 @@ _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "window_attn_skip_freq": _window_attn_skip_freq,
     "window_size": _window_size,
     "params_dtype": _params_dtype,
+    "dsa_indexer_k_norm_epsilon": _dsa_indexer_k_norm_epsilon,
+    _PATTERN: _hybrid_layer_pattern,
 }
 
 
@@ -355,15 +401,19 @@ def _spell_for_both_versions(architecture: Architecture, config: dict[str, Any])
             continue
 
 
+# The second is what vision-language models are called.
+_LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
+
+
 def _set_class(architecture: Architecture, config: dict[str, Any], is_value: bool | None) -> None:
     classes = list(config.get("architectures") or ())
-    had_value_head = bool(classes) and not any(name.endswith("ForCausalLM") for name in classes)
+    had_value_head = bool(classes) and not any(name.endswith(_LANGUAGE_MODELS) for name in classes)
     if classes and (is_value is None or is_value == had_value_head):
         return
-    ending = "ForTokenClassification" if is_value else "ForCausalLM"
+    ending = ("ForTokenClassification",) if is_value else _LANGUAGE_MODELS
     wanted = [name for name in architecture.classes if name.endswith(ending)]
     if not wanted:
-        raise UnsupportedError(f"{architecture.model_type} has no class ...{ending} in transformers")
+        raise UnsupportedError(f"{architecture.model_type} has no class ...{ending[0]} in transformers")
     config["architectures"] = wanted[:1]
     if is_value:
         config.update(ONE_LABEL)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.table import HF_HEAD, MCORE_HEAD
+from mcore_ckpt.models.mapping import hf_mtp_prefix
 from mcore_ckpt.sharding.regions import Shape
+from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.sharding.towers import LANGUAGE_MODEL, in_tower
 
 _HF_VALUE, _HF_BIAS = "score.weight", "score.bias"
 
@@ -32,8 +34,8 @@ def reconcile(
             the config.
 
     Returns:
-        The model with `is_tied`, `is_value`, the bias of the value head and `mtp_layers` set to match the tensors. A
-        value model is never tied.
+        The model with `is_tied`, `is_value`, the bias of the value head, `mtp_layers` and the kind of its vision tower
+        set to match the tensors. A value model is never tied.
 
     Raises:
         CheckpointMismatchError: flags, config and tensors contradict each other.
@@ -44,9 +46,13 @@ def reconcile(
     """
     ignored = [re.compile(pattern) for pattern in model.ignored]
     there = {name: shape for name, shape in tensors.items() if not any(p.fullmatch(name) for p in ignored)}
-    is_mcore = any(name.startswith(("embedding.", "decoder.")) for name in there)
-    value = _reconcile_value(model, _value_in(there, is_mcore), is_value_model)
-    tied = not value and _reconcile_tied(model, _tied_in(there, is_mcore), tie_word_embedding)
+    is_mcore = any(name.startswith(("embedding.", "decoder.", LANGUAGE_MODEL)) for name in there)
+    if is_mcore:
+        model = with_tower_of(model, there)
+    hf_head = model.architecture.table.hf_head
+    head = found_as(model.mcore_head, there) if is_mcore else hf_head if hf_head in there else None
+    value = _reconcile_value(model, _value_in(there, head, is_mcore), is_value_model)
+    tied = not value and _reconcile_tied(model, head is None, tie_word_embedding)
     facts = model.facts - {"value", "score_bias", "tied"}
     if value:
         # mcore's value heads have no bias, so for mcore tensors the config decides. If the config has no value class,
@@ -59,20 +65,34 @@ def reconcile(
     return replace(model, known=known)
 
 
+def with_tower_of(model: HfModel, names: Iterable[str]) -> HfModel:
+    """Returns the model with the kind of vision tower that the names of mcore tensors show.
+
+    A vision-language model of megatron has either a tower of megatron's modules, or the tower of transformers as it is
+    (the fact "hf_tower"). Its architecture knows which one Megatron-Bridge has; other programs have the other.
+
+    Args:
+        model: the model that `config.json` describes.
+        names: the names of mcore tensors. Names that belong to no tower change nothing.
+    """
+    tower = [name for name in names if in_tower(name)]
+    if not tower:
+        return model
+    is_megatron = any(name.startswith("vision_model.decoder.") for name in tower)
+    facts = model.facts - {"hf_tower"} if is_megatron else model.facts | {"hf_tower"}
+    return replace(model, known=replace(model.known, facts=frozenset(facts)))
+
+
 _VALUE_HINTS = {
     True: "pass is_value_model=True (--is-value-model) if the checkpoint is a value model",
     False: "use the config.json of the language model",
 }
 
 
-def _value_in(there: Mapping[str, Shape], is_mcore: bool) -> bool:
+def _value_in(there: Mapping[str, Shape], head: str | None, is_mcore: bool) -> bool:
     if is_mcore:
-        return MCORE_HEAD in there and there[MCORE_HEAD][0] == 1
+        return head is not None and there[head][0] == 1
     return _HF_VALUE in there
-
-
-def _tied_in(there: Mapping[str, Shape], is_mcore: bool) -> bool:
-    return (MCORE_HEAD if is_mcore else HF_HEAD) not in there
 
 
 def _reconcile_value(model: HfModel, data: bool, user: bool | None) -> bool:
@@ -95,23 +115,19 @@ def _head(is_value: bool) -> str:
 
 
 def _reconcile_tied(model: HfModel, data: bool, user: bool | None) -> bool:
-    stated = bool(model.config.get("tie_word_embeddings"))
-    head = (
-        "no head of its own (lm_head.weight or output_layer.weight)"
-        if data
-        else "a head (lm_head.weight or output_layer.weight)"
-    )
+    field = model.architecture.tied_field
+    stated = bool(model.language_config.get(field))
+    names = f"({model.architecture.table.hf_head} or {model.mcore_head})"
+    head = f"no head of its own {names}" if data else f"a head {names}"
     if user is not None and user != data:
         raise CheckpointMismatchError(f"tie_word_embedding is {user}, but the tensors have {head}: omit the flag")
     if stated != data:
         hint = (
             "if the head is a copy of the embedding, exclude it with --ignore"
             if stated
-            else "the checkpoint is incomplete, or tie_word_embeddings should be true"
+            else f"the checkpoint is incomplete, or {field} should be true"
         )
-        raise CheckpointMismatchError(
-            f"config.json: tie_word_embeddings is {stated}, but the tensors have {head}: {hint}"
-        )
+        raise CheckpointMismatchError(f"config.json: {field} is {stated}, but the tensors have {head}: {hint}")
     return data
 
 
@@ -121,5 +137,5 @@ def _reconcile_mtp(model: HfModel, there: Mapping[str, Shape], is_mcore: bool) -
     A config that announces such layers does not contradict tensors without them, because transformers does not save
     multi-token prediction.
     """
-    first = "mtp.layers.0." if is_mcore else f"model.layers.{len(model.layers)}."
+    first = model.architecture.table.mcore + "mtp.layers.0." if is_mcore else hf_mtp_prefix(model)
     return model.mtp_layers if any(name.startswith(first) for name in there) else ()

@@ -5,11 +5,16 @@ To add a built-in architecture, see `architectures/__init__.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures import ARCHITECTURES
+from mcore_ckpt.models.closest import describe_closest
 from mcore_ckpt.models.config_fields import HfConfig
+from mcore_ckpt.models.quantization import quantization_of, without_quantization
+from mcore_ckpt.sharding.regions import Shape
 
 # Limits on the numbers in a config. Without them, a damaged or hostile config could make the mapping list tensors
 # without end.
@@ -30,45 +35,42 @@ def known_architectures() -> dict[str, Architecture]:
     return dict(_architectures)
 
 
-def model_from_config(config: HfConfig, ignored: tuple[str, ...] = ()) -> HfModel:
-    """Returns the model that a `config.json` describes.
+def model_from_config(
+    config: HfConfig, ignored: tuple[str, ...] = (), tensors: Mapping[str, Shape] | None = None
+) -> HfModel:
+    """Returns the model that a `config.json` describes, as if its weights were not quantized.
 
     Args:
         config: the parsed `config.json`.
         ignored: regular expressions for the names of HuggingFace tensors to leave out.
+        tensors: the shapes of the model's tensors by name, if the caller knows them. Only the message about an unknown
+            architecture needs them.
 
     Raises:
-        UnsupportedError: the architecture is not registered, the model has a feature without a counterpart in mcore,
-            or a field holds an impossible value.
+        UnsupportedError: the architecture is not registered (the message names the closest one), the model has a
+            feature without a counterpart in mcore, its weights are quantized in an unknown form, or a field holds an
+            impossible value.
     """
     known = known_architectures()
     model_type = config.get("model_type")
     architecture = known.get(str(model_type))
     if architecture is None:
+        tables = sorted(name for name, architecture in known.items() if architecture.table.layer)
         raise UnsupportedError(
-            f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(sorted(known))}; "
-            "register this one with mcore_ckpt.models.register_architecture"
+            f"config.json: model_type {model_type!r} is not known: there are tables for {', '.join(tables)}; "
+            f"{describe_closest(known.values(), _known, config, tensors)}: write a table for it ('How to add an "
+            "architecture' in CONTRIBUTING.md) and register it with mcore_ckpt.models.register_architecture"
         )
-    refuse_quantized(config)
-    return HfModel(architecture, config, _known(architecture, config), (*architecture.table.ignored, *ignored))
-
-
-def refuse_quantized(config: HfConfig) -> None:
-    """Raises UnsupportedError if a `config.json` announces quantized weights."""
-    quantization = config.get("quantization_config")
-    if quantization:
-        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(
-            f"config.json: quantization_config is {kind!r}: only plain weights are converted; dequantize them first, "
-            "as transformers does (from_pretrained(..., dtype='bfloat16') with the quantizer's dequantize option, then "
-            "save_pretrained)"
-        )
+    quantization_of(config)
+    plain = without_quantization(config)
+    return HfModel(architecture, plain, _known(architecture, plain), (*architecture.table.ignored, *ignored))
 
 
 def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
-    for name, value in config.items():
+    sections = [section for section in config.values() if isinstance(section, Mapping)]
+    for name, value in (item for section in (config, *sections) for item in section.items()):
         # The code below loops over as many layers, heads and experts as the config states.
-        if name.startswith(("num_", "n_")) and isinstance(value, int) and value > _MOST_COUNTED:
+        if str(name).startswith(("num_", "n_")) and isinstance(value, int) and value > _MOST_COUNTED:
             raise UnsupportedError(f"config.json: {name} is {value}, more than {_MOST_COUNTED}: no such model exists")
     try:
         known = architecture.read(config)
@@ -78,6 +80,11 @@ def _known(architecture: Architecture, config: HfConfig) -> ModelFacts:
         if type(size) is not int or not 0 <= size <= _MOST_OF_A_SIZE:
             raise UnsupportedError(
                 f"config.json: the size {name} of the model is {fields.shown(size)}, which is impossible"
+            )
+    for row in architecture.table.model:
+        if row.per and known.sizes[row.per] > _MOST_COUNTED:
+            raise UnsupportedError(
+                f"config.json: {known.sizes[row.per]} {row.per} are more than {_MOST_COUNTED}: no such model exists"
             )
     layers = len(known.layers) + len(known.mtp_layers)
     if layers * known.sizes.get("experts", 1) > _MOST_EXPERTS_OF_ALL_LAYERS:

@@ -34,9 +34,7 @@ def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> Rop
         UnsupportedError: the fields differ between kinds of layers, or `rope_parameters` (or `rope_scaling`) is not an
             object.
     """
-    fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(fields, Mapping):
-        raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, not an object")
+    fields = _fields(hf)
     if any(isinstance(value, Mapping) for value in fields.values()):
         raise UnsupportedError(
             "config.json: rope_parameters differ between kinds of layers, which megatron-core does not support"
@@ -51,6 +49,13 @@ def read_rope(hf: HfConfig, default_theta: float, default_partial: float) -> Rop
         either("partial_rotary_factor", default_partial),
         fields,
     )
+
+
+def _fields(hf: HfConfig) -> Mapping[str, Any]:
+    fields = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(fields, Mapping):
+        raise UnsupportedError(f"config.json: rope_parameters (or rope_scaling) is {fields!r}, not an object")
+    return fields
 
 
 def write_rope(kind: str, theta: float, partial: float | None, more: Mapping[str, Any]) -> HfFields:
@@ -136,11 +141,71 @@ class Rope:
             kind, more = "linear", {"factor": mcore["gpt.seq_len_interpolation_factor"]}
         if partial == self.default_partial == 1.0:
             partial = None
-        return write_rope(kind, mcore["gpt.rotary_base"], partial, more)
+        # How a position's coordinates in images divide the frequencies. GPTModel has text only.
+        of_images = {name: value for name, value in _fields(base).items() if name.startswith("mrope_")}
+        return write_rope(kind, mcore["gpt.rotary_base"], partial, {**more, **of_images})
 
     def spelling(self, hf: HfConfig) -> HfFields:
         """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
         return _both_ropes(read_rope(hf, self.default_theta, self.default_partial), self.default_partial)
+
+
+@dataclass(frozen=True)
+class MultimodalRope:
+    """The rule for rotary embeddings with a part of each head for time, height and width ("mrope" in megatron).
+
+    transformers calls them "default" embeddings with an `mrope_section`; published configs say "mrope". Where
+    `mrope_interleaved` is set (Qwen3-VL), the frequencies of the three alternate. GPTModel cannot do that, and
+    Megatron-Bridge exchanges its `rotary_pos_emb`. The field stays as it is in `config.json`.
+
+    Attributes:
+        default_theta: transformers' default for theta.
+        default_section: transformers' default for the lengths of the three parts, if there is one.
+        default_partial: transformers' default for the rotated fraction of each head.
+    """
+
+    default_theta: float
+    default_section: tuple[int, ...] | None = None
+    default_partial: float = 1.0
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        rope = read_rope(hf, self.default_theta, self.default_partial)
+        if rope.kind not in ("default", "mrope"):
+            raise UnsupportedError(
+                f"config.json: rope_type is {rope.kind!r}: with positions in time, height and width, megatron-core "
+                "supports only default"
+            )
+        section = rope.fields.get("mrope_section") or self.default_section
+        return {
+            "gpt.position_embedding_type": "mrope",
+            "gpt.rotary_base": rope.theta,
+            "gpt.rotary_percent": rope.partial,
+            "gpt.rope_scaling": False,
+            "gpt.seq_len_interpolation_factor": None,
+            "mrope_section": list(needed({"mrope_section": section}, "mrope_section")),
+        }
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        there = read_rope(base, self.default_theta, self.default_partial)
+        fields = {**there.fields, "mrope_section": list(mcore["mrope_section"])}
+        return _both_multimodal(fields, mcore["gpt.rotary_base"], mcore["gpt.rotary_percent"])
+
+    def spelling(self, hf: HfConfig) -> HfFields:
+        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
+        rope = read_rope(hf, self.default_theta, self.default_partial)
+        return _both_multimodal(rope.fields, rope.theta, rope.partial)
+
+
+def _both_multimodal(fields: Mapping[str, Any], theta: float, partial: float) -> HfFields:
+    own = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    more = {name: value for name, value in fields.items() if name not in own}
+    of_part = {} if partial == 1.0 else {"partial_rotary_factor": partial}
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, **of_part, **more},
+        "rope_theta": theta,
+        "rope_scaling": {"rope_type": "default", **more},
+        **of_part,
+    }
 
 
 _YARN = (

@@ -112,6 +112,8 @@ class Row:
         sections: the parts of an mcore tensor that megatron saves separately (`_split_tensor_factory`, 0.16.1), in the
             order of their rows. The keys are megatron's names of the sections, the values their numbers of rows in
             words. Gate and up of `linear_fc1` need no sections.
+        per: for a row outside of the decoder's layers that occurs several times (once per layer of a vision tower): the
+            size that says how often. All names contain `{number}`, which counts from 0. Empty for all other rows.
     """
 
     mcore: str
@@ -121,6 +123,7 @@ class Row:
     change: ValueChange | None = None
     is_copy: bool = False
     sections: Mapping[str, str] = field(default_factory=dict)
+    per: str = ""
 
     def applies(self, facts: frozenset[str]) -> bool:
         """Returns True if a model and a layer with these facts have the row's tensors."""
@@ -133,14 +136,27 @@ class Table:
 
     Attributes:
         model: the rows outside of layers, with full names on both sides.
-        layer: the rows of a decoder layer. Names are relative to `decoder.layers.{n}.` in mcore and to
-            `model.layers.{n}.` in HuggingFace.
+        layer: the rows of a decoder layer. Names are relative to `{mcore}decoder.layers.{n}.` in mcore and to
+            `hf_layer` in HuggingFace.
         mtp: the additional rows of a multi-token-prediction layer, which also has all rows of `layer`. Names are
-            relative to `mtp.layers.{n}.` in mcore and to `model.layers.{number of decoder layers + n}.` in HuggingFace.
+            relative to `{mcore}mtp.layers.{n}.` in mcore and to `hf_mtp_layer` in HuggingFace. If one depth is a stack
+            of several layers, the rows can ask for the words "first" and "last", which are true of the stack's ends.
         stacked: alternative rows for tensors of `layer`, used only on reading. In this form, in which transformers 5
             keeps a layer in memory, one tensor holds all experts. Names are relative to the same prefixes as in
             `layer`.
         ignored: regular expressions for the names of HuggingFace tensors that are left out.
+        mcore: the beginning of the names of the decoder's tensors in mcore: `language_model.` in vision-language
+            models.
+        hf: the same in HuggingFace.
+        hf_layer: the beginning of the HuggingFace names of layer `{layer}`. `{hf}` stands for `hf`.
+        hf_mtp_layer: the beginning of the HuggingFace names of a multi-token-prediction layer. `{mtp}` is its number,
+            and `{layer}` the number that it has if layers are counted on behind the decoder.
+        hf_mtp_decoder: what follows `hf_mtp_layer` in the names of the rows of `layer`.
+        spellings: other beginnings of names that folders have, and what the table has in their place. The first that
+            fits a name counts.
+        is_hybrid: True if the mcore model is a HybridModel, whose layers have one mixer each, and whose depths of
+            multi-token prediction are stacks of such layers. False if it is a GPTModel.
+        gated: True if `linear_fc1` consists of gate and up, which tensor parallelism cuts separately.
     """
 
     model: tuple[Row, ...]
@@ -148,6 +164,35 @@ class Table:
     mtp: tuple[Row, ...] = ()
     stacked: tuple[Row, ...] = ()
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    mcore: str = ""
+    hf: str = "model."
+    hf_layer: str = "{hf}layers.{layer}."
+    hf_mtp_layer: str = "{hf}layers.{layer}."
+    hf_mtp_decoder: str = ""
+    spellings: tuple[tuple[str, str], ...] = ()
+    is_hybrid: bool = False
+    gated: bool = True
+
+    @property
+    def hf_embedding(self) -> str:
+        """The HuggingFace name of the embedding."""
+        return self._hf_name(MCORE_EMBEDDING, HF_EMBEDDING)
+
+    @property
+    def hf_head(self) -> str:
+        """The HuggingFace name of a language model's output head."""
+        return self._hf_name(MCORE_HEAD, HF_HEAD)
+
+    def _hf_name(self, mcore: str, usual: str) -> str:
+        rows = (row for row in self.model if row.mcore == self.mcore + mcore and not row.is_copy)
+        # The language model's head comes before the value head.
+        return next((name for row in rows for name in row.hf), usual)
+
+    def spelled(self, name: str) -> str:
+        """Returns the name that the table has for a HuggingFace tensor that a folder may spell in another way."""
+        found = ((start, ours) for start, ours in self.spellings if name.startswith(start))
+        start, ours = next(found, ("", ""))
+        return ours + name[len(start) :]
 
 
 def shape_of(words: str, sizes: Sizes) -> Shape:

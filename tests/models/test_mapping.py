@@ -44,7 +44,16 @@ def sizes(draw: st.DrawFn) -> dict[str, Any]:
         "linear_num_value_heads": key_heads * draw(SMALL),
         "linear_key_head_dim": draw(SMALL),
         "linear_value_head_dim": draw(SMALL),
+        "mamba_num_heads": key_heads * draw(SMALL),
+        "mamba_head_dim": draw(SMALL),
+        "ssm_state_size": draw(SMALL),
+        "n_groups": key_heads,
+        "moe_shared_expert_intermediate_size": draw(SMALL),
+        "index_n_heads": draw(SMALL),
+        "index_head_dim": draw(SMALL),
         "layer_types": None,
+        # Multi-token prediction of Qwen3.5 needs a last layer with full attention.
+        "full_attention_interval": layers,
         "mlp_only_layers": draw(st.lists(st.integers(0, layers - 1), max_size=2)),
     }
 
@@ -83,6 +92,11 @@ IN_CI = frozenset(
         "gpt_oss",
         "qwen3_next",
         "glm4_moe-mtp",
+        "seed_oss",
+        "qwen3_5_text",
+        "qwen3_5_moe_text-mtp",
+        "minimax_m2",
+        "deepseek_v2",
     }
 )
 

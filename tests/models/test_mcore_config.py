@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import NAMES, make_config
+from tiny_models import NAMES, flat, make_config
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models import check_model, model_from_config, to_hf_config, to_mcore_config
+from mcore_ckpt.models.config_fields import MTP_FIELDS
+from mcore_ckpt.models.mcore_config import config_of_weights
 
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that 4.57 writes where 5 writes others."""
+    if "text_config" in config:
+        dtype = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+        whole = {name: value for name, value in config.items() if name != "dtype"}
+        return {**whole, **dtype, "text_config": as_transformers_4(config["text_config"])}
     old = dict(config)
-    rope = old.pop("rope_parameters")
-    old["rope_theta"] = rope["rope_theta"]
-    if "partial_rotary_factor" in rope:
-        old["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    kept = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    old["rope_scaling"] = None if rope["rope_type"] == "default" else kept
+    if rope := old.pop("rope_parameters", None):
+        old["rope_theta"] = rope["rope_theta"]
+        if "partial_rotary_factor" in rope:
+            old["partial_rotary_factor"] = rope["partial_rotary_factor"]
+        kept = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+        old["rope_scaling"] = None if rope["rope_type"] == "default" and "mrope_section" not in rope else kept
     if config["model_type"].startswith("qwen") and "num_local_experts" in old:
         old["num_experts"] = old.pop("num_local_experts")
     old["torch_dtype"] = old.pop("dtype", None) or old.get("torch_dtype", "float32")
@@ -47,7 +53,10 @@ def test_both_versions_of_transformers_say_the_same(name: str) -> None:
     assert (known.transformer["params_dtype"], known.transformer["bf16"]) == (torch.bfloat16, True)
     assert known.gpt["vocab_size"] == 131
     of_theta = known.transformer if known.transformer.get("multi_latent_attention") else known.gpt
-    assert of_theta["rotary_base"] == (500000.0 if name == "llama-3" else 5000.0)
+    if name.startswith("nemotron_h"):
+        assert known.gpt["position_embedding_type"] == "none"
+    else:
+        assert of_theta["rotary_base"] == (500000.0 if name == "llama-3" else 5000.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +78,7 @@ def test_back_it_is_the_config_it_came_from(name: str, old: bool) -> None:
     model = model_from_config(base)
     known = to_mcore_config(model)
     back = to_hf_config(model.architecture, known.transformer_config(), known.gpt, base)
-    assert {key: back[key] for key in base} == base
+    assert {key: flat(back)[key] for key in flat(base)} == flat(base)
     # What the other version of transformers reads has come to it.
     assert model_from_config(back).known == model.known
     for version in (as_transformers_4, as_transformers_5):
@@ -77,6 +86,10 @@ def test_back_it_is_the_config_it_came_from(name: str, old: bool) -> None:
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
+    if "text_config" in config:
+        dtype = {"dtype": config.get("dtype") or config["torch_dtype"]}
+        whole = {name: value for name, value in config.items() if name != "torch_dtype"}
+        return {**whole, **dtype, "text_config": as_transformers_5({**config["text_config"], **dtype})}
     new = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new.pop("partial_rotary_factor", None)
     return {**new, "dtype": config.get("dtype") or config["torch_dtype"]}
@@ -86,7 +99,9 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
 def test_a_config_can_be_made_without_a_source(name: str) -> None:
     model = model_from_config(make_config(name))
     known = to_mcore_config(model)
-    fresh = to_hf_config(model.architecture, known.transformer_config(), known.gpt, {}, is_value=model.is_value)
+    # Of a tower, megatron's arguments say nothing.
+    tower = {key: value for key, value in model.config.items() if key == "vision_config"}
+    fresh = to_hf_config(model.architecture, known.transformer_config(), known.gpt, tower, is_value=model.is_value)
     assert to_mcore_config(model_from_config(fresh)) == known
     assert model_from_config(fresh).known == model.known
 
@@ -187,6 +202,86 @@ def test_groups_of_experts() -> None:
     assert transformer_of("deepseek_v3")["rotary_scaling_factor"] == 1.0
 
 
+def test_groups_of_experts_by_softmax() -> None:
+    assert transformer_of("deepseek_v2")["moe_router_num_groups"] == 4
+    assert transformer_of("deepseek_v2")["moe_router_group_topk"] == 2
+    assert transformer_of("deepseek_v2", topk_method="greedy")["moe_router_num_groups"] is None
+    assert transformer_of("deepseek_v2", topk_group=4)["moe_router_num_groups"] is None
+    lite = transformer_of("deepseek_v2-lite")
+    assert (lite["moe_router_score_function"], lite["moe_router_pre_softmax"]) == ("softmax", True)
+    assert (lite["q_lora_rank"], lite["moe_router_enable_expert_bias"]) == (None, False)
+
+
+def test_rotated_parts_of_heads() -> None:
+    # As MiniMax-M2 is published.
+    published = {**make_config("minimax_m2"), "rope_theta": 5000000, "attn_type_list": [1] * 4, "num_mtp_modules": 3}
+    del published["rope_parameters"]
+    model = model_from_config(published)
+    known = to_mcore_config(model)
+    assert (known.gpt["rotary_percent"], known.gpt["rotary_base"]) == (0.5, 5000000)
+    back = to_hf_config(model.architecture, known.transformer, {**known.gpt, "rotary_percent": 0.25}, published)
+    assert (back["rotary_dim"], back["rope_parameters"]["partial_rotary_factor"]) == (4, 0.25)
+    # As early files of Qwen3.5 have it, or none at all.
+    qwen = {name: value for name, value in make_config("qwen3_5_text").items() if name != "rope_parameters"}
+    assert to_mcore_config(model_from_config({**qwen, "rope_theta": 1e7})).gpt["rotary_percent"] == 0.25
+    del published["rotary_dim"]
+    assert to_mcore_config(model_from_config(published)).gpt["rotary_percent"] == 1.0
+
+
+def test_what_positions_in_images_need_is_kept() -> None:
+    base = make_config("qwen3_5_text")
+    model = model_from_config(base)
+    known = to_mcore_config(model)
+    back = to_hf_config(model.architecture, known.transformer, {**known.gpt, "rotary_base": 7000}, base)
+    assert back["rope_parameters"] == {**base["rope_parameters"], "rope_theta": 7000}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3-mtp", "qwen3_5_text-mtp"])
+def test_multi_token_prediction_that_is_not_written_is_not_announced(name: str) -> None:
+    model = model_from_config(make_config(name))
+    (field,) = (field for field in MTP_FIELDS if model.config.get(field))
+    assert config_of_weights(model, torch.bfloat16, has_mtp=True)[field] == 1
+    assert config_of_weights(model, torch.bfloat16, has_mtp=False)[field] == 0
+
+
+def test_layers_of_a_hybrid_model() -> None:
+    gpt = gpt_of("nemotron_h")
+    assert gpt["hybrid_layer_pattern"] == "M*E-"
+    assert gpt_of("nemotron_h-mtp")["hybrid_layer_pattern"] == "M*E-/*E"
+    # As published, for code of their own and for older versions of transformers.
+    published = {"layers_block_type": None, "hybrid_override_pattern": "M*E-"}
+    assert gpt_of("nemotron_h", **published) == gpt
+    assert gpt_of("nemotron_h", layers_block_type=["mamba", "attention", "moe", "mlp"]) == gpt
+    dense = transformer_of("nemotron_h", layers_block_type=["mamba", "mlp"])
+    assert (dense["num_layers"], dense["num_moe_experts"], "moe_ffn_hidden_size" in dense) == (2, None, False)
+
+
+def test_which_layers_have_an_indexer() -> None:
+    def schedule(**fields: Any) -> tuple[int, int]:
+        values = transformer_of("glm_moe_dsa", **fields)
+        return values["dsa_indexer_topk_freq"], values["dsa_indexer_skip_topk_offset"]
+
+    assert schedule() == (1, 0)
+    assert schedule(indexer_types=["full", "shared", "shared", "full"]) == (3, 1)
+    assert schedule(indexer_types=None, index_topk_pattern="FFSF") == (2, 2)
+    assert schedule(indexer_types=None, index_topk_freq=4, index_skip_topk_offset=3) == (4, 3)
+    model = model_from_config(make_config("glm_moe_dsa-shared"))
+    assert ["indexer" in kind for kind in model.layers] == [True, True, False, True]
+
+
+def test_an_older_megatron_is_refused_by_name() -> None:
+    model = model_from_config(make_config("deepseek_v32"))
+    values = to_mcore_config(model)
+    with pytest.raises(UnsupportedError, match=r"this version of megatron-core has no dsa_new, .* install"):
+        replace(values, transformer={**values.transformer, "dsa_new": 1}).transformer_config()
+    older = live("deepseek_v32")
+    older.config = SimpleNamespace(
+        **{name: value for name, value in vars(older.config).items() if name != "dsa_indexer_rope_interleaved"}
+    )
+    with pytest.raises(UnsupportedError, match="has no dsa_indexer_rope_interleaved"):
+        check_model(older, model)
+
+
 def test_windows() -> None:
     assert transformer_of("mistral-window")["window_size"] == (7, 0)
     assert transformer_of("mistral-window")["window_attn_skip_freq"] is None
@@ -221,8 +316,61 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters differ"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias is False"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias is True"),
+    ("seed_oss", {"mlp_bias": True}, "mlp_bias is True"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False"),
+    ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+    ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2, .* Only 1 can be converted"),
+    (
+        "qwen3_5_text",
+        {"mtp_num_hidden_layers": 1, "layer_types": ["full_attention"] * 3 + ["linear_attention"]},
+        "mtp_num_hidden_layers is 1 and the last layer has linear attention",
+    ),
+    ("qwen3_5_text-mtp", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is True"),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+    ("qwen3_5_moe_text", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("qwen3_5_moe_text", {"num_experts_per_tok": 1}, "add up to 1 with num_experts_per_tok 1"),
+    ("minimax_m2", {"num_experts_per_tok": 1}, "add up to 1 with num_experts_per_tok 1"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, r"attn_type_list is \[1, 0, 1, 1\]: .* lightning attention"),
+    ("minimax_m2", {"rotary_dim": 4}, "rotary_dim is 4, but partial_rotary_factor says that 8 elements"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias is False"),
+    ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm is False"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+    ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size is 64"),
+    ("minimax_m2", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+    ("minimax_m2", {"sliding_window": 8}, "sliding_window is 8"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+    # As DeepSeek-V2 is published.
+    (
+        "deepseek_v2",
+        {"n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+        "num_experts_per_tok 6 and topk_group 3, .* ranks groups by their 2 best experts",
+    ),
     ("llama", {"rms_norm_eps": None}, "rms_norm_eps is missing"),
     ("llama", {"dtype": "int8"}, "dtype is 'int8'"),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["mlp", "conv"]},
+        r"layers_block_type \(.*\) has unknown kinds of layers: conv$",
+    ),
+    ("nemotron_h", {"layers_block_type": None}, r"layers_block_type \(or hybrid_override_pattern\) is missing"),
+    ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
+    ("nemotron_h", {"use_bias": True}, "use_bias is True"),
+    ("nemotron_h", {"conv_kernel": 3}, "conv_kernel is 3"),
+    ("nemotron_h", {"sliding_window": 8}, "sliding_window is 8"),
+    ("nemotron_h", {"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\]"),
+    ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is missing, from which the indexer"),
+    ("deepseek_v32", {"mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types is"),
+    ("deepseek_v32", {"index_n_heads": None}, "index_n_heads is None"),
+    ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave is False"),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types is .*'shared'"),
 ]
 
 
@@ -277,6 +425,8 @@ def test_a_model_that_agrees_passes(name: str) -> None:
         ("llama-3", {}, {"rope_scaling": False}, "rope_scaling is False"),
         ("qwen2", {}, {"share_embeddings_and_output_weights": True}, "share_embeddings_and_output_weights is True"),
         ("deepseek_v3", {"rotary_scaling_factor": 40}, {}, "rotary_scaling_factor is 40"),
+        ("nemotron_h", {}, {"hybrid_layer_pattern": "M*|-E"}, r"hybrid_layer_pattern is 'M\*-E', but"),
+        ("glm_moe_dsa", {"dsa_indexer_rope_interleaved": False}, {}, "dsa_indexer_rope_interleaved is False"),
     ],
 )
 def test_a_model_that_differs_is_refused(name: str, changes: dict[str, Any], gpt: dict[str, Any], message: str) -> None:
@@ -293,6 +443,19 @@ def test_the_windows_of_a_hybrid_model_are_those_of_its_attention() -> None:
         hybrid.config.window_attn_skip_freq = wrong
         with pytest.raises(CheckpointMismatchError, match="window_attn_skip_freq is"):
             check_model(hybrid, model)
+
+
+def test_the_pattern_of_a_live_model_may_end_stages_and_leave_out_multi_token_prediction() -> None:
+    model = model_from_config(make_config("nemotron_h-mtp"))
+    check_model(live("nemotron_h-mtp", {"hybrid_layer_pattern": "M*|E-/*E"}), model)
+    check_model(live("nemotron_h-mtp", {"hybrid_layer_pattern": "M*E-"}, mtp_num_layers=None), model)
+
+
+def test_a_norm_without_an_epsilon_of_its_own_has_that_of_all() -> None:
+    model = model_from_config(make_config("deepseek_v32"))
+    check_model(live("deepseek_v32", dsa_indexer_k_norm_epsilon=None, dsa_indexer_rotate_activation=True), model)
+    with pytest.raises(CheckpointMismatchError, match="dsa_indexer_k_norm_epsilon is 1e-05"):
+        check_model(live("deepseek_v32", dsa_indexer_k_norm_epsilon=1e-5), model)
 
 
 def test_multi_token_prediction_may_be_left_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from global_tensors import to_hf, to_mcore
 from safetensors.torch import load_file
-from tiny_models import NAMES, make_hf_folder, make_hf_model
+from tiny_models import EXPERTS, NAMES, make_config, make_hf_folder, make_hf_model
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents, spelled_by_table
 from mcore_ckpt.models import (
     Architecture,
     HfModel,
@@ -27,6 +29,7 @@ from mcore_ckpt.models import (
     to_mcore_config,
 )
 from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, facts_of, sizes_of, uniform_layers
+from mcore_ckpt.models.config_fields import Same
 from mcore_ckpt.models.config_rules import DENSE
 from mcore_ckpt.models.mapping import check_names, hf_tensors, hf_tensors_in
 from mcore_ckpt.models.registry import _architectures
@@ -50,7 +53,13 @@ def test_round_trip_is_exact_and_covers_every_element_once(folders: dict[str, Pa
         assert torch.equal(back[key], tensor), key
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "qwen3_next"),
+        *("qwen3_5_moe_text", "minimax_m2", "glm_moe_dsa-shared"),
+    ],
+)
 def test_experts_as_transformers_5_stacks_them_are_the_same(folders: dict[str, Path], name: str) -> None:
     model = model_from_config(read_config(folders[name]))
     stored = load_file(folders[name] / "model.safetensors")
@@ -62,11 +71,55 @@ def test_experts_as_transformers_5_stacks_them_are_the_same(folders: dict[str, P
         assert torch.equal(found[key], tensor), key
 
 
+def test_experts_of_multi_token_prediction_can_be_stacked_too(folders: dict[str, Path]) -> None:
+    """As in Qwen3.6, whose config is that of Qwen3.5."""
+    folder = folders["qwen3_5_moe_text-mtp"]
+    model, stored = model_from_config(read_config(folder)), load_file(folder / "model.safetensors")
+    mtp = "mtp.layers.0.mlp.experts."
+    stacked = {key: tensor for key, tensor in stored.items() if not key.startswith(mtp)}
+    gate, up, down = (
+        torch.stack([stored[f"{mtp}{expert}.{kind}_proj.weight"] for expert in range(EXPERTS)])
+        for kind in ("gate", "up", "down")
+    )
+    stacked |= {f"{mtp}gate_up_proj": torch.cat([gate, up], dim=1), f"{mtp}down_proj": down}
+    wanted, found = to_mcore(model, stored), to_mcore(model, stacked)
+    assert wanted.keys() == found.keys()
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_a_language_model_taken_out_of_a_larger_one_has_its_names(name: str, tmp_path: Path) -> None:
+    """transformers saves it under the names that it has in the vision-language model, with its own config."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    text = make_config(f"{name}_text", tie_word_embeddings=True)
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+    config = AutoConfig.for_model(name, text_config=text, vision_config=vision, tie_word_embeddings=True)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "whole")
+    taken = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    taken.save_pretrained(tmp_path / "taken")
+    assert read_config(tmp_path / "taken")["model_type"] == f"{name}_text"
+    stored = load_file(tmp_path / "taken" / "model.safetensors")
+    assert all(key.startswith("model.language_model.") for key in stored)
+    reader = HuggingFaceReader(read_contents(tmp_path / "taken"))
+    # Under the names that they have in memory the tensors are the same, stacked experts included.
+    inside = {key: tensor for key, tensor in taken.state_dict().items() if key != "lm_head.weight"}
+    wanted = to_mcore(reader.model, inside)
+    found = to_mcore(reader.model, spelled_by_table(reader.contents.config, stored))
+    assert wanted.keys() == found.keys() == set(reader.names)
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key], tensor), key
+
+
+NO_MODULES = r"(its TransformerLayer has no|its GPTModel has no|its experimental_attention_variant is only)"
+
+
 def test_every_architecture_has_a_tiny_model_or_is_refused(folders: dict[str, Path]) -> None:
     tested = {read_config(folder)["model_type"] for folder in folders.values()}
     for model_type, architecture in known_architectures().items():
         if model_type not in {*tested, "kimi_k2"}:
-            with pytest.raises(UnsupportedError, match=r"megatron-core 0\.16\.1's TransformerLayer has no norms"):
+            with pytest.raises(UnsupportedError, match=rf"{model_type} cannot be converted .* 0\.19\.2.*{NO_MODULES}"):
                 architecture.read({"model_type": model_type})
     assert known_architectures()["kimi_k2"].table == known_architectures()["deepseek_v3"].table
 
@@ -88,10 +141,74 @@ def test_a_missing_and_an_unknown_tensor_are_named(folders: dict[str, Path], nam
 
 def test_unknown_model_types_and_quantized_weights_are_refused(folders: dict[str, Path]) -> None:
     config = read_config(folders["gpt_oss"])
-    with pytest.raises(UnsupportedError, match=r"quantization_config is 'mxfp4': .* dequantize them first"):
-        model_from_config({**config, "quantization_config": {"quant_method": "mxfp4"}})
-    with pytest.raises(UnsupportedError, match="model_type 'bert' is not known: there are tables for deepseek_v3, "):
+    with pytest.raises(UnsupportedError, match=r"quantization_config is 'awq': .* dequantize others first"):
+        model_from_config({**config, "quantization_config": {"quant_method": "awq"}})
+    assert model_from_config({**config, "quantization_config": {"quant_method": "mxfp4"}}).config == config
+    with pytest.raises(UnsupportedError, match="model_type 'bert' is not known: there are tables for deepseek_v2, "):
         model_from_config({**config, "model_type": "bert"})
+
+
+def test_the_head_and_the_field_that_ties_it_can_have_other_names(folders: dict[str, Path]) -> None:
+    known, config = known_architectures()["llama"], read_config(folders["llama-tied"])
+    rows = [replace(row, hf={name.replace("lm_head", "top"): words for name, words in row.hf.items()}) for row in MODEL]
+    rules = [
+        replace(rule, hf="tied_top") if isinstance(rule, Same) and "share_embeddings" in rule.mcore else rule
+        for rule in known.rules
+    ]
+    own = replace(known, table=replace(known.table, model=tuple(rows)), rules=tuple(rules))
+    assert (own.table.hf_head, own.tied_field) == ("top.weight", "tied_top")
+    model = replace(model_from_config(config), architecture=own)
+    shapes = shapes_of(model)
+    assert "top.weight" not in shapes
+    assert reconcile(replace(model, config={**config, "tied_top": True}), shapes).is_tied
+    with pytest.raises(CheckpointMismatchError, match=r"tied_top.*top\.weight"):
+        reconcile(replace(model, config={**config, "tied_top": False}), shapes)
+
+
+# --- A model that is not known
+
+
+def closest(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> str:
+    with pytest.raises(UnsupportedError, match=r"model_type 'new' is not known.*CONTRIBUTING") as error:
+        model_from_config({**config, "model_type": "new"}, tensors=shapes)
+    return str(error.value).partition("; closest")[2].partition(": write a table")[0]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.partition("-")[0] == name])
+def test_a_known_model_under_a_new_name_is_closest_to_itself(folders: dict[str, Path], name: str) -> None:
+    model = model_from_config(read_config(folders[name]))
+    found = closest(read_config(folders[name]), shapes_of(model))
+    number = len(hf_tensors(model))
+    # They have the same tensors, and other fields.
+    same = {"mistral": "llama", "seed_oss": "qwen2", "glm_moe_dsa": "deepseek_v32"}.get(name, name)
+    assert found == f": {same}, which places {number} of {number} tensors"
+
+
+def test_the_tensors_without_a_place_are_named(folders: dict[str, Path]) -> None:
+    config = read_config(folders["qwen3_moe"])
+    shapes = dict(shapes_of(model_from_config(config)))
+    for layer in range(4):
+        shapes[f"model.layers.{layer}.self_attn.sinks"] = (8,)
+        shapes[f"model.layers.{layer}.mlp.gate.weight"] = (4, 65)
+        del shapes[f"model.layers.{layer}.self_attn.q_norm.weight"]
+    assert closest(config, shapes) == (
+        f": qwen3_moe, which places {len(shapes) - 8} of {len(shapes)} tensors; it has no place for "
+        "model.layers.*.mlp.gate.weight of shape [4, 65] (it has [4, 64]), model.layers.*.self_attn.sinks; "
+        "it lacks model.layers.*.self_attn.q_norm.weight"
+    )
+
+
+def test_without_tensors_the_fields_of_the_config_decide(folders: dict[str, Path]) -> None:
+    for name in ("nemotron_h", "gpt_oss", "qwen3_next"):
+        assert closest(read_config(folders[name]), None).startswith(f" by its fields: {name}, which reads ")
+    less = {key: value for key, value in read_config(folders["nemotron_h"]).items() if key != "ssm_state_size"}
+    assert closest(less, None).endswith("; it needs ssm_state_size, which the config lacks")
+    # Of names that no table knows, the fields decide, too.
+    config = read_config(folders["gpt_oss"])
+    with pytest.raises(
+        UnsupportedError, match=r"no known table has a place for any of its tensors, closest by .*: gpt_oss, "
+    ):
+        model_from_config({**config, "model_type": "new"}, tensors={"blocks.0.wq.weight": (64, 64)})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ has an "error" in its line, and the others are loaded nevertheless.
 
 import json
 import logging
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -16,7 +17,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 from transformers.utils import logging as transformers_logging
 
 PROMPT = "def f(x):"
@@ -40,15 +47,19 @@ def load(folder: Path) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(folder)
     # With all defaults, as the class of this version has them: before the model changes anything.
     read = json.loads(config.to_json_string(use_diff=False))
-    is_value = config.architectures[0].endswith("ForTokenClassification")
+    # Qwen2_5_VLConfig of 4.57 hides its own field behind that of its text_config, which has none.
+    is_value = (config.architectures or [""])[0].endswith("ForTokenClassification")
     auto = AutoModelForTokenClassification if is_value else AutoModelForCausalLM
+    has_tower = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if has_tower else auto
     model, info = auto.from_pretrained(folder, dtype="auto", output_loading_info=True, attn_implementation="eager")
     model.eval()
     torch.manual_seed(1)
     with torch.no_grad():
-        logits = model(torch.randint(3, 131, (2, 16))).logits
+        # The tokens behind stand for images in vision-language models.
+        logits = model(torch.randint(3, 127 if has_tower else 131, (2, 16))).logits
     different, absent = compare(model, folder)
-    rotary = model.model.rotary_emb
+    rotary = getattr(model.model.language_model if has_tower else model.model, "rotary_emb", None)
     return {
         "config": read,
         "class": type(model).__name__,
@@ -56,8 +67,8 @@ def load(folder: Path) -> dict[str, Any]:
         "wrong": {what: sorted(map(str, names)) for what, names in info.items() if names},
         "different": different,
         "absent": absent,
-        "inv_freq": rotary.inv_freq.double().tolist(),
-        "attention_scaling": rotary.attention_scaling,
+        "inv_freq": [] if rotary is None else rotary.inv_freq.double().tolist(),
+        "attention_scaling": None if rotary is None else rotary.attention_scaling,
         "logits": logits.double().flatten().tolist(),
         "written": None if is_value else generate(model, folder),
     }
@@ -66,9 +77,29 @@ def load(folder: Path) -> dict[str, Any]:
 def compare(model: Any, folder: Path) -> tuple[list[str], list[str]]:
     """The file's tensors that are not bit for bit in the model, and those that it has not under this name."""
     inside = model.state_dict()
-    files = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    different = [name for name, tensor in files.items() if name in inside and not torch.equal(inside[name], tensor)]
+    files = {
+        # What Nemotron-H's files call "backbone", transformers 5 calls "model" in memory.
+        re.sub(r"^backbone\.", "model.", name): tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    if hasattr(model.config, "vision_config"):
+        files = {name_inside(name): tensor for name, tensor in files.items()}
+    different = [name for name, tensor in files.items() if name in inside and not same(inside[name], tensor)]
     return sorted(different), sorted(files.keys() - inside.keys())
+
+
+def name_inside(name: str) -> str:
+    """The name that a tensor of a vision-language model has in memory. Qwen2.5-VL's files have the first names."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    is_first = name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual."))
+    return name.replace("model.", "model.language_model.", 1) if is_first else name
+
+
+def same(inside: torch.Tensor, stored: torch.Tensor) -> bool:
+    # transformers 5 turns the stacked experts of Qwen3-VL-MoE.
+    return torch.equal(inside, stored.transpose(1, 2) if stored.dim() == 3 and inside.shape != stored.shape else stored)
 
 
 def generate(model: Any, folder: Path) -> dict[str, Any]:

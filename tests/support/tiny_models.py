@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,93 @@ _QWEN3_NEXT = {
     "linear_value_head_dim": 12,
 }
 
+_QWEN3_5 = {
+    **{name: value for name, value in _QWEN3_NEXT.items() if name.startswith(("linear_", "layer_types", "head_dim"))},
+    # Published models have it, and GPTModel's rotary embeddings, which know text only, are the same without it.
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_QWEN3_5_MOE = {
+    **_QWEN3_5,
+    "intermediate_size": None,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
+_MINIMAX_M2 = {"head_dim": 16, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "rotary_dim": 8}
+_DEEPSEEK_V2 = {
+    **{name: value for name, value in _DEEPSEEK.items() if name not in ("num_nextn_predict_layers", "norm_topk_prob")},
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
+# Two groups of four, of two experts each, and three experts of them: their best ones are in other groups than the best
+# three of all.
+_IN_GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+}
+
+_NEMOTRON_H = {
+    "head_dim": 16,
+    # That of a Mamba mixer's norm, which megatron does not let anyone choose.
+    "layer_norm_epsilon": 1e-5,
+    "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "n_groups": 4,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+
+_SPARSE = {
+    **_DEEPSEEK,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    # Fewer than the tokens of a test.
+    "index_topk": 6,
+}
+# No three equal sections, and more than one number of them to a half of a head.
+_SECTIONS = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 3, 4]}
+_QWEN3_VL = {"head_dim": 16, "rope_parameters": {**_SECTIONS, "mrope_interleaved": True}}
+_QWEN2_5_VL = {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}, "use_sliding_window": False}
+_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+}
+_TOWER_3 = {**_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+# By model_type, the config of the vision tower.
+_TOWERS: dict[str, Mapping[str, Any]] = {
+    "qwen2_5_vl": {**_TOWER, "fullatt_block_indexes": [1], "window_size": 8},
+    "qwen3_vl": _TOWER_3,
+    "qwen3_vl_moe": _TOWER_3,
+    "qwen3_5": {**_TOWER, "num_position_embeddings": 16},
+}
+IMAGE_TOKEN = VOCAB - 4
+
 _CONFIGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3": ("llama", {"rope_parameters": _LLAMA_3, "max_position_embeddings": 16384}),
@@ -144,11 +232,44 @@ _CONFIGS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v3-no-q-lora": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1}),
     "deepseek_v3-yarn": ("deepseek_v3", {**_DEEPSEEK, "rope_parameters": _YARN}),
     "deepseek_v3-mtp": ("deepseek_v3", {**_DEEPSEEK, "num_nextn_predict_layers": 1}),
+    "deepseek_v32": ("deepseek_v32", _SPARSE),
+    "deepseek_v32-mtp": ("deepseek_v32", {**_SPARSE, "rope_parameters": _YARN, "num_nextn_predict_layers": 1}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**_SPARSE, "n_group": 1}),
+    "glm_moe_dsa-shared": ("glm_moe_dsa", {**_SPARSE, "indexer_types": ["full", "full", "shared", "full"]}),
     "glm4_moe": ("glm4_moe", _GLM4_MOE),
     "gpt_oss": ("gpt_oss", _GPT_OSS),
     "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.1}),
+    "seed_oss-value": ("seed_oss", {"head_dim": 16, "attention_bias": False}),
+    "qwen3_5_text": ("qwen3_5_text", _QWEN3_5),
+    "qwen3_5_text-mtp": (
+        "qwen3_5_text",
+        {**_QWEN3_5, "full_attention_interval": 2, "layer_types": None, "mtp_num_hidden_layers": 1},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _QWEN3_5_MOE),
+    "qwen3_5_moe_text-mtp": ("qwen3_5_moe_text", {**_QWEN3_5_MOE, "mtp_num_hidden_layers": 1}),
+    "minimax_m2": ("minimax_m2", _MINIMAX_M2),
+    "deepseek_v2": ("deepseek_v2", {**_DEEPSEEK_V2, **_IN_GROUPS}),
+    "deepseek_v2-lite": ("deepseek_v2", {**_DEEPSEEK_V2, "q_lora_rank": None}),
+    "deepseek_v2-yarn": (
+        "deepseek_v2",
+        {**_DEEPSEEK_V2, "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "nemotron_h": ("nemotron_h", _NEMOTRON_H),
+    # As in Nemotron-3: its experts work on a projection, and a depth of multi-token prediction is a stack of layers.
+    "nemotron_h-latent": ("nemotron_h", {**_NEMOTRON_H, "moe_latent_size": 24}),
+    "nemotron_h-mtp": ("nemotron_h", {**_NEMOTRON_H, "num_nextn_predict_layers": 1}),
+    "qwen2_5_vl": ("qwen2_5_vl", _QWEN2_5_VL),
+    "qwen2_5_vl-tied": ("qwen2_5_vl", {**_QWEN2_5_VL, "tie_word_embeddings": True}),
+    "qwen3_vl": ("qwen3_vl", _QWEN3_VL),
+    "qwen3_vl-tied": ("qwen3_vl", {**_QWEN3_VL, "tie_word_embeddings": True}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {**_QWEN_MOE, **_QWEN3_VL}),
+    "qwen3_5": ("qwen3_5", _QWEN3_5),
     "glm4_moe-mtp": ("glm4_moe", {**_GLM4_MOE, "use_qk_norm": False, "num_nextn_predict_layers": 1}),
 }
+
+ZERO_CENTRED = ("qwen3_next", "qwen3_5")
+"""The beginnings of `model_type` of models whose norms multiply by 1 + weight."""
 
 NAMES = tuple(_CONFIGS)
 """All models: the architecture's model_type, and after a dash what is special."""
@@ -157,6 +278,22 @@ NAMES = tuple(_CONFIGS)
 def architecture_of(name: str) -> str:
     """The `model_type` of a tiny model."""
     return _CONFIGS[name][0]
+
+
+# Modules that came with megatron 0.18 (HybridModel) and 0.19 (with an indexer that computes what DeepSeek's does).
+_NEWER = {"nemotron_h": "megatron.core.models.hybrid"} | dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa"), "megatron.core.transformer.experimental_attention_variant.dsa_masking"
+)
+
+
+def megatron_has(name: str) -> bool:
+    """Whether the megatron on the path has the modules of a tiny model."""
+    return find_spec(_NEWER.get(architecture_of(name), "megatron.core")) is not None
+
+
+def has_tower(name: str) -> bool:
+    """Whether a tiny model is a vision-language model."""
+    return architecture_of(name) in _TOWERS
 
 
 def make_hf_folder(path: Path, name: str, **config_overrides: Any) -> Path:
@@ -174,15 +311,18 @@ def make_hf_folder(path: Path, name: str, **config_overrides: Any) -> Path:
     make_hf_model(name, **config_overrides).save_pretrained(path)
     if name.endswith("-mtp"):
         _add_mtp(path)
+    if architecture_of(name) == "qwen3_vl_moe":
+        _transpose_experts(path)
     return path
 
 
 def make_hf_model(name: str, **config_overrides: Any) -> Any:
     """The transformers model that `make_hf_folder` saves, for eager attention."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
     dtype = config_overrides.pop("dtype", "float32")
     kind = AutoModelForTokenClassification if name.endswith("-value") else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if has_tower(name) else kind
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
         config = _config(name, **config_overrides)
@@ -203,7 +343,15 @@ def _config(name: str, **config_overrides: Any) -> Any:
 
     model_type, special = _CONFIGS[name]
     labels = {"num_labels": 1} if name.endswith("-value") else {}
-    return AutoConfig.for_model(model_type, **{**_DECODER, **special, **labels, **config_overrides})
+    fields = {**_DECODER, **special, **labels, **config_overrides}
+    if not has_tower(name):
+        return AutoConfig.for_model(model_type, **fields)
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VOCAB - 3}
+    tokens |= {"vision_start_token_id": VOCAB - 2, "vision_end_token_id": VOCAB - 1}
+    tied = {"tie_word_embeddings": fields["tie_word_embeddings"]}
+    return AutoConfig.for_model(
+        model_type, text_config=fields, vision_config=dict(_TOWERS[model_type]), **tokens, **tied
+    )
 
 
 def _fill(model: torch.nn.Module) -> None:
@@ -211,9 +359,9 @@ def _fill(model: torch.nn.Module) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name or name.endswith("embed_scale"):
                 continue
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")):
                 tensor.uniform_(0.5, 1.5)
-                if model.config.model_type == "qwen3_next" and "linear_attn" not in name:
+                if model.config.model_type.startswith(ZERO_CENTRED) and "linear_attn" not in name:
                     tensor.sub_(1.0)  # these multiply by 1 + weight
             elif name == "score.bias":
                 tensor.zero_()  # mcore's value heads have none
@@ -226,25 +374,57 @@ def _fill(model: torch.nn.Module) -> None:
 
 
 def _add_mtp(path: Path) -> None:
-    """A layer of multi-token prediction behind the last: that layer's tensors anew, and its own."""
+    """A layer of multi-token prediction behind the last: that layer's tensors anew, and its own.
+
+    Nemotron-3 has two, an attention layer with the first tensors of its own, and a layer of experts with the last.
+    """
     from safetensors.torch import load_file, save_file
 
     file = path / "model.safetensors"
     tensors = load_file(file)
-    last, new = (f"model.layers.{number}." for number in (LAYERS - 1, LAYERS))
+    is_hybrid, is_qwen = "backbone.norm_f.weight" in tensors, read_config(path)["model_type"].startswith("qwen3_5")
+    news = {f"model.layers.{LAYERS - 1}.": "mtp.layers.0." if is_qwen else f"model.layers.{LAYERS}."}
+    if is_hybrid:
+        news = {"backbone.layers.1.": "mtp.layers.0.", "backbone.layers.2.": "mtp.layers.1."}
     generator = torch.Generator().manual_seed(7)
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         return (torch.randn(tensor.shape, generator=generator) * 0.15 + (tensor.dim() == 1)).to(tensor.dtype)
 
-    for name in [name for name in tensors if name.startswith(last)]:
-        tensors[new + name.removeprefix(last)] = like(tensors[name])
-    norm = tensors["model.norm.weight"]
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{new}{name}.weight"] = like(norm)
-    tensors[f"{new}eh_proj.weight"] = like(torch.empty(norm.numel(), 2 * norm.numel(), dtype=norm.dtype))
-    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for old, new in news.items():
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[new + name.removeprefix(old)] = like(tensors[name])
+    *_, last = first, *_ = news.values()
+    norms = [f"{first}enorm", f"{first}hnorm", f"{last}shared_head.norm"]
+    if is_hybrid:
+        norms[2] = f"{last}final_layernorm"
+    if is_qwen:
+        norms = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
+    norm = tensors["backbone.norm_f.weight" if is_hybrid else "model.norm.weight"]
+    for name in norms:
+        tensors[f"{name}.weight"] = like(norm)
+    projection = "mtp.fc.weight" if is_qwen else f"{first}eh_proj.weight"
+    tensors[projection] = like(torch.empty(norm.numel(), 2 * norm.numel(), dtype=norm.dtype))
+    if not (is_hybrid or is_qwen):
+        tensors[f"{first}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{first}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def mtp_prefix(path: Path) -> str:
+    """The beginning of the names of a folder's multi-token prediction."""
+    has_own_names = read_config(path)["model_type"].startswith(("qwen3_5", "nemotron_h"))
+    return "mtp." if has_own_names else f"model.layers.{LAYERS}."
+
+
+def _transpose_experts(path: Path) -> None:
+    """As Qwen3-VL-MoE is published. transformers 5 writes so only a model that it has read."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, file, {"format": "pt"})
 
 
@@ -252,3 +432,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """A folder's `config.json`."""
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     return config
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with each field of a vision-language model's language model by itself."""
+    text = config.get("text_config") or {}
+    whole = {name: value for name, value in config.items() if name != "text_config"}
+    return {**whole, **{f"text_config.{name}": value for name, value in text.items()}}

@@ -4,15 +4,38 @@ To add an architecture, write a module that exports the tuple `ARCHITECTURES`, a
 """
 
 from mcore_ckpt.models.architecture import Architecture
-from mcore_ckpt.models.architectures import deepseek, gemma, glm, gpt_oss, llama, mixtral, qwen, qwen3_next
+from mcore_ckpt.models.architectures import (
+    deepseek,
+    deepseek_sparse,
+    deepseek_v2,
+    glm,
+    gpt_oss,
+    llama,
+    minimax,
+    mixtral,
+    nemotron_h,
+    qwen,
+    qwen3_5,
+    qwen3_next,
+    qwen_vl,
+    refused,
+    seed_oss,
+)
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *llama.ARCHITECTURES,
     *qwen.ARCHITECTURES,
+    *seed_oss.ARCHITECTURES,
     *mixtral.ARCHITECTURES,
+    *minimax.ARCHITECTURES,
+    *deepseek_v2.ARCHITECTURES,
     *deepseek.ARCHITECTURES,
+    *deepseek_sparse.ARCHITECTURES,
     *glm.ARCHITECTURES,
     *qwen3_next.ARCHITECTURES,
+    *qwen3_5.ARCHITECTURES,
     *gpt_oss.ARCHITECTURES,
-    *gemma.ARCHITECTURES,
+    *nemotron_h.ARCHITECTURES,
+    *qwen_vl.ARCHITECTURES,
+    *refused.ARCHITECTURES,
 )

@@ -132,8 +132,11 @@ MTP = (
 )
 
 
-def sizes_of(config: HfConfig) -> dict[str, int]:
-    """Reads the sizes that every decoder has. Raises UnsupportedError if a size is missing or impossible."""
+def sizes_of(config: HfConfig, ffn: bool = True) -> dict[str, int]:
+    """Reads the sizes that every decoder has. Raises UnsupportedError if a size is missing or impossible.
+
+    `ffn` is False if the architecture has no dense layer, and therefore no `intermediate_size`.
+    """
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     groups = heads if config.get("num_key_value_heads") is None else integer(config, "num_key_value_heads")
     if heads % groups:
@@ -144,7 +147,7 @@ def sizes_of(config: HfConfig) -> dict[str, int]:
         "heads": heads,
         "groups": groups,
         "head_dim": hidden // heads if config.get("head_dim") is None else integer(config, "head_dim"),
-        "ffn": integer(config, "intermediate_size"),
+        **({"ffn": integer(config, "intermediate_size")} if ffn else {}),
     }
 
 

@@ -41,7 +41,8 @@ def read_deepseek_experts(config: HfConfig) -> ModelFacts:
     return ModelFacts(sizes, frozenset(facts), layers, mtp_layers)
 
 
-def _read(config: HfConfig) -> ModelFacts:
+def read_deepseek(config: HfConfig) -> ModelFacts:
+    """Reads all facts about a DeepSeek model."""
     known = read_deepseek_experts(config)
     sizes = {name: size for name, size in known.sizes.items() if name not in ("head_dim", "groups")}
     sizes["nope"], sizes["rope"] = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
@@ -55,7 +56,7 @@ def _read(config: HfConfig) -> ModelFacts:
     return ModelFacts(sizes, frozenset(facts), known.layers, known.mtp_layers)
 
 
-_ATTENTION = (
+LATENT_ROWS = (
     Row("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "heads*query_dim hidden"}, when="!q_lora"),
     Row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "q_rank hidden"}, when="q_lora"),
     Row("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": "q_rank"}, when="q_lora"),
@@ -69,14 +70,15 @@ _ATTENTION = (
 )
 _TABLE = Table(
     MODEL,
-    (*NORMS, *_ATTENTION, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
+    (*NORMS, *LATENT_ROWS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
     mtp=MTP,
     stacked=STACKED_EXPERTS,
 )
 _CLASSES = ("DeepseekV3ForCausalLM", "DeepseekV3ForTokenClassification")
-_RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
+DEEPSEEK_RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", False))
 
 # Kimi-K2 has the architecture of DeepSeek-V3 under another model_type.
 ARCHITECTURES = tuple(
-    Architecture(model_type, _CLASSES, _TABLE, _read, _RULES) for model_type in ("deepseek_v3", "kimi_k2")
+    Architecture(model_type, _CLASSES, _TABLE, read_deepseek, DEEPSEEK_RULES)
+    for model_type in ("deepseek_v3", "kimi_k2")
 )

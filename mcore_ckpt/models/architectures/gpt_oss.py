@@ -1,7 +1,4 @@
-"""gpt-oss, which has biases in all linear layers, a learned offset in the softmax and a clamped GLU.
-
-The published MXFP4 weights are quantized and therefore refused.
-"""
+"""gpt-oss, which has biases in all linear layers, a learned offset in the softmax and a clamped GLU."""
 
 from __future__ import annotations
 

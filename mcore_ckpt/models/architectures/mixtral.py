@@ -16,7 +16,7 @@ from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, Table
 
 _EXPERT = "mlp.experts.local_experts.{expert}."
-_EXPERTS = (
+BLOCK_SPARSE_EXPERTS = (
     Row("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}),
     Row(
         _EXPERT + "linear_fc1.weight",
@@ -27,13 +27,13 @@ _EXPERTS = (
     ),
     Row(_EXPERT + "linear_fc2.weight", {"block_sparse_moe.experts.{expert}.w2.weight": "hidden moe_ffn"}),
 )
-_STACKED = (*STACKED_EXPERTS, Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}))
+BLOCK_SPARSE_STACKED = (*STACKED_EXPERTS, Row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}))
 
 ARCHITECTURES = (
     Architecture(
         "mixtral",
         ("MixtralForCausalLM", "MixtralForTokenClassification"),
-        Table(MODEL, (*NORMS, *ATTENTION, *_EXPERTS), stacked=_STACKED),
+        Table(MODEL, (*NORMS, *ATTENTION, *BLOCK_SPARSE_EXPERTS), stacked=BLOCK_SPARSE_STACKED),
         read_mixture,
         (
             *DENSE,

@@ -18,28 +18,36 @@ from mcore_ckpt.models.architectures.common import (
     shared_experts,
 )
 from mcore_ckpt.models.architectures.qwen import moe_sizes
-from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Rule, Same
 from mcore_ckpt.models.config_rules import DENSE, SOFTMAX_ROUTER, LinearLayers, SparseStep, is_linear, is_sparse
 from mcore_ckpt.models.rope_rules import Rope
 from mcore_ckpt.models.table import Row, RowRange, Sizes, Table, gated_qkv
 from mcore_ckpt.sharding.regions import Shape
 
 
-def _read(config: HfConfig) -> ModelFacts:
-    sizes = moe_sizes(config)
-    sizes["shared_ffn"] = integer(config, "shared_expert_intermediate_size")
+def linear_sizes(config: HfConfig) -> dict[str, int]:
+    """Reads the sizes of GatedDeltaNet."""
     key_heads, key_dim = integer(config, "linear_num_key_heads"), integer(config, "linear_key_head_dim")
     value_heads, value_dim = integer(config, "linear_num_value_heads"), integer(config, "linear_value_head_dim")
-    sizes |= {"key_heads": key_heads, "key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim}
+    sizes = {"key_heads": key_heads, "key_dim": key_dim, "value_heads": value_heads, "value_dim": value_dim}
     sizes |= {"kernel": integer(config, "linear_conv_kernel_dim"), "keys": key_heads * key_dim}
     sizes |= {"values": value_heads * value_dim, "convolved": 2 * key_heads * key_dim + value_heads * value_dim}
-    sizes["qkvz"] = sizes["convolved"] + sizes["values"]
-    facts = facts_of(config) | {"shared", "shared_gate"}
-    layers = tuple(
-        frozenset({word for word, is_so in (("linear", linear), ("moe", moe)) if is_so})
-        for linear, moe in zip(is_linear(config), is_sparse(config), strict=True)
+    return sizes | {"qkvz": sizes["convolved"] + sizes["values"]}
+
+
+def mixed_layers(linear: Sequence[bool], moe: Sequence[bool]) -> tuple[frozenset[str], ...]:
+    """Returns the facts of decoder layers: "linear" for linear attention, "moe" for a mixture of experts."""
+    return tuple(
+        frozenset({word for word, is_so in (("linear", is_linear), ("moe", is_moe)) if is_so})
+        for is_linear, is_moe in zip(linear, moe, strict=True)
     )
-    return ModelFacts(sizes, frozenset(facts), layers)
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    sizes = moe_sizes(config) | linear_sizes(config)
+    sizes["shared_ffn"] = integer(config, "shared_expert_intermediate_size")
+    facts = facts_of(config) | {"shared", "shared_gate"}
+    return ModelFacts(sizes, frozenset(facts), mixed_layers(is_linear(config), is_sparse(config)))
 
 
 def _in_proj(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
@@ -72,14 +80,16 @@ class ZeroCentred:
 
 
 _CONVOLVED = {"query": "keys", "key": "keys", "value": "values"}
-_LINEAR = (
-    Row(
-        "self_attention.in_proj.weight",
-        {"linear_attn.in_proj_qkvz.weight": "qkvz hidden", "linear_attn.in_proj_ba.weight": "2*value_heads hidden"},
-        _in_proj,
-        when="linear",
-        sections={**_CONVOLVED, "z": "values", "beta": "value_heads", "alpha": "value_heads"},
-    ),
+IN_PROJ_SECTIONS = {**_CONVOLVED, "z": "values", "beta": "value_heads", "alpha": "value_heads"}
+_IN_PROJ = Row(
+    "self_attention.in_proj.weight",
+    {"linear_attn.in_proj_qkvz.weight": "qkvz hidden", "linear_attn.in_proj_ba.weight": "2*value_heads hidden"},
+    _in_proj,
+    when="linear",
+    sections=IN_PROJ_SECTIONS,
+)
+# All of linear attention but its input projection.
+LINEAR_ATTENTION = (
     Row(
         "self_attention.conv1d.weight",
         {"linear_attn.conv1d.weight": "convolved 1 kernel"},
@@ -97,7 +107,7 @@ _LINEAR = (
     ),
     Row("self_attention.out_proj.weight", {"linear_attn.out_proj.weight": "hidden values"}, when="linear"),
 )
-_GATED = (
+GATED_ATTENTION = (
     Row(
         "self_attention.linear_qkv.weight",
         {
@@ -114,12 +124,39 @@ _GATED = (
 )
 _TABLE = Table(
     MODEL,
-    (*NORMS, *_LINEAR, *_GATED, *DENSE_MLP, *EXPERTS, *shared_experts("shared_expert")),
+    (
+        *NORMS,
+        _IN_PROJ,
+        *LINEAR_ATTENTION,
+        *GATED_ATTENTION,
+        *DENSE_MLP,
+        *EXPERTS,
+        *shared_experts("shared_expert"),
+    ),
     stacked=STACKED_EXPERTS,
     # config.json does not mention multi-token prediction, and transformers ignores its tensors, too
     # (Qwen3NextPreTrainedModel).
     ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),
 )
+
+GATED_DELTA_NET: tuple[Rule, ...] = (
+    Refused("attention_bias", False),
+    Constant("qk_layernorm", True),
+    Constant("layernorm_zero_centered_gamma", True),
+    Constant("attention_output_gate", True),
+    LinearLayers(),
+    *(
+        Same(name, name)
+        for name in (
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+        )
+    ),
+)
+"""The rules of a decoder with linear attention (GatedDeltaNet) in some layers and gated attention in the others."""
 
 ARCHITECTURES = (
     Architecture(
@@ -135,21 +172,7 @@ ARCHITECTURES = (
             SparseStep(),
             Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
             Constant("moe_shared_expert_gate", True),
-            Refused("attention_bias", False),
-            Constant("qk_layernorm", True),
-            Constant("layernorm_zero_centered_gamma", True),
-            Constant("attention_output_gate", True),
-            LinearLayers(),
-            *(
-                Same(name, name)
-                for name in (
-                    "linear_conv_kernel_dim",
-                    "linear_key_head_dim",
-                    "linear_value_head_dim",
-                    "linear_num_key_heads",
-                    "linear_num_value_heads",
-                )
-            ),
+            *GATED_DELTA_NET,
         ),
     ),
 )

@@ -1,0 +1,256 @@
+"""Finds the adapters of HuggingFace tensors by an architecture's table, and gives them PEFT's names.
+
+Megatron fuses layers that HuggingFace has apart, and so does an adapter: linear_qkv has one A for queries, keys and
+values, and one B whose rows have the order of linear_qkv's rows. A row of B belongs to the same HuggingFace tensor as
+the same row of the weight, so the table of the weights is the table of the adapters, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.low_rank import Factor, LowRank
+from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors
+from mcore_ckpt.sharding.adapters import LINEAR_IN, LINEAR_OUT, MAGNITUDE, AdapterKey, adapters_among
+from mcore_ckpt.sharding.names import expert_of
+from mcore_ckpt.sharding.regions import Piece, Region, Shape
+
+PEFT_PREFIX = "base_model.model."
+WEIGHT = ".weight"
+
+# The weights of grouped experts have the expert's number at the end.
+_IS_WEIGHT = re.compile(r".*\.weight\d*")
+# The position of a projection among the HuggingFace tensors that make up the fused layer, and their number.
+_COMPONENTS = {"q": (0, 3), "k": (1, 3), "v": (2, 3), "gate": (0, 2), "up": (1, 2)}
+
+
+def with_adapters(
+    model: HfModel, wanted: Sequence[HfTensor], adapters: Mapping[str, Shape], alpha: float
+) -> list[HfTensor]:
+    """Returns the same tensors, with the adapters of their slabs.
+
+    Args:
+        model: the model that `config.json` describes.
+        wanted: tensors of the model. `mcore` in their slabs is a name of Megatron's.
+        adapters: the global shape of each tensor of an adapter, by name.
+        alpha: the adapters' alpha; an adapter of rank r is scaled by alpha / r.
+
+    Raises:
+        CheckpointMismatchError: an adapter does not belong to any of the tensors, is incomplete, or has another shape.
+        UnsupportedError: an adapter belongs to a part of a tensor that HuggingFace does not have apart.
+    """
+    found = _adapters_among(adapters)
+    members: dict[str, list[str]] = defaultdict(list)
+    for tensor in wanted:
+        if not tensor.is_copy:
+            for name in {slab.mcore for slab in tensor.slabs}:
+                members[name].append(tensor.name)
+    used: set[AdapterKey] = set()
+
+    def adapted(tensor: HfTensor, slab: Slab) -> Slab:
+        fused = members[slab.mcore]
+        for key, expert in _keys_of(slab.mcore, fused.index(tensor.name) if tensor.name in fused else 0):
+            if key in found:
+                _check_component(key, tensor, len(fused))
+                used.add(key)
+                experts = model.sizes.get("experts", 1)
+                return replace(slab, low_rank=_low_rank(slab, found[key], adapters, alpha, key, expert, experts))
+        return slab
+
+    result = [replace(tensor, slabs=tuple(adapted(tensor, slab) for slab in tensor.slabs)) for tensor in wanted]
+    if unused := [key for key in found if key not in used]:
+        raise CheckpointMismatchError(
+            f"there is an adapter of {unused[0].module}, which a {model.describe()} does not have: use the config.json "
+            "of this model"
+        )
+    return result
+
+
+def _adapters_among(names: Iterable[str]) -> dict[AdapterKey, dict[str, str]]:
+    try:
+        return adapters_among(names)
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{error}: only whole adapters of these kinds are supported") from None
+
+
+def _keys_of(name: str, position: int) -> Iterator[tuple[AdapterKey, int | None]]:
+    """Yields the adapters that an mcore weight can have, and the number of the expert among those that share one."""
+    if _IS_WEIGHT.fullmatch(name) is None:
+        return
+    modules: list[tuple[str, int | None]] = [(name.removesuffix(WEIGHT), None)]
+    if (expert := expert_of(name)) is not None:
+        prefix, number = expert
+        layer = "linear_fc1" if "linear_fc1" in name else "linear_fc2"
+        modules = [(f"{prefix}.local_experts.{number}.{layer}", None), (f"{prefix}.{layer}", number)]
+    for module, number_among in modules:
+        yield AdapterKey(module), number_among
+        for component, (at, _) in _COMPONENTS.items():
+            if at == position:
+                yield AdapterKey(module, component), number_among
+
+
+def _check_component(key: AdapterKey, tensor: HfTensor, count: int) -> None:
+    if key.component and _COMPONENTS[key.component][1] != count:
+        raise UnsupportedError(
+            f"the adapter adapter_{key.component} of {key.module} belongs to a part of {tensor.name}, which "
+            "HuggingFace's model does not have apart: train it with LoRA instead of CanonicalLoRA"
+        )
+
+
+def _low_rank(
+    slab: Slab,
+    parts: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    alpha: float,
+    key: AdapterKey,
+    expert: int | None,
+    experts: int,
+) -> LowRank:
+    region = slab.region
+    if len(region.local_shape) != 2:
+        raise UnsupportedError(f"{key.module} has an adapter, but its weight has {len(region.local_shape)} axes, not 2")
+    rank = shapes[parts[LINEAR_IN]][-2]
+    if key.component:
+        # The rows of such an adapter are those of the HuggingFace tensor itself.
+        region = Region.whole(region.local_shape)
+    factors = {
+        LINEAR_IN: Region.whole((rank, region.local_shape[1])),
+        LINEAR_OUT: _with_columns(region, rank),
+        MAGNITUDE: _first_axis(region),
+    }
+    a, b, magnitude = (
+        _factor(parts[part], factors[part], shapes[parts[part]], expert, experts) if part in parts else None
+        for part in (LINEAR_IN, LINEAR_OUT, MAGNITUDE)
+    )
+    assert a is not None
+    assert b is not None
+    return LowRank(a, b, alpha / rank, magnitude)
+
+
+def _factor(name: str, region: Region, shape: Shape, expert: int | None, experts: int) -> Factor:
+    """Returns a part of an adapter. With one more axis than the region, `shape` has one adapter for each expert.
+
+    Fewer adapters than experts are shared by as many neighbours (`share_expert_adapters` of Megatron-Bridge).
+    """
+    if expert is not None and len(shape) == len(region.global_shape) + 1 and experts % shape[0] == 0:
+        region = _in_stack(region, expert * shape[0] // experts, shape[0])
+    if region.global_shape != shape:
+        raise CheckpointMismatchError(
+            f"tensor {name}: has shape {list(shape)}, but by config.json it must have {list(region.global_shape)}: use "
+            "the config.json of this model"
+        )
+    return Factor(name, region)
+
+
+def _with_columns(region: Region, columns: int) -> Region:
+    rows = region.local_shape[0]
+    pieces = tuple(Piece((p.local_offset[0], 0), (p.shape[0], columns), (p.global_offset[0], 0)) for p in region.pieces)
+    return Region((region.global_shape[0], columns), (rows, columns), pieces, (0, rows * columns))
+
+
+def _first_axis(region: Region) -> Region:
+    rows = region.local_shape[0]
+    pieces = tuple(Piece(p.local_offset[:1], p.shape[:1], p.global_offset[:1]) for p in region.pieces)
+    return Region(region.global_shape[:1], (rows,), pieces, (0, rows))
+
+
+def _in_stack(region: Region, index: int, count: int) -> Region:
+    pieces = tuple(Piece((0, *p.local_offset), (1, *p.shape), (index, *p.global_offset)) for p in region.pieces)
+    return Region((count, *region.global_shape), (1, *region.local_shape), pieces, region.flat)
+
+
+# -- PEFT --------------------------------------------------------------------------------------------------
+
+
+def peft_tensors(adapted: Iterable[HfTensor]) -> list[HfTensor]:
+    """Lists the tensors of `adapter_model.safetensors`, as PEFT (0.21) names them.
+
+    Args:
+        adapted: HuggingFace tensors with the adapters of their slabs, from `with_adapters`. Tensors without an adapter
+            are left out.
+
+    Raises:
+        UnsupportedError: PEFT has no name for an adapter, because HuggingFace's model has several layers in one tensor,
+            or stores the weight otherwise than as a linear layer does.
+    """
+    return [part for tensor in adapted if has_adapter(tensor) for part in _peft_tensors_of(tensor)]
+
+
+def has_adapter(tensor: HfTensor) -> bool:
+    """Returns True if a HuggingFace tensor has an adapter."""
+    return any(slab.low_rank is not None for slab in tensor.slabs)
+
+
+def _peft_tensors_of(tensor: HfTensor) -> Iterator[HfTensor]:
+    slab, low_rank = tensor.slabs[0], tensor.slabs[0].low_rank
+    if low_rank is None or len(tensor.slabs) > 1 or slab.change is not None or not tensor.name.endswith(WEIGHT):
+        raise UnsupportedError(
+            f"tensor {tensor.name}: has an adapter, but is not the weight of one linear layer, so PEFT has no name for "
+            "the adapter: merge the adapters into the model instead"
+        )
+    module = PEFT_PREFIX + tensor.name.removesuffix(WEIGHT)
+    parts = {
+        "lora_A.weight": (low_rank.a, (low_rank.rank, low_rank.columns)),
+        "lora_B.weight": (low_rank.b, (low_rank.rows, low_rank.rank)),
+        "lora_magnitude_vector": (low_rank.magnitude, (low_rank.rows,)),
+    }
+    for name, (factor, shape) in parts.items():
+        if factor is not None:
+            yield HfTensor(f"{module}.{name}", shape, (Slab(0, factor.name, factor.region),))
+
+
+def peft_config(
+    model: HfModel, adapted: Sequence[HfTensor], dropout: float = 0.0, base: str | None = None
+) -> dict[str, Any]:
+    """Returns the contents of the `adapter_config.json` that belongs to `peft_tensors`.
+
+    Args:
+        model: the model that has the adapters.
+        adapted: as in `peft_tensors`.
+        dropout: the dropout of the adapters' inputs in training.
+        base: the name or folder of the base model, if it is known.
+    """
+    found = {t.name.removesuffix(WEIGHT): slab.low_rank for t in adapted for slab in t.slabs if slab.low_rank}
+    rank, _ = Counter(low_rank.rank for low_rank in found.values()).most_common(1)[0]
+    first = next(iter(found.values()))
+    return {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if model.is_value else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "rank_pattern": {name: low_rank.rank for name, low_rank in found.items() if low_rank.rank != rank},
+        "lora_alpha": _plain(first.scale * first.rank),
+        "alpha_pattern": {},
+        "lora_dropout": dropout,
+        "use_rslora": False,
+        "use_dora": any(low_rank.magnitude is not None for low_rank in found.values()),
+        "target_modules": _target_modules(model, found),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _plain(number: float) -> float | int:
+    number = round(number, 6)
+    return int(number) if number == int(number) else number
+
+
+def _target_modules(model: HfModel, adapted: Mapping[str, LowRank]) -> list[str]:
+    """Returns short names if every layer of these names has an adapter, else the full names.
+
+    By a short name, PEFT would make adapters for the other layers, too.
+    """
+    short = {name.rpartition(".")[2] for name in adapted}
+    modules = {tensor.name.removesuffix(WEIGHT) for tensor in hf_tensors(model) if len(tensor.shape) == 2}
+    if all(name in adapted for name in modules if name.rpartition(".")[2] in short):
+        return sorted(short)
+    return sorted(adapted)

@@ -1,0 +1,152 @@
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention, in which an indexer chooses the tokens to attend to.
+
+megatron-core has this attention as `experimental_attention_variant="dsa"`. Before 0.19 its indexer rotates the last
+elements of each head, and not the first ones as these models do, so that it would choose other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    DENSE_MLP,
+    EXPERTS,
+    MODEL,
+    MTP,
+    NORMS,
+    STACKED_EXPERTS,
+    integer,
+    shared_experts,
+)
+from mcore_ckpt.models.architectures.deepseek import DEEPSEEK_RULES, LATENT_ROWS, read_deepseek
+from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Same
+from mcore_ckpt.models.table import Row, Table
+
+_FULL, _SHARED = "full", "shared"
+
+
+def _indexers(layers: int, freq: int, offset: int) -> list[str]:
+    """Returns which layers have an indexer (`is_dsa_skip_topk_layer`, 0.19). The others use the choice of the last."""
+    return [_SHARED if max(layer + 1 - max(offset, 1), 0) % freq else _FULL for layer in range(layers)]
+
+
+def _frequency(config: HfConfig) -> tuple[int, int]:
+    """Returns megatron's frequency and offset of the layers with an indexer."""
+    layers, pattern = integer(config, "num_hidden_layers"), config.get("index_topk_pattern")
+    types = config.get("indexer_types") or (
+        pattern and [{"F": _FULL, "S": _SHARED}.get(each, each) for each in pattern]
+    )
+    if not types:
+        return max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    found = list(types)
+    # The first layer without an indexer follows the offset, and the next one with an indexer is a frequency later.
+    offset = found.index(_SHARED) if _SHARED in found else layers
+    freq = (found.index(_FULL, offset) if _FULL in found[offset:] else len(found)) - offset + 1
+    if found == _indexers(layers, freq, offset):
+        return (freq, offset) if freq > 1 else (1, 1)
+    raise UnsupportedError(
+        f"config.json: indexer_types is {types}, which megatron-core 0.19 has no counterpart for: after the first "
+        "layers, exactly every n-th layer must have an indexer"
+    )
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    known = read_deepseek(config)
+    heads, size = integer(config, "index_n_heads"), integer(config, "index_head_dim")
+    sizes = {**known.sizes, "index_dim": size, "index_queries": heads * size, "index_heads": heads}
+    if "q_lora" not in known.facts:
+        raise UnsupportedError("config.json: q_lora_rank is missing, from which the indexer makes its queries")
+    indexers = _indexers(len(known.layers), *_frequency(config)) if config["model_type"] == "glm_moe_dsa" else None
+    layers = tuple(
+        kind | {"indexer"} if indexers is None or indexers[number] == _FULL else kind
+        for number, kind in enumerate(known.layers)
+    )
+    mtp_layers = tuple(kind | {"indexer"} for kind in known.mtp_layers)
+    return replace(known, sizes=sizes, layers=layers, mtp_layers=mtp_layers)
+
+
+_MCORE, _HF = "self_attention.core_attention.indexer.", "self_attn.indexer."
+_INDEXER = (
+    Row(f"{_MCORE}linear_wq_b.weight", {f"{_HF}wq_b.weight": "index_queries q_rank"}, when="indexer"),
+    Row(f"{_MCORE}linear_wk.weight", {f"{_HF}wk.weight": "index_dim hidden"}, when="indexer"),
+    Row(f"{_MCORE}k_norm.weight", {f"{_HF}k_norm.weight": "index_dim"}, when="indexer"),
+    Row(f"{_MCORE}k_norm.bias", {f"{_HF}k_norm.bias": "index_dim"}, when="indexer"),
+    Row(f"{_MCORE}linear_weights_proj.weight", {f"{_HF}weights_proj.weight": "index_heads hidden"}, when="indexer"),
+)
+_TABLE = Table(
+    MODEL,
+    (*NORMS, *LATENT_ROWS, *_INDEXER, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
+    mtp=MTP,
+    stacked=STACKED_EXPERTS,
+)
+
+
+class _LayerTypes:
+    """The rule for the lists of transformers 5 that repeat what other fields say."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        for name, wanted in self._lists(integer(hf, "num_hidden_layers"), hf.get("first_k_dense_replace") or 0).items():
+            Refused(name, wanted).to_mcore(hf)
+        return {}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        lists = self._lists(mcore["num_layers"], base.get("first_k_dense_replace") or 0)
+        return {name: value for name, value in lists.items() if name in base}
+
+    def _lists(self, layers: int, dense: int) -> HfFields:
+        dense = min(dense, layers)
+        mlps = ["dense"] * dense + ["sparse"] * (layers - dense)
+        return {"mlp_layer_types": mlps, "layer_types": ["indexed_attention"] * layers}
+
+
+class _SharedIndexers:
+    """The rule for layers of GLM-5 that have no indexer, but attend to the tokens that an earlier layer has chosen."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        freq, offset = _frequency(hf)
+        return {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset if freq > 1 else 0}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        freq, offset = mcore["dsa_indexer_topk_freq"], mcore["dsa_indexer_skip_topk_offset"]
+        stated: HfFields = {"index_topk_freq": freq, "index_skip_topk_offset": offset}
+        return stated | {"indexer_types": _indexers(mcore["num_layers"], freq, offset)}
+
+
+_RULES = (
+    *DEEPSEEK_RULES,
+    _LayerTypes(),
+    Refused("mlp_bias", False),
+    Constant("experimental_attention_variant", "dsa"),
+    Same("dsa_indexer_n_heads", "index_n_heads"),
+    Same("dsa_indexer_head_dim", "index_head_dim"),
+    Same("dsa_indexer_topk", "index_topk"),
+    # Both in transformers (DeepseekV32Indexer). The rotation of queries and keys, which changes no product of them, is
+    # left out there, too.
+    Constant("dsa_indexer_k_norm_epsilon", 1e-6),
+    Constant("dsa_indexer_rotate_activation", False),
+)
+
+ARCHITECTURES = (
+    Architecture(
+        "deepseek_v32",
+        ("DeepseekV32ForCausalLM",),
+        _TABLE,
+        _read,
+        (*_RULES, Constant("dsa_indexer_rope_interleaved", False)),
+    ),
+    Architecture(
+        "glm_moe_dsa",
+        ("GlmMoeDsaForCausalLM",),
+        _TABLE,
+        _read,
+        (
+            *_RULES,
+            Constant("dsa_indexer_rope_interleaved", True),
+            Refused("indexer_rope_interleave", True),
+            _SharedIndexers(),
+        ),
+    ),
+)

@@ -1,0 +1,114 @@
+"""MiniMax-M2, M2.5 and M2.7: Mixtral's layers with norms of all queries and of all keys, and sigmoid scores.
+
+megatron-core up to 0.19 has only norms of each head's queries and keys. A model is built with the layer spec that
+Megatron-Bridge has for it (`minimax_m2_layer_spec`), whose norms cover all heads and are cut as the heads are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.architecture import Architecture
+from mcore_ckpt.models.architectures.common import ATTENTION, MODEL, NORMS, read_mixture
+from mcore_ckpt.models.architectures.mixtral import BLOCK_SPARSE_EXPERTS, BLOCK_SPARSE_STACKED
+from mcore_ckpt.models.config_fields import Constant, HfConfig, HfFields, McoreValues, Refused, Same, needed
+from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, NormalizedTopk
+from mcore_ckpt.models.rope_rules import Rope
+from mcore_ckpt.models.table import Row, Table
+
+# transformers' default (MiniMaxM2Config).
+_THETA = 5e6
+
+
+class RotaryDim:
+    """The rule for rotary embeddings whose rotated part of a head is given as a number of elements, `rotary_dim`."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        values, size = self._rope(hf).to_mcore(hf), hf.get("rotary_dim")
+        rotated = values["gpt.rotary_percent"] * needed(hf, "head_dim")
+        if size is not None and rotated != size:
+            raise UnsupportedError(
+                f"config.json: rotary_dim is {size}, but partial_rotary_factor says that {rotated:g} elements of each "
+                "head are rotated: correct one of them"
+            )
+        return values
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        rotated = round(mcore["gpt.rotary_percent"] * mcore["kv_channels"])
+        return Rope(_THETA).to_hf(mcore, base) | {"rotary_dim": rotated}
+
+    def spelling(self, hf: HfConfig) -> HfFields:
+        """Returns the config's rotary fields in the spelling of transformers 4 and in that of 5."""
+        return self._rope(hf).spelling(hf)
+
+    def _rope(self, hf: HfConfig) -> Rope:
+        size = hf.get("rotary_dim")
+        return Rope(_THETA, 1.0 if size is None else size / needed(hf, "head_dim"))
+
+
+class FullAttention:
+    """The rule for the kinds of attention: 1 for each layer. Older models of MiniMax have linear attention, 0."""
+
+    def to_mcore(self, hf: HfConfig) -> dict[str, Any]:
+        kinds = hf.get("attn_type_list") or []
+        if any(kind != 1 for kind in kinds):
+            raise UnsupportedError(
+                f"config.json: attn_type_list is {kinds}: only 1, full attention, can be converted, because "
+                "megatron-core up to 0.19 has no lightning attention"
+            )
+        return {}
+
+    def to_hf(self, mcore: McoreValues, base: HfConfig) -> HfFields:
+        return {}
+
+
+_NORMS_OF_ALL_HEADS = (
+    Row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "heads*head_dim"}),
+    Row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "groups*head_dim"}),
+)
+_BIAS = "mlp.router.expert_bias"
+
+ARCHITECTURES = (
+    Architecture(
+        "minimax_m2",
+        ("MiniMaxM2ForCausalLM",),
+        Table(
+            MODEL,
+            (
+                *NORMS,
+                *ATTENTION,
+                *_NORMS_OF_ALL_HEADS,
+                *BLOCK_SPARSE_EXPERTS,
+                Row(_BIAS, {"block_sparse_moe.e_score_correction_bias": "experts"}),
+            ),
+            stacked=(*BLOCK_SPARSE_STACKED, Row(_BIAS, {"mlp.e_score_correction_bias": "experts"})),
+        ),
+        read_mixture,
+        (
+            *DENSE,
+            RotaryDim(),
+            FullAttention(),
+            *EXPERT_COUNT,
+            Same("moe_ffn_hidden_size", "intermediate_size"),
+            NormalizedTopk(always=True),
+            Constant("moe_router_score_function", "sigmoid"),
+            Constant("moe_router_enable_expert_bias", True),
+            *(Constant(f"moe_router_{name}", None) for name in ("topk_scaling_factor", "num_groups", "group_topk")),
+            Constant("qk_layernorm", True),
+            # The configs also announce modules for multi-token prediction, which no published folder has.
+            *(
+                Refused(name, allowed)
+                for name, allowed in (
+                    ("scoring_func", "sigmoid"),
+                    ("use_routing_bias", True),
+                    ("use_qk_norm", True),
+                    ("qk_norm_type", "per_layer"),
+                    ("shared_intermediate_size", 0),
+                    ("router_jitter_noise", 0.0),
+                    ("sliding_window", None),
+                )
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,306 @@
+"""Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE and Qwen3.5: a Qwen decoder beside a vision tower.
+
+The language model is in `language_model`. Its fields are in `text_config`, or in `config.json` itself (Qwen2.5-VL as
+published). The tower is either transformers' own, whose tensors are the same on both sides (`visual`; Megatron-Bridge's
+Qwen2.5-VL), or consists of megatron's modules (`vision_model`; mbridge's Qwen2.5-VL, Qwen3-VL of both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.architecture import Architecture, ModelFacts, language_config
+from mcore_ckpt.models.architectures.common import (
+    ATTENTION,
+    DENSE_MLP,
+    MODEL,
+    NORMS,
+    QK_NORMS,
+    ROUTER,
+    STACKED_EXPERTS,
+    facts_of,
+    integer,
+    moe_layers,
+    sizes_of,
+    uniform_layers,
+)
+from mcore_ckpt.models.architectures.gpt_oss import Transposed
+from mcore_ckpt.models.architectures.qwen import moe_sizes
+from mcore_ckpt.models.architectures.qwen3_5 import DENSE_RULES, DENSE_TABLE, read_dense
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow, SparseStep, is_sparse
+from mcore_ckpt.models.rope_rules import MultimodalRope, Rope
+from mcore_ckpt.models.table import Row, RowRange, Sizes, Table
+from mcore_ckpt.sharding.regions import Shape
+from mcore_ckpt.sharding.towers import LANGUAGE_MODEL, VISION_MODEL, VISUAL
+
+_SECTION = "text_config"
+
+
+def _tower_qkv(sizes: Sizes, shapes: Sequence[Shape]) -> list[RowRange]:
+    """Interleaves queries, keys and values by head. HuggingFace's tensor has all queries first, then all keys."""
+    dim = sizes["v_hidden"] // sizes["v_heads"]
+    starts = range(0, sizes["v_hidden"], dim)
+    return [RowRange(0, part * sizes["v_hidden"] + start, dim) for start in starts for part in range(3)]
+
+
+def _linear(mcore: str, hf: str, rows: str, columns: str, **more: Any) -> tuple[Row, Row]:
+    """Returns the rows of a linear layer with a bias."""
+    return (
+        Row(f"{mcore}.weight", {f"{hf}.weight": f"{rows} {columns}"}, **more),
+        Row(f"{mcore}.bias", {f"{hf}.bias": rows}, **more),
+    )
+
+
+def _gated(mcore: str, hf: str, rows: str, columns: str) -> tuple[Row, Row]:
+    """Returns the rows of a gated linear unit's first layer with a bias."""
+    names = (f"{hf}.gate_proj", f"{hf}.up_proj")
+    return (
+        Row(f"{mcore}.weight", {f"{name}.weight": f"{rows} {columns}" for name in names}),
+        Row(f"{mcore}.bias", {f"{name}.bias": rows for name in names}),
+    )
+
+
+def _norm(mcore: str, hf: str, size: str) -> tuple[Row, Row]:
+    return Row(f"{mcore}.weight", {f"{hf}.weight": size}), Row(f"{mcore}.bias", {f"{hf}.bias": size})
+
+
+def _each(per: str, mcore: str, hf: str, rows: Iterable[Row]) -> list[Row]:
+    """Returns the rows of a list of layers in a tower, of which there are as many as the size `per` says."""
+    return [
+        replace(row, mcore=mcore + row.mcore, hf={hf + name: words for name, words in row.hf.items()}, per=per)
+        for row in rows
+    ]
+
+
+_BLOCK, _HF_BLOCK = "decoder.layers.{number}.", "blocks.{number}."
+_TOWER_ATTENTION = (
+    *_linear("self_attention.linear_qkv", "attn.qkv", "3*v_hidden", "v_hidden", transform=_tower_qkv),
+    *_linear("self_attention.linear_proj", "attn.proj", "v_hidden", "v_hidden"),
+)
+_PATCHES = Row("patch_embed.proj.weight", {"patch_embed.proj.weight": "v_hidden v_channels v_frames v_patch v_patch"})
+
+_TOWER_2_5 = (
+    _PATCHES,
+    *_each(
+        "v_layers",
+        _BLOCK,
+        _HF_BLOCK,
+        (
+            Row("input_layernorm.weight", {"norm1.weight": "v_hidden"}),
+            Row("pre_mlp_layernorm.weight", {"norm2.weight": "v_hidden"}),
+            *_TOWER_ATTENTION,
+            *_gated("mlp.linear_fc1", "mlp", "v_ffn", "v_hidden"),
+            *_linear("mlp.linear_fc2", "mlp.down_proj", "v_hidden", "v_ffn"),
+        ),
+    ),
+    Row("decoder.final_layernorm.weight", {"merger.ln_q.weight": "v_hidden"}),
+    *_linear("projection.encoder.linear_fc1", "merger.mlp.0", "v_merged", "v_merged"),
+    *_linear("projection.encoder.linear_fc2", "merger.mlp.2", "v_out", "v_merged"),
+)
+
+_MERGER = (
+    *_linear("linear_fc1", "linear_fc1", "v_merged", "v_merged"),
+    *_linear("linear_fc2", "linear_fc2", "v_out", "v_merged"),
+)
+_DEEPSTACK = "deepstack_merger_list.{number}."
+_TOWER_3 = (
+    _PATCHES,
+    Row("patch_embed.proj.bias", {"patch_embed.proj.bias": "v_hidden"}),
+    Row("pos_embed.weight", {"pos_embed.weight": "v_positions v_hidden"}),
+    *_each(
+        "v_layers",
+        _BLOCK,
+        _HF_BLOCK,
+        (
+            *_norm("input_layernorm", "norm1", "v_hidden"),
+            *_norm("pre_mlp_layernorm", "norm2", "v_hidden"),
+            *_TOWER_ATTENTION,
+            *_linear("mlp.linear_fc1", "mlp.linear_fc1", "v_ffn", "v_hidden"),
+            *_linear("mlp.linear_fc2", "mlp.linear_fc2", "v_hidden", "v_ffn"),
+        ),
+    ),
+    *_norm("merger.patch_norm", "merger.norm", "v_hidden"),
+    *(
+        replace(row, mcore=f"merger.{row.mcore}", hf={f"merger.{name}": words for name, words in row.hf.items()})
+        for row in _MERGER
+    ),
+    *_each("v_deepstack", f"decoder.{_DEEPSTACK}", _DEEPSTACK, (*_norm("patch_norm", "norm", "v_merged"), *_MERGER)),
+)
+
+
+def _tower(rows: Iterable[Row], hf: str) -> tuple[Row, ...]:
+    """Returns the rows of a tower in its two kinds. `hf` is the beginning of the names in HuggingFace."""
+    found: list[Row] = []
+    for row in rows:
+        named = {hf + name: words for name, words in row.hf.items()}
+        found.append(replace(row, mcore=VISION_MODEL + row.mcore, hf=named, when="!hf_tower"))
+        found += (
+            Row(VISUAL + name, {hf + name: words}, when="hf_tower", per=row.per) for name, words in row.hf.items()
+        )
+    return tuple(found)
+
+
+def _table(layer: tuple[Row, ...], tower: Iterable[Row], hf: str, **more: Any) -> Table:
+    """Returns the table of a model whose decoder has the rows `layer`.
+
+    `hf` is the beginning of the decoder's names in HuggingFace.
+    """
+    beginning = hf.removesuffix("language_model.") if hf != "model." else ""
+    decoder = tuple(
+        replace(
+            row,
+            mcore=LANGUAGE_MODEL + row.mcore,
+            hf={name.replace("model.", hf, 1): words for name, words in row.hf.items()},
+        )
+        for row in MODEL
+        if "value" not in row.when.split()
+    )
+    model = (*decoder, *_tower(tower, f"{beginning}visual."))
+    return Table(model, layer, mcore=LANGUAGE_MODEL, hf=hf, **more)
+
+
+def _vision(config: HfConfig) -> Mapping[str, Any]:
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise UnsupportedError(f"config.json: vision_config is {vision!r}, not an object")
+    return vision
+
+
+def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
+    hidden, heads = integer(vision, "hidden_size"), integer(vision, "num_heads")
+    if hidden % heads:
+        raise UnsupportedError(f"config.json: vision_config: {heads} num_heads cannot share a hidden_size of {hidden}")
+    channels = "in_channels" if vision.get("in_channels") is not None else "in_chans"
+    return {
+        "v_hidden": hidden,
+        "v_heads": heads,
+        "v_ffn": integer(vision, "intermediate_size"),
+        "v_layers": integer(vision, "depth"),
+        "v_channels": integer({channels: 3, **vision}, channels),
+        "v_frames": integer(vision, "temporal_patch_size"),
+        "v_patch": integer(vision, "patch_size"),
+        "v_merged": hidden * integer(vision, "spatial_merge_size") ** 2,
+        "v_out": integer(vision, "out_hidden_size"),
+    }
+
+
+def _read_2_5(config: HfConfig) -> ModelFacts:
+    text = language_config(config, _SECTION)
+    facts = facts_of(text) | {"qkv_bias", "hf_tower"}
+    return ModelFacts({**sizes_of(text), **_tower_sizes(_vision(config))}, frozenset(facts), uniform_layers(text))
+
+
+def _read_3(config: HfConfig) -> ModelFacts:
+    text = language_config(config, _SECTION)
+    return ModelFacts(
+        {**sizes_of(text), **_sizes_3(config)}, frozenset(facts_of(text) | {"qk_norm"}), uniform_layers(text)
+    )
+
+
+def _read_3_moe(config: HfConfig) -> ModelFacts:
+    text = language_config(config, _SECTION)
+    return ModelFacts(
+        {**moe_sizes(text), **_sizes_3(config)}, frozenset(facts_of(text) | {"qk_norm"}), moe_layers(is_sparse(text))
+    )
+
+
+def _read_3_5(config: HfConfig) -> ModelFacts:
+    known, vision = read_dense(language_config(config, _SECTION)), _vision(config)
+    positions = {"v_positions": integer(vision, "num_position_embeddings"), "v_deepstack": 0}
+    return replace(known, sizes={**known.sizes, **_tower_sizes(vision), **positions})
+
+
+def _sizes_3(config: HfConfig) -> dict[str, int]:
+    vision = _vision(config)
+    indexes = vision.get("deepstack_visual_indexes")
+    if not isinstance(indexes, (list, tuple)):
+        raise UnsupportedError(f"config.json: deepstack_visual_indexes is {indexes!r}, not a list of layers")
+    positions = integer(vision, "num_position_embeddings")
+    return {**_tower_sizes(vision), "v_positions": positions, "v_deepstack": len(indexes)}
+
+
+_EXPERT = "mlp.experts.local_experts.{expert}."
+# As published, and as transformers writes a model that it has read. A model that transformers 5 has made from a config
+# is written under the same names, but as other stacked experts are.
+_EXPERTS = (
+    *ROUTER,
+    Row(
+        _EXPERT + "linear_fc1.weight",
+        {"mlp.experts.gate_up_proj": "experts hidden 2*moe_ffn"},
+        when="moe",
+        change=Transposed(),
+    ),
+    Row(
+        _EXPERT + "linear_fc2.weight",
+        {"mlp.experts.down_proj": "experts moe_ffn hidden"},
+        when="moe",
+        change=Transposed(),
+    ),
+)
+# Both versions of transformers read and write Qwen2.5-VL under the names of its first release.
+_SPELLINGS_2_5 = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_DENSE = (*NORMS, *ATTENTION, *QK_NORMS, *DENSE_MLP)
+_RULES_3 = (
+    *DENSE,
+    MultimodalRope(500000.0, (24, 20, 20)),
+    Constant("window_size", None),
+    Constant("qk_layernorm", True),
+    Refused("attention_bias", False),
+)
+
+# Its tower is Qwen3-VL's without mergers of inner features.
+_RULES_3_5 = tuple(MultimodalRope(10000.0, (11, 11, 10), 0.25) if isinstance(r, Rope) else r for r in DENSE_RULES)
+
+ARCHITECTURES = (
+    Architecture(
+        "qwen2_5_vl",
+        ("Qwen2_5_VLForConditionalGeneration",),
+        _table(_DENSE, _TOWER_2_5, "model.", spellings=_SPELLINGS_2_5),
+        _read_2_5,
+        (*DENSE, MultimodalRope(1e6), SlidingWindow(), Constant("add_qkv_bias", True)),
+        _SECTION,
+    ),
+    Architecture(
+        "qwen3_vl",
+        ("Qwen3VLForConditionalGeneration",),
+        _table(_DENSE, _TOWER_3, "model.language_model."),
+        _read_3,
+        _RULES_3,
+        _SECTION,
+    ),
+    Architecture(
+        "qwen3_vl_moe",
+        ("Qwen3VLMoeForConditionalGeneration",),
+        _table((*_DENSE, *_EXPERTS), _TOWER_3, "model.language_model.", stacked=STACKED_EXPERTS),
+        _read_3_moe,
+        (
+            *_RULES_3,
+            *EXPERT_COUNT,
+            Same("moe_ffn_hidden_size", "moe_intermediate_size"),
+            # The weights of the chosen experts always add up to 1, whatever norm_topk_prob says
+            # (Qwen3VLMoeTextSparseMoeBlock, 4.57 and 5).
+            Constant("moe_router_pre_softmax", False),
+            SparseStep(),
+        ),
+        _SECTION,
+    ),
+    Architecture(
+        "qwen3_5",
+        ("Qwen3_5ForConditionalGeneration",),
+        _table(
+            DENSE_TABLE.layer,
+            _TOWER_3,
+            "model.language_model.",
+            mtp=DENSE_TABLE.mtp,
+            hf_mtp_layer=DENSE_TABLE.hf_mtp_layer,
+            hf_mtp_decoder=DENSE_TABLE.hf_mtp_decoder,
+        ),
+        _read_3_5,
+        _RULES_3_5,
+        _SECTION,
+    ),
+)

@@ -1,0 +1,43 @@
+"""Seed-OSS: Llama with biases in the projections of queries, keys and values."""
+
+from __future__ import annotations
+
+from mcore_ckpt.models.architecture import Architecture, ModelFacts
+from mcore_ckpt.models.architectures.common import (
+    ATTENTION,
+    DENSE_MLP,
+    MODEL,
+    NORMS,
+    facts_of,
+    sizes_of,
+    uniform_layers,
+)
+from mcore_ckpt.models.config_fields import HfConfig, Refused, Same
+from mcore_ckpt.models.config_rules import DENSE
+from mcore_ckpt.models.rope_rules import ROPE
+from mcore_ckpt.models.table import Table
+
+
+def _read(config: HfConfig) -> ModelFacts:
+    facts = facts_of(config) | ({"qkv_bias"} if config.get("attention_bias", True) else set())
+    return ModelFacts(sizes_of(config), frozenset(facts), uniform_layers(config))
+
+
+ARCHITECTURES = (
+    Architecture(
+        "seed_oss",
+        ("SeedOssForCausalLM", "SeedOssForTokenClassification"),
+        Table(MODEL, (*NORMS, *ATTENTION, *DENSE_MLP)),
+        _read,
+        (
+            *DENSE,
+            ROPE,
+            # In SeedOssAttention, o_proj has a field of its own for its bias, which megatron's add_qkv_bias leaves out.
+            Same("add_qkv_bias", "attention_bias", default=True),
+            Refused("attention_out_bias", False),
+            Refused("mlp_bias", False),
+            Same("attention_dropout", "attention_dropout", default=0.1),
+            Same("hidden_dropout", "residual_dropout", default=0.1),
+        ),
+    ),
+)

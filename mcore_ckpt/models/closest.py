@@ -1,0 +1,147 @@
+"""Finds the known table that is closest to a model without one, to tell its user what a new table must say."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
+from mcore_ckpt.models.config_fields import HfConfig, MissingFieldError
+from mcore_ckpt.models.mapping import hf_tensors, hf_tensors_in
+from mcore_ckpt.sharding.regions import Shape
+
+Read = Callable[[Architecture, HfConfig], ModelFacts]
+# A layer's or an expert's number in a tensor's name.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SHOWN = 3
+
+
+def describe_closest(
+    architectures: Iterable[Architecture], read: Read, config: HfConfig, tensors: Mapping[str, Shape] | None
+) -> str:
+    """Names the architecture that fits a model best, and what of the model it has no place for.
+
+    With tensors, it is the architecture whose table has a place for most of them, as far as its `read` accepts the
+    config. A place needs the name and the shape. Names are shown with `*` in place of the numbers of layers and
+    experts, each once. Without tensors, or if no table has a place for any, it is the architecture whose rules read
+    most fields of the config.
+
+    Args:
+        architectures: the known architectures.
+        read: reads the facts of an architecture from a config. It raises UnsupportedError if the config lacks a field.
+        config: the model's `config.json`.
+        tensors: the shapes of the model's tensors by name; None if there are no weights.
+
+    Example:
+        >>> describe_closest(known, read, config, shapes)  # doctest: +SKIP
+        'closest: qwen3_moe, which places 95 of 99 tensors; it has no place for model.layers.*.self_attn.sinks'
+    """
+    known = [architecture for architecture in architectures if architecture.table.layer]
+    found = _by_tensors(known, read, config, tensors) if tensors else None
+    if found is not None:
+        return found
+    without = "no known table has a place for any of its tensors, " if tensors else ""
+    return without + _by_fields(known, config)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How well a table fits a folder: the number of placed tensors, and the patterns on which the two differ."""
+
+    model_type: str
+    placed: int
+    without_place: Sequence[str]
+    lacking: Sequence[str]
+
+
+def _by_tensors(
+    known: Iterable[Architecture], read: Read, config: HfConfig, tensors: Mapping[str, Shape]
+) -> str | None:
+    """Returns None if no table that can read the config has a place for any tensor."""
+    fits = [fit for architecture in known if (fit := _fit(architecture, read, config, tensors)) is not None]
+    best = max(fits, key=lambda fit: (fit.placed, -len(fit.lacking)), default=None)
+    if best is None or not best.placed:
+        return None
+    placed = f"closest: {best.model_type}, which places {best.placed} of {len(tensors)} tensors"
+    without = f"; it has no place for {_some(best.without_place)}" if best.without_place else ""
+    return placed + without + (f"; it lacks {_some(best.lacking)}" if best.lacking else "")
+
+
+def _fit(architecture: Architecture, read: Read, config: HfConfig, tensors: Mapping[str, Shape]) -> _Fit | None:
+    config = {**config, "model_type": architecture.model_type}
+    try:
+        known = read(architecture, config)
+        # Layers of the same kind have the same tensors, so one of each is enough.
+        known = replace(
+            known, layers=tuple(dict.fromkeys(known.layers)), mtp_layers=known.mtp_layers[: known.mtp_stack]
+        )
+        model = HfModel(architecture, config, known, architecture.table.ignored)
+        places = {(_pattern(t.name), t.shape) for t in (*hf_tensors(model), *hf_tensors_in(model, tensors))}
+        needed = {(_pattern(t.name), t.shape) for t in hf_tensors_in(model, tensors)}
+    except UnsupportedError:
+        return None
+    found = Counter((_pattern(name), shape) for name, shape in tensors.items() if not model.ignores(name))
+    placed = sum(count for tensor, count in found.items() if tensor in places)
+    return _Fit(
+        architecture.model_type,
+        placed,
+        [_shown(tensor, places) for tensor in found if tensor not in places],
+        [pattern for pattern, _ in sorted(needed - found.keys()) if pattern not in {name for name, _ in found}],
+    )
+
+
+def _pattern(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _shown(tensor: tuple[str, Shape], places: set[tuple[str, Shape]]) -> str:
+    """Returns the tensor's name, with its shape if only the shape keeps it from its place."""
+    pattern, shape = tensor
+    wanted = next((other for name, other in places if name == pattern), None)
+    return pattern if wanted is None else f"{pattern} of shape {list(shape)} (it has {list(wanted)})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class _Watched(dict[str, Any]):
+    """A config that notes which of its fields are read."""
+
+    def __init__(self, config: HfConfig) -> None:
+        super().__init__(config)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read |= {name} & self.keys()
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.read |= {name} & self.keys()
+        return super().__getitem__(name)
+
+
+def _by_fields(known: Iterable[Architecture], config: HfConfig) -> str:
+    """Compares the numbers of fields that rules read, less those that they need and that are not there."""
+    tried = [(a.model_type, *_try(a, config)) for a in known if a.rules]
+    model_type, read, missing = max(tried, key=lambda each: (each[1] - len(each[2]), each[0]))
+    lacking = f"; it needs {_some(missing)}, which the config lacks" if missing else ""
+    return f"closest by its fields: {model_type}, which reads {read} of {len(config)}{lacking}"
+
+
+def _try(architecture: Architecture, config: HfConfig) -> tuple[int, list[str]]:
+    """Returns the number of fields that the architecture's rules read, and the fields that they miss."""
+    watched, missing = _Watched({**config, "model_type": architecture.model_type}), list[str]()
+    for rule in architecture.rules:
+        try:
+            rule.to_mcore(watched)
+        except MissingFieldError as error:
+            missing.append(str(error).removeprefix("config.json: ").removesuffix(" is missing"))
+        except (UnsupportedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            continue
+    return len(watched.read), [*dict.fromkeys(missing)]

@@ -1,0 +1,68 @@
+"""Tells apart, by name, the language model and the vision tower of a vision-language model.
+
+Megatron-Bridge and mbridge keep the language model as `language_model` and the tower as `visual` or `vision_model`,
+both in one module. ROLL keeps the language model's own modules beside the tower, without a prefix. A tower is on the
+first pipeline stage, beside the embedding, so the pipeline does not cut its layers.
+"""
+
+from __future__ import annotations
+
+import re
+
+LANGUAGE_MODEL = "language_model."
+"""The beginning of the names of the language model's tensors."""
+
+VISUAL, VISION_MODEL = "visual.", "vision_model."
+"""The beginnings of the names of a tower's tensors."""
+
+_TOWER = re.compile(r"(?:visual|vision_model|vision_projection)\..+")
+_OF_LANGUAGE_MODEL = re.compile(r"(?:embedding|decoder|mtp|output_layer)\..+")
+# The tensors of a tower that consists of megatron's modules (Bridge's and mbridge's Qwen models). Only these are cut.
+_OF_MEGATRON = re.compile(r"vision_model\.(?:decoder|projection|merger\.patch_norm)\..+|vision_projection\..+")
+# A tower has these layers either as megatron's modules, which are cut, or as those of transformers, which are not.
+_OF_EITHER = re.compile(r"vision_model\.merger\.linear_fc[12]\..+")
+
+
+def split_language_model(name: str) -> tuple[str, str]:
+    """Splits a name into the prefix of the language model, which may be empty, and the rest.
+
+    Example:
+        >>> split_language_model("language_model.decoder.layers.3.mlp.linear_fc2.weight")
+        ('language_model.', 'decoder.layers.3.mlp.linear_fc2.weight')
+    """
+    if name.startswith(LANGUAGE_MODEL):
+        return LANGUAGE_MODEL, name[len(LANGUAGE_MODEL) :]
+    return "", name
+
+
+def in_tower(name: str) -> bool:
+    """Returns True if a tensor or a module belongs to a vision tower."""
+    return _TOWER.fullmatch(name) is not None
+
+
+def is_replicated(name: str) -> bool:
+    """Returns True if a tensor belongs to a module of transformers, which tensor parallelism does not cut."""
+    return in_tower(name) and not _OF_MEGATRON.fullmatch(name) and not _OF_EITHER.fullmatch(name)
+
+
+def may_be_replicated(name: str) -> bool:
+    """Returns True if a tower can have a tensor both in a module that is cut and in one that is not."""
+    return _OF_EITHER.fullmatch(name) is not None
+
+
+def under_other_root(name: str) -> str | None:
+    """Returns the name that a tensor has in another program's model, or None if it has none.
+
+    Example:
+        >>> under_other_root("visual.blocks.0.norm1.weight"), under_other_root("decoder.final_layernorm.weight")
+        ('vision_model.blocks.0.norm1.weight', 'language_model.decoder.final_layernorm.weight')
+    """
+    prefix, rest = split_language_model(name)
+    if prefix:
+        return rest if _OF_LANGUAGE_MODEL.fullmatch(rest) else None
+    if name.startswith(VISUAL):
+        other = VISION_MODEL + name[len(VISUAL) :]
+        return None if _OF_MEGATRON.fullmatch(other) else other
+    if name.startswith(VISION_MODEL):
+        return None if _OF_MEGATRON.fullmatch(name) else VISUAL + name[len(VISION_MODEL) :]
+    return LANGUAGE_MODEL + name if _OF_LANGUAGE_MODEL.fullmatch(name) else None
