@@ -12,9 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt.sharding.names import natural_order
+from mcore_ckpt.sharding.towers import split_language_model
 
 # A tensor's layer, in the decoder or in one depth of multi-token prediction, and the rest of its name.
-_NAME = re.compile(r"(decoder\.layers\.\d+|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer\.layers\.\d+))\.(.+)")
+_NAME = re.compile(
+    r"((?:language_model\.)?(?:decoder\.layers\.\d+"
+    r"|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer\.layers\.\d+)))\.(.+)"
+)
 # The modules of a layer, in the order in which the layer runs them, and the part that each belongs to.
 _MODULES = {
     "input_layernorm": "attention",
@@ -134,7 +138,8 @@ def _by_stack(layers: Layers) -> dict[str, dict[str, tuple[str, ...]]]:
     """Groups layers by the stack that runs them: "decoder", "mtp.layers.0", ..."""
     stacks: dict[str, dict[str, tuple[str, ...]]] = {}
     for layer, parts in sorted(layers.items(), key=lambda item: natural_order(item[0])):
-        stack = _DECODER if layer.startswith(_DECODER) else ".".join(layer.split(".")[:3])
+        rest = split_language_model(layer)[1]
+        stack = _DECODER if rest.startswith(_DECODER) else ".".join(rest.split(".")[:3])
         stacks.setdefault(stack, {})[layer] = parts
     return stacks
 

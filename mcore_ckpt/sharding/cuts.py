@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import gcd, prod
 
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
+from mcore_ckpt.sharding.towers import is_replicated, may_be_replicated
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
 # Column-parallel linear layers have the axes {"weight": 0, "bias": 0} in their `sharded_state_dict`
@@ -40,9 +41,16 @@ _MIXER = r"(?:.*\.)?(?:self_attention|mixer)\."
 _MIXER_SECTIONS = re.compile(rf"{_MIXER}(?:in_proj|conv1d)\.(?:weight|bias)")
 _MIXER_PER_HEAD = re.compile(rf"{_MIXER}(?:A_log|dt_bias|D)|(?:.*\.)?mixer\.norm\.weight")
 _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
-# In MLASelfAttention, the transformer-engine spec duplicates these layers on all ranks (`TELinear`), but the local spec
-# cuts them (`ColumnParallelLinear`).
-_BY_SPEC = re.compile(r"(?:.*\.)?linear_(?:q|kv)_down_proj\.weight")
+# In MLASelfAttention, the transformer-engine spec duplicates the down projections on all ranks (`TELinear`), but the
+# local spec cuts them (`ColumnParallelLinear`). Norms of queries and keys are whole on all ranks, except those that
+# Megatron-Bridge has for MiniMax-M2, which cover all heads and are cut as the heads are.
+_BY_SPEC = re.compile(r"(?:.*\.)?(?:linear_(?:q|kv)_down_proj|self_attention\.[qk]_layernorm)\.weight")
+# Low-rank adapters are column-parallel layers, except A of a row-parallel layer (`ParallelLinearAdapter` of
+# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight.
+_ADAPTER_ROW = re.compile(
+    r".*\.(?:linear_proj|linear_fc2|out_proj)\.adapter\.(?:(?P<cut>linear_in\.weight)|weight_magnitude)"
+)
+_ADAPTER_COLUMN = re.compile(r".*\.adapter\.(?:\w+\.)?(?:linear_in\.weight|linear_out\.weight|weight_magnitude)")
 
 _ONE = (1,)
 
@@ -104,6 +112,18 @@ def axes_of(name: str) -> tuple[int | None, ...]:
         >>> axes_of("decoder.layers.0.mlp.experts.linear_fc2.weight3"), axes_of("decoder.final_layernorm.weight")
         ((1,), (None,))
     """
+    if match := _ADAPTER_ROW.fullmatch(name):
+        return (1,) if match["cut"] else (None,)
+    if _ADAPTER_COLUMN.fullmatch(name):
+        return (0,)
+    if is_replicated(name):
+        return (None,)
+    if may_be_replicated(name):
+        return (*_axes_in_megatron(name), None)
+    return _axes_in_megatron(name)
+
+
+def _axes_in_megatron(name: str) -> tuple[int | None, ...]:
     if any(kind.fullmatch(name) for kind in (_COLUMN, _PER_HEAD, _MIXER_SECTIONS, _MIXER_PER_HEAD)):
         return (0,)
     if _ROW.fullmatch(name) or _MIXER_ROW.fullmatch(name):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mcore_ckpt.sharding.pipeline import StageLayers
+from mcore_ckpt.sharding.towers import in_tower, split_language_model
 
 Stages = Mapping[tuple[int, int], StageLayers]
 
@@ -34,6 +35,9 @@ class PipelinePlacement:
         """Returns the pipeline rank that has a tensor, or None if the rank does not follow from the name."""
         if self._last == 0:
             return 0
+        if in_tower(name):
+            return 0
+        name = split_language_model(name)[1]
         if match := _LAYER.fullmatch(name):
             return (self._decoder if match[1] == "decoder" else self._mtp).get(int(match[2]))
         if name.startswith(_FIRST):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 
+from mcore_ckpt.sharding.towers import split_language_model, under_other_root
+
 # The local spec has separate norms. The transformer-engine spec fuses each norm with the linear layer that follows it
 # (`TELayerNormColumnParallelLinear`, gpt_layer_specs.py).
 _NORMS = (
@@ -78,16 +80,42 @@ def synonyms(name: str) -> Iterator[str]:
     yield name
     if match := _FORWARD.fullmatch(name):
         yield from (f"{match[1]}{fused}{match[3]}" for local, fused in _NORMS if local == match[2])
-    elif match := _BACKWARD.fullmatch(name):
-        yield f"{match[1]}{_LOCAL[match[2]]}{match[3]}"
     elif match := _SEQUENTIAL.fullmatch(name):
         yield f"{match[1]}.{match[3]}.{match[4]}{match[2]}"
-    elif match := _GROUPED.fullmatch(name):
-        yield f"{match[1]}.local_experts.{match[4]}.{match[2]}.{match[3]}"
-    elif name in _LAST_NORMS:
-        yield _LAST_NORMS[name]
+    elif (local := in_local_spec(name)) != name:
+        yield local
+    else:
+        prefix, rest = split_language_model(name)
+        if rest in _LAST_NORMS:
+            yield prefix + _LAST_NORMS[rest]
+
+
+def in_local_spec(name: str) -> str:
+    """Returns the name that a tensor has under megatron's local layer specs.
+
+    Example:
+        >>> in_local_spec("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight")
+        'decoder.layers.3.input_layernorm.weight'
+        >>> in_local_spec("decoder.layers.3.input_layernorm.weight")
+        'decoder.layers.3.input_layernorm.weight'
+    """
+    if match := _BACKWARD.fullmatch(name):
+        return f"{match[1]}{_LOCAL[match[2]]}{match[3]}"
+    if match := _GROUPED.fullmatch(name):
+        return f"{match[1]}.local_experts.{match[4]}.{match[2]}.{match[3]}"
+    return name
 
 
 def found_as(name: str, names: Container[str]) -> str | None:
-    """Returns `name` or the first of its synonyms that is in `names`. Returns None if none of them is."""
-    return next((synonym for synonym in synonyms(name) if synonym in names), None)
+    """Returns `name` or the first of its synonyms that is in `names`. Returns None if none of them is.
+
+    The synonyms include those under another program's prefix: a GPTModel finds its tensors in the checkpoint of a
+    vision-language model.
+
+    Example:
+        >>> found_as("decoder.final_norm.weight", {"language_model.decoder.final_layernorm.weight"})
+        'language_model.decoder.final_layernorm.weight'
+    """
+    other = under_other_root(name)
+    roots = (name,) if other is None else (name, other)
+    return next((synonym for root in roots for synonym in synonyms(root) if synonym in names), None)

@@ -20,19 +20,29 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import WrittenFile
 from mcore_ckpt.config import MERGE_TIMEOUT_S
-from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CommitError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, read_copied_model
+from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
 from mcore_ckpt.formats.huggingface.assets import check_code, copy_assets, write_config
 from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
+from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
+from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
+from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
+from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.io.files import FOLDER_MODE, sync_dir
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
-from mcore_ckpt.models.mapping import HF_LAYER, HfTensor
+from mcore_ckpt.models.mapping import HfTensor, hf_mtp_prefix
 from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.models.table import HF_HEAD
 from mcore_ckpt.ranks.meeting import rendezvous_at
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
@@ -40,6 +50,15 @@ from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
+from mcore_ckpt.tools.merge_adapters import (
+    ADAPTER_DIR,
+    AdapterMerge,
+    Adapters,
+    adapter_settings,
+    adapters_in,
+    has_base,
+    plan_with_adapters,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -54,7 +73,8 @@ class MergeRequest:
         step: the step to take from a folder of all steps; None for the newest.
         role: the role to take from a step; None if the step has only one.
         backend: "fsdp" for FSDP shards, "megatron" for every other kind of checkpoint.
-        hf_model_path: the folder with the configuration and the tokenizer; None to use those of the checkpoint.
+        hf_model_path: the folder with the configuration and the tokenizer, or the name of a model on the hub that has
+            them; None to use those of the checkpoint.
         dtype: the dtype of floating tensors in the new files. None keeps the saved dtype; if only the optimizer's main
             parameters were saved, None means the dtype that `config.json` states.
         max_shard_bytes: the size limit of the tensors in one file, in bytes.
@@ -63,6 +83,12 @@ class MergeRequest:
             tensors.
         value: True if the model has a value head; None to follow `config.json` and the tensors.
         ignore: regular expressions; the checkpoint's tensors whose whole name matches one are left out.
+        fp8_blocks: True to quantize linear layers to float8 with a scale for each block.
+        adapters: what becomes of LoRA adapters. "merge": they are merged into the weights; if the checkpoint has only
+            adapters, into those of the base model in `hf_model_path`. "beside": the weights are written as they are,
+            and the adapters into the folder `lora_adapter` in the target, in PEFT's form. "only": the target is an
+            adapter in PEFT's form. None: "merge", but "beside" for FSDP shards with weights, as verl's merger does.
+        lora_alpha: the alpha of the adapters, whatever the checkpoint says; None to take what it says.
     """
 
     source: Path
@@ -70,13 +96,16 @@ class MergeRequest:
     step: int | None = None
     role: str | None = None
     backend: Backend = "megatron"
-    hf_model_path: Path | None = None
+    hf_model_path: str | Path | None = None
     dtype: torch.dtype | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
     allow_nan: bool = False
     tied: bool | None = None
     value: bool | None = None
     ignore: tuple[str, ...] = ()
+    fp8_blocks: bool = False
+    adapters: Adapters | None = None
+    lora_alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +120,7 @@ class MergeReport:
         files: the number of weight files.
         nbytes: the size of all weights in bytes.
         has_mtp: True if the model has weights of multi-token prediction.
+        adapters: what has become of LoRA adapters: "merge", "beside" or "only"; None if the checkpoint has none.
         seconds: how long the merge took.
     """
 
@@ -102,6 +132,7 @@ class MergeReport:
     nbytes: int
     has_mtp: bool
     seconds: float = field(compare=False)
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +144,9 @@ class MergeJob:
         where: the folder of the checkpoint.
         config_dir: the folder with the configuration and the tokenizer.
         model: the model that the checkpoint holds.
-        plan: the files to write.
+        plan: the files to write; of the adapter, if only that is written.
+        adapters: what becomes of LoRA adapters; None if the checkpoint has none.
+        adapter: the folder of the adapter to write.
     """
 
     reader: CheckpointReader
@@ -121,6 +154,8 @@ class MergeJob:
     config_dir: Path
     model: HfModel
     plan: ExportPlan
+    adapters: Adapters | None = None
+    adapter: AdapterFolder | None = None
 
     def described(self) -> Record:
         """Returns the part of the plan that all ranks compare, because each of them writes some of the files."""
@@ -157,8 +192,17 @@ def merge(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise InvalidArgumentError(f"{target}: exists already and is not empty: name another folder, or remove it")
     found = find(request)
+    request = _with_local_config(request, agreement)
     with reading([found.path]):  # a trainer that still runs could delete the step
         return _merge(request, found, target, progress, agreement, started)
+
+
+def _with_local_config(request: MergeRequest, agreement: Agreement | None) -> MergeRequest:
+    """Downloads the configuration and the tokenizer if they are on the hub, on one rank of each node."""
+    name = request.hf_model_path
+    if name is None or agreement is None:
+        return request  # `prepare` downloads for a single process
+    return replace(request, hf_model_path=find_folder_together(agreement, name, "assets"))
 
 
 def _merge(
@@ -186,15 +230,15 @@ def _merge(
                 f"{staging}: rank 0 made this folder, but this rank cannot see it: give all ranks the same file system"
             )
         files = write_weights(job.plan, numbers, job.reader, staging, wrote, allow_nan=request.allow_nan)
+        if agreement is None or agreement.is_coordinator:
+            files += _write_adapter_beside(job, staging, request.allow_nan)
         return {"files": [[file.path, file.kind, file.size, file.crc32] for file in files]}
 
     def combine(records: Sequence[Record]) -> Record:
         commit.check_files(
             staging, ((rank, WrittenFile(*file)) for rank, record in enumerate(records) for file in record["files"])
         )
-        write_index(job.plan, staging)
-        copy_assets(job.config_dir, staging)
-        write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp)
+        _write_others(job, staging)
         sync_dir(staging)
         return {}
 
@@ -214,7 +258,28 @@ def _merge(
         nbytes=job.plan.nbytes,
         has_mtp=job.plan.has_mtp,
         seconds=time.monotonic() - started,
+        adapters=job.adapters,
     )
+
+
+def _write_adapter_beside(job: MergeJob, staging: Path, allow_nan: bool) -> list[WrittenFile]:
+    if job.adapters != "beside" or job.adapter is None:
+        return []
+    folder = staging / ADAPTER_DIR
+    folder.mkdir(FOLDER_MODE)
+    files = write_adapter_folder(job.adapter, job.reader, folder, allow_nan=allow_nan)
+    sync_dir(folder)
+    return [replace(file, path=f"{folder.name}/{file.path}") for file in files]
+
+
+def _write_others(job: MergeJob, staging: Path) -> None:
+    """Writes what belongs to the weights: configuration, tokenizer, index."""
+    if job.adapters == "only" and job.adapter is not None:
+        write_adapter_config(job.adapter, staging)
+        return
+    write_index(job.plan, staging)
+    copy_assets(job.config_dir, staging)
+    write_config(staging, job.model, job.plan.dtype, job.plan.has_mtp, job.plan.quantization)
 
 
 def _open(
@@ -290,22 +355,44 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
     Raises:
         CheckpointError: the checkpoint is damaged, or is not what `config.json` describes.
     """
-    config_dir = request.hf_model_path or found.config_dir()
+    named = request.hf_model_path
+    config_dir = found.config_dir() if named is None else find_folder(named, "assets")
     config = read_config(config_dir)
     try:
         reader = open_reader(found, config)
         tensors = _without(request.ignore, weights_of(reader))
         read = read_copied_model if found.has_hf_names else model_from_config
-        model = _reconciled(read, config, tensors, request)
+        adapters = adapters_in(found, tensors)
+        if request.adapters is not None and not adapters:
+            raise CheckpointMismatchError(f"has no adapters to {request.adapters}: leave out --adapters")
+        model = _reconciled(read, config, _weights(found, config_dir, tensors), request)
         check_code(config_dir, model.config)
         dtype = request.dtype
         # Main parameters are fp32, so they do not show the dtype of the model.
         if dtype is None and reader.weight_kind == PARAM:
             dtype = _configured_dtype(model.config)
-        plan = _plan(found, model, reader, tensors, dtype, request.max_shard_bytes, ranks)
+        blocks = Fp8Blocks.like(config) if request.fp8_blocks else None
+        if adapters:
+            how = request.adapters or ("beside" if found.has_hf_names and has_base(found, tensors) else "merge")
+            settings = adapter_settings(found, request.lora_alpha)
+            to_merge = AdapterMerge(how, settings, config_dir, dtype, request.max_shard_bytes, ranks, blocks)
+            adapted = plan_with_adapters(to_merge, found, model, reader, tensors)
+            return MergeJob(adapted.reader, found.path, config_dir, model, adapted.plan, how, adapted.adapter)
+        plan = _plan(found, model, reader, tensors, request.max_shard_bytes, ranks, dtype, blocks)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
     return MergeJob(reader, found.path, config_dir, model, plan)
+
+
+def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
+    """Returns the tensors without adapters; the base model's if the checkpoint has only adapters."""
+    adapters = adapters_in(found, tensors)
+    if has_base(found, tensors) or not adapters:
+        return {name: info for name, info in tensors.items() if name not in adapters}
+    try:
+        return weights_of(DequantizingReader(config_dir, read_config(config_dir), read_folder(config_dir)))
+    except CheckpointNotFoundError:
+        return {}
 
 
 def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
@@ -318,21 +405,22 @@ def _plan(
     model: HfModel,
     reader: CheckpointReader,
     tensors: Mapping[str, TensorInfo],
-    dtype: torch.dtype | None,
     most: int,
     ranks: int,
+    dtype: torch.dtype | None,
+    blocks: Fp8Blocks | None,
 ) -> ExportPlan:
     if not found.has_hf_names:
-        return plan_export(model, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks)
+        return plan_export(model, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, blocks=blocks)
     copied = fsdp_tensors(reader, model)
+    has_mtp = _has_mtp(model, copied)
     return plan_tensors(
-        copied, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=_has_mtp(model, copied)
+        copied, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=has_mtp, blocks=blocks
     )
 
 
 def _has_mtp(model: HfModel, tensors: Sequence[HfTensor]) -> bool:
-    first = HF_LAYER.format(layer=len(model.layers))
-    return any(tensor.name.startswith(first) for tensor in tensors)
+    return any(tensor.name.startswith(hf_mtp_prefix(model)) for tensor in tensors)
 
 
 def _reconciled(
@@ -341,14 +429,14 @@ def _reconciled(
     """Describes the model, from its configuration, its tensors and the request, and checks that the three agree."""
     model = read(config)
     model = replace(model, ignored=(*model.ignored, *request.ignore))
-    if not model.architecture.table.layer:
+    if not model.architecture.table.layer or not tensors:
         # Tensors of an architecture without a table are copied under their own names. There is no table to compare
-        # these names with.
+        # these names with. Of adapters alone, there are no tensors to compare.
         return model
     shapes = {name: info.shape for name, info in tensors.items()}
     if model.is_tied:
         # FSDP saves a tied tensor under the names of both modules. `fsdp_tensors` checks that the two are equal.
-        shapes.pop(HF_HEAD, None)
+        shapes.pop(model.architecture.table.hf_head, None)
     return reconcile(model, shapes, request.tied, request.value)
 
 

@@ -1,69 +1,56 @@
-"""LoRA adapters on the tests' models, in the form that Megatron-Bridge gives them."""
+"""Megatron-Bridge's own adapters on the tests' models."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import training
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core import parallel_state
 
-RANK = 3
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+from bridge_peft import import_peft
+
 # Everything but adapters, as Megatron-Bridge's `PEFT.freeze_model` does.
 FROZEN = r"^(?!.*adapter)"
+ALPHA, DIM = 6, 4
+_MODULES = {"LoRA": "lora", "CanonicalLoRA": "canonical_lora", "DoRA": "dora"}
 
 
-class Adapter(torch.nn.Module):
-    """Low-rank, as `ParallelLinearAdapter`, of one tensor-parallel rank."""
-
-    def __init__(self, base: ColumnParallelLinear) -> None:
-        super().__init__()
-        more: dict[str, Any] = {"config": base.config, "init_method": torch.nn.init.normal_, "bias": False}
-        self.linear_in = ColumnParallelLinear(base.input_size, RANK, **more)
-        self.linear_out = ColumnParallelLinear(RANK, base.output_size, **more)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_out(self.linear_in(x)[0])[0]
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        return {
-            **self.linear_in.sharded_state_dict(f"{prefix}linear_in.", sharded_offsets, metadata),
-            **self.linear_out.sharded_state_dict(f"{prefix}linear_out.", sharded_offsets, metadata),
-        }
+def adapt(chunks: list[Any], kind: str = "LoRA", **arguments: Any) -> list[Any]:
+    """Puts adapters on a model's linear layers, and freezes all else."""
+    adapted = getattr(import_peft(_MODULES[kind]), kind)(dim=DIM, alpha=ALPHA, **arguments)
+    chunks = adapted(chunks, training=True)
+    _randomize(chunks)
+    return chunks
 
 
-class Adapted(torch.nn.Module):
-    """A layer and its adapter: in `state_dict` the layer is in its old place (Bridge's `AdapterWrapper`)."""
-
-    def __init__(self, base: ColumnParallelLinear) -> None:
-        super().__init__()
-        self.to_wrap = base
-        self.adapter = Adapter(base)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = self.to_wrap(x)
-        return output + self.adapter(x), bias
-
-    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
-        self.to_wrap.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        self.adapter.state_dict(destination=destination, prefix=f"{prefix}adapter.", keep_vars=keep_vars)
-        return destination
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        return {
-            **self.to_wrap.sharded_state_dict(prefix, sharded_offsets, metadata),
-            **self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata),
-        }
+def _randomize(chunks: list[Any]) -> None:
+    """B begins with zeros, which would hide much. Each part of a tensor gets other values, replicas the same."""
+    dense = 100 * parallel_state.get_pipeline_model_parallel_rank()
+    of_experts = dense + 10 + parallel_state.get_expert_model_parallel_rank()
+    tp, etp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    generators = [
+        torch.Generator().manual_seed(1000 * seed) for seed in (dense + 5 * tp, dense, of_experts + 1000 * etp)
+    ]
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                generator = generators[2 if ".experts." in name else 0]
+                if name.endswith("linear_out.weight"):
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                elif name.endswith("weight_magnitude"):
+                    is_row = "linear_proj" in name or "linear_fc2" in name  # whole on each tensor-parallel rank
+                    generator = generators[1 if is_row else 0]
+                    parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
 
 
-def with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on models are built with adapters on their attention."""
+def with_adapters(monkeypatch: pytest.MonkeyPatch, kind: str = "LoRA", **arguments: Any) -> None:
+    """From here on models are built with adapters, by default on their attention."""
     build_chunk = training._build_chunk
 
-    def build(*args: Any) -> GPTModel:
-        chunk = build_chunk(*args)
-        for layer in chunk.decoder.layers:
-            layer.self_attention.linear_qkv = Adapted(layer.self_attention.linear_qkv)
-        return chunk
+    def build(*args: Any) -> Any:
+        return adapt([build_chunk(*args)], kind, **({"target_modules": ["linear_qkv"]} | arguments))[0]
 
     monkeypatch.setattr(training, "_build_chunk", build)

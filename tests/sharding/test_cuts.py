@@ -31,7 +31,9 @@ ATTENTION = f"{LAYER}self_attention."
         (f"{ATTENTION}linear_qkv.layer_norm_weight", (None,)),
         (f"{ATTENTION}linear_proj.weight", (1,)),
         (f"{ATTENTION}linear_proj.bias", (None,)),
-        (f"{ATTENTION}q_layernorm.weight", (None,)),
+        (f"{ATTENTION}q_layernorm.weight", (None, 0)),
+        (f"{ATTENTION}k_layernorm.weight", (None, 0)),
+        (f"{ATTENTION}kv_layernorm.weight", (None,)),
         (f"{ATTENTION}core_attention.softmax_offset", (0,)),
         (f"{ATTENTION}linear_q_proj.weight", (0,)),
         (f"{ATTENTION}linear_q_up_proj.weight", (0,)),
@@ -73,6 +75,17 @@ ATTENTION = f"{LAYER}self_attention."
         (f"{LAYER}mixer.out_proj.weight", (1,)),
         (f"{LAYER}norm.weight", (None,)),
         ("vision.encoder.conv1d.weight", (None,)),
+        # A tower of megatron's layers is cut, and one of transformers' is not, though it calls some layers alike.
+        (f"vision_model.{ATTENTION}linear_qkv.bias", (0,)),
+        (f"vision_model.{LAYER}mlp.linear_fc2.weight", (1,)),
+        ("vision_model.decoder.deepstack_merger_list.1.linear_fc1.weight", (0,)),
+        ("vision_model.projection.encoder.linear_fc2.weight", (1,)),
+        ("vision_model.merger.patch_norm.weight", (None,)),
+        ("vision_model.patch_embed.proj.weight", (None,)),
+        ("visual.blocks.3.mlp.linear_fc1.weight", (None,)),
+        ("visual.merger.linear_fc2.weight", (None,)),
+        ("vision_model.blocks.3.mlp.linear_fc1.weight", (None,)),
+        ("vision_model.merger.linear_fc1.weight", (0, None)),
     ],
 )
 def test_axes_by_name(name: str, axes: tuple[int | None, ...]) -> None:
@@ -181,6 +194,12 @@ def test_where_tensors_are_in_a_pipeline() -> None:
     assert placement.rank_of("decoder.layers.7.mlp.linear_fc1.weight") is None
     assert placement.rank_of("decoder.final_layernorm.weight") == 2
     assert placement.rank_of("vision.patch.weight") is None
+    assert placement.rank_of("language_model.decoder.layers.2.mlp.linear_fc1.weight") == 1
+    assert placement.rank_of("language_model.output_layer.weight") == 2
+    # The pipeline does not cut a tower.
+    assert placement.rank_of("vision_model.decoder.layers.2.mlp.linear_fc1.weight") == 0
+    assert placement.rank_of("vision_model.decoder.final_layernorm.weight") == 0
+    assert placement.rank_of("visual.blocks.2.norm1.weight") == 0
     # With MTP the norm follows the last decoder layer.
     with_mtp = PipelinePlacement({**stages, (2, 0): StageLayers((), (0,))})
     assert with_mtp.rank_of("decoder.final_layernorm.weight") == 1

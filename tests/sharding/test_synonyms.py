@@ -114,3 +114,44 @@ def test_the_last_norm_has_another_name_in_other_models(kind: str) -> None:
     assert found_as(gpt, {hybrid}) == hybrid
     assert found_as(hybrid, {gpt}) == gpt
     assert found_as("mtp.layers.0." + gpt.removeprefix("decoder."), {"mtp.layers.0.final_norm.weight"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("language_model." + LAYER + "mlp.linear_fc2.weight", LAYER + "mlp.linear_fc2.weight"),
+        ("language_model." + LAYER + "input_layernorm.weight", LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+        ("language_model.decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+        ("language_model.decoder.final_layernorm.weight", "language_model.decoder.final_norm.weight"),
+        ("language_model.embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+        ("visual.blocks.3.norm1.weight", "vision_model.blocks.3.norm1.weight"),
+        ("visual.merger.linear_fc1.bias", "vision_model.merger.linear_fc1.bias"),
+        (
+            "vision_model." + LAYER + "input_layernorm.bias",
+            "vision_model." + LAYER + "self_attention.linear_qkv.layer_norm_bias",
+        ),
+    ],
+)
+def test_a_tensor_is_found_under_the_prefix_of_another_program(name: str, other: str) -> None:
+    assert found_as(name, {other}) == other
+    assert found_as(other, {name}) == name
+    assert found_as(name, {name, other}) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        # A tower's layers are not the decoder's.
+        ("vision_model." + LAYER + "mlp.linear_fc2.weight", LAYER + "mlp.linear_fc2.weight"),
+        (
+            "vision_model." + LAYER + "mlp.linear_fc2.weight",
+            "language_model." + LAYER + "mlp.linear_fc2.weight",
+        ),
+        ("vision_model." + LAYER + "mlp.linear_fc2.weight", "visual." + LAYER + "mlp.linear_fc2.weight"),
+        ("vision_model.decoder.final_layernorm.weight", "vision_model.decoder.final_norm.weight"),
+        ("encoder.layers.0.mlp.weight", "language_model.encoder.layers.0.mlp.weight"),
+    ],
+)
+def test_another_tensor_is_not_found(name: str, other: str) -> None:
+    assert found_as(name, {other}) is None
+    assert found_as(other, {name}) is None

@@ -26,6 +26,7 @@ from mcore_ckpt.models import HfModel, check_model, model_from_config, to_mcore_
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.sharding.towers import in_tower
 from mcore_ckpt.state.model import model_shards
 
 
@@ -45,6 +46,8 @@ def check(name: str, hf_model: HfModel) -> None:
     check_model(model, hf_model)
     there = {shard.key.name: shard.region for shard in model_shards([model]) if shard.key.kind == MODEL}
     named = {slab.mcore: slab.region for tensor in hf_tensors(hf_model) for slab in tensor.slabs if slab.mcore}
+    # Of a vision-language model, this is the language model alone.
+    named = {name: region for name, region in named.items() if not in_tower(name)}
     found = {mcore: found_as(mcore, there) for mcore in named}
     missing = [mcore for mcore, synonym in found.items() if synonym is None]
     assert not missing, f"{name}: not in the model: {missing}"
@@ -76,6 +79,12 @@ def build(hf_model: HfModel, vocab_divisor: int = 1, **sizes: int) -> Any:
         **sizes,
     )
     with cuda_seems_available():
+        if hf_model.architecture.table.is_hybrid:
+            # Since 0.18.
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            return HybridModel(config, hybrid_stack_spec, **{**known.gpt, "vocab_size": rows})
         if config.experimental_attention_variant:
             spec = get_transformer_block_with_experimental_attention_variant_spec(config)
         else:

@@ -20,12 +20,18 @@ from te_on_cpu import import_transformer_engine  # noqa: E402
 
 import_transformer_engine()
 
+import expert_adapters  # noqa: E402
 import forked_ranks  # noqa: E402
 import hf_conversion  # noqa: E402
 import hf_names  # noqa: E402
 import round_trip  # noqa: E402
 
-JOBS = {"hf_conversion": hf_conversion.main, "hf_names": hf_names.main, "round_trip": round_trip.main}
+JOBS = {
+    "expert_adapters": expert_adapters.main,
+    "hf_conversion": hf_conversion.main,
+    "hf_names": hf_names.main,
+    "round_trip": round_trip.main,
+}
 
 
 def run(name: str, folder: str, models: list[str], rank: int) -> None:

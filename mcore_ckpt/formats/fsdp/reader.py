@@ -17,7 +17,9 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
+from mcore_ckpt.formats.fsdp.adapters import adapter_name_of, is_peft_adapter, names_of_adapters
 from mcore_ckpt.formats.fsdp.dtensors import DTensorPlacement, placement_of
+from mcore_ckpt.formats.huggingface.reader import without_doubles
 from mcore_ckpt.formats.locate import same_bytes
 from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtDTensor, PtTensor, read_pt
@@ -28,17 +30,20 @@ from mcore_ckpt.models.architecture import Architecture, HfModel, ModelFacts
 from mcore_ckpt.models.architectures.common import facts_of
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, Slab, check_names, hf_tensors_in
-from mcore_ckpt.models.registry import known_architectures, model_from_config, refuse_quantized
-from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, Table
+from mcore_ckpt.models.quantization import quantization_of
+from mcore_ckpt.models.registry import known_architectures, model_from_config
+from mcore_ckpt.models.table import Table
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
+# What transformers calls nearly every model inside its head.
+_ROOT = "model"
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _CONFIG_FILE = "fsdp_config.json"
 # The prefixes that wrappers add to the names of the model's modules: FSDP1, torch.compile, activation checkpointing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 _PEFT_PREFIX = "base_model.model."
-_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
+_OTHER_ADAPTERS = re.compile(r".*\.(?:lora_|ia3_|modules_to_save\.|original_module\.).*")
 _BASE_LAYER = ".base_layer."
 
 _MOST_RANKS = 1_000_000
@@ -68,7 +73,8 @@ def open_fsdp(folder: Path) -> ShardReader:
     Raises:
         CheckpointNotFoundError: the folder has no such files.
         CheckpointCorruptError: a rank's file is missing or damaged, or the ranks' files do not fit together.
-        UnsupportedError: the model has unmerged adapters, or placements that cannot be read.
+        UnsupportedError: the model has placements that cannot be read, unmerged adapters that are neither LoRA nor
+            DoRA, or several sets of adapters.
     """
     paths = _rank_files(folder)
     first = _read(paths[0], 0)
@@ -96,7 +102,11 @@ def read_copied_model(config: HfConfig) -> HfModel:
         UnsupportedError: the architecture has a table and the config cannot be read, or the config describes quantized
             weights, which FSDP shards are not.
     """
-    refuse_quantized(config)
+    if quantization_of(config) is not None:
+        raise UnsupportedError(
+            "config.json: quantization_config is set, but FSDP shards are not quantized: remove the field if the model "
+            "was dequantized before the training"
+        )
     known = known_architectures().get(str(config.get("model_type")))
     try:
         return model_from_config(config)
@@ -112,7 +122,9 @@ def read_copied_model(config: HfConfig) -> HfModel:
 
 
 def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
-    """Lists the tensors to export, unchanged and in the reader's order, without ignored ones and without a tied head.
+    """Lists the tensors to export, in the reader's order. Their values are unchanged, their names those of files.
+
+    The list has no ignored tensors, no tied head and no adapters.
 
     Args:
         reader: the reader from `open_fsdp`.
@@ -123,19 +135,30 @@ def fsdp_tensors(reader: CheckpointReader, model: HfModel) -> list[HfTensor]:
         CheckpointMismatchError: a tensor is missing, is unknown or has another shape, or a tied head differs from the
             embedding.
     """
-    infos = weights_of(reader)
-    if model.is_tied and HF_HEAD in infos and HF_EMBEDDING in infos:
-        _check_tied(reader)
-        del infos[HF_HEAD]
+    infos = {name: info for name, info in weights_of(reader).items() if not is_peft_adapter(name)}
     table = model.architecture.table
+    stored = without_doubles(lambda name: table.spelled(_name_in_files(name, table)), infos)
+    head, embedding = stored.get(table.hf_head), stored.get(table.hf_embedding)
+    if model.is_tied and head is not None and embedding is not None:
+        _check_tied(reader, head, embedding, model.architecture.tied_field)
+        del stored[table.hf_head]
     if table.model or table.layer:
-        _check_table(model, infos)
+        _check_table(model, {name: infos[own] for name, own in stored.items()})
     ignored = [re.compile(pattern) for pattern in model.ignored]
     return [
-        HfTensor(name, info.shape, (Slab(0, name, Region.whole(info.shape)),))
-        for name, info in infos.items()
+        HfTensor(name, infos[own].shape, (Slab(0, own, Region.whole(infos[own].shape)),))
+        for name, own in stored.items()
         if not any(pattern.fullmatch(name) for pattern in ignored)
     ]
+
+
+def _name_in_files(name: str, table: Table) -> str:
+    """Returns the name that `save_pretrained` gives a tensor.
+
+    transformers 5 calls "model" in memory what the files of Nemotron-H call "backbone" (`conversion_mapping.py`).
+    """
+    root = table.hf.partition(".")[0]
+    return name if root == _ROOT or not name.startswith(f"{_ROOT}.") else f"{root}.{name.removeprefix(f'{_ROOT}.')}"
 
 
 def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
@@ -149,12 +172,12 @@ def _check_table(model: HfModel, infos: Mapping[str, TensorInfo]) -> None:
             )
 
 
-def _check_tied(reader: CheckpointReader) -> None:
+def _check_tied(reader: CheckpointReader, head: str, embedding: str, field: str) -> None:
     # A tied model's state dict has the embedding under both names, so the head, which is left out, must be equal.
-    if not same_bytes(reader, HF_HEAD, HF_EMBEDDING):
+    if not same_bytes(reader, head, embedding):
         raise CheckpointMismatchError(
-            f"config.json declares tied embeddings (tie_word_embeddings), but {HF_HEAD} differs from "
-            f"{HF_EMBEDDING}: set tie_word_embeddings to false in config.json"
+            f"config.json declares tied embeddings ({field}), but {head} differs from "
+            f"{embedding}: set {field} to false in config.json"
         )
 
 
@@ -217,6 +240,12 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
     state = read_pt(path)
     if not isinstance(state, Mapping):
         raise CheckpointCorruptError(f"{path}: wanted a state dict, found a {type(state).__name__}")
+    sets = names_of_adapters(_WRAPPERS.sub("", str(key)) for key in state)
+    if len(sets) > 1:
+        raise UnsupportedError(
+            f"{path}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: delete the others "
+            "(peft's delete_adapter()) and save again"
+        )
     found = {}
     for key, value in state.items():
         name = _bare(path, str(key))
@@ -238,10 +267,12 @@ def _read(path: Path, rank: int) -> dict[str, _Found]:
 
 def _bare(path: Path, key: str) -> str:
     name = _WRAPPERS.sub("", key)
-    if _ADAPTERS.fullmatch(name):
+    if (adapter := adapter_name_of(name)) is not None:
+        name, _ = adapter
+    elif _OTHER_ADAPTERS.fullmatch(name):
         raise UnsupportedError(
-            f"{path}: tensor {name}: the model has unmerged adapters: merge them (peft's merge_and_unload()) and save "
-            "the merged model"
+            f"{path}: tensor {name}: the model has unmerged adapters that are neither LoRA nor DoRA: merge them "
+            "(peft's merge_and_unload()) and save the merged model"
         )
     return name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
 

@@ -1,0 +1,111 @@
+"""Finds PEFT's adapters among FSDP shards, whose tensors have HuggingFace's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from mcore_ckpt.errors import CheckpointMismatchError
+from mcore_ckpt.formats.contract import TensorInfo
+from mcore_ckpt.models.low_rank import Factor, LowRank
+from mcore_ckpt.models.mapping import HfTensor, Slab
+from mcore_ckpt.sharding.regions import Region, Shape
+
+# `model.layers.0.self_attn.q_proj.lora_A.default.weight`. "default" is PEFT's name of the adapter.
+_TENSOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.(\w+))?\.weight")
+
+
+def adapter_name_of(name: str) -> tuple[str, str] | None:
+    """Returns, for a tensor of a LoRA or DoRA adapter, its name without PEFT's name of the adapter, and the latter.
+
+    Returns None for any other tensor.
+
+    Example:
+        >>> adapter_name_of("lm_head.lora_A.default.weight")
+        ('lm_head.lora_A.weight', 'default')
+    """
+    match = _TENSOR.fullmatch(name)
+    return None if match is None else (f"{match[1]}.{match[2]}.weight", match[3] or "default")
+
+
+def is_peft_adapter(name: str) -> bool:
+    """Returns True if a tensor of a reader from `open_fsdp` belongs to an adapter."""
+    return adapter_name_of(name) is not None
+
+
+def with_peft_adapters(wanted: Sequence[HfTensor], tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
+    """Returns the same tensors, with the adapters of those that have one.
+
+    Args:
+        wanted: tensors of the model under their own names.
+        tensors: all tensors of the reader from `open_fsdp`, by name.
+        alpha: the adapters' alpha; an adapter of rank r is scaled by alpha / r.
+
+    Raises:
+        CheckpointMismatchError: an adapter is incomplete, or there is no tensor of its shape.
+    """
+    found = _low_ranks(tensors, alpha)
+    # Adapters have the names of the source, which the table of some architectures spells in another way.
+    own = {tensor.name: tensor.slabs[0].mcore for tensor in wanted}
+    shapes = {own[tensor.name]: tensor.shape for tensor in wanted}
+    for name, low_rank in found.items():
+        if shapes.get(name) != (low_rank.rows, low_rank.columns):
+            raise CheckpointMismatchError(
+                f"there is an adapter of tensor {name} of shape {[low_rank.rows, low_rank.columns]}, but "
+                f"{'no such tensor' if name not in shapes else f'the tensor has shape {list(shapes[name])}'}: adapters "
+                "of linear layers are supported"
+            )
+    return [
+        replace(tensor, slabs=tuple(replace(slab, low_rank=found.get(own[tensor.name])) for slab in tensor.slabs))
+        for tensor in wanted
+    ]
+
+
+def adapted_weights(tensors: Mapping[str, TensorInfo], alpha: float) -> list[HfTensor]:
+    """Lists the weights that have adapters, which need not be in the checkpoint themselves.
+
+    Raises CheckpointMismatchError: an adapter is incomplete.
+    """
+    return [
+        HfTensor(name, shape, (Slab(0, name, Region.whole(shape), low_rank=low_rank),))
+        for name, low_rank in _low_ranks(tensors, alpha).items()
+        for shape in [(low_rank.rows, low_rank.columns)]
+    ]
+
+
+def _low_ranks(tensors: Mapping[str, TensorInfo], alpha: float) -> dict[str, LowRank]:
+    found: dict[str, dict[str, Factor]] = {}
+    for name, info in tensors.items():
+        if (match := _TENSOR.fullmatch(name)) is not None:
+            parts = found.setdefault(f"{match[1]}.weight", {})
+            parts[match[2]] = Factor(name, Region.whole(tuple(info.shape)))
+    return {name: _low_rank(name, parts, alpha) for name, parts in found.items()}
+
+
+def _low_rank(name: str, parts: Mapping[str, Factor], alpha: float) -> LowRank:
+    if missing := {"lora_A", "lora_B"} - parts.keys():
+        raise CheckpointMismatchError(f"the adapter of tensor {name} has no {', '.join(sorted(missing))}")
+    a, b = parts["lora_A"], parts["lora_B"]
+    shapes = a.region.local_shape, b.region.local_shape
+    if any(len(shape) != 2 for shape in shapes) or _rank_of(shapes[0]) != shapes[1][1]:
+        raise CheckpointMismatchError(
+            f"the adapter of tensor {name} has matrices of shapes {list(shapes[0])} and {list(shapes[1])}: adapters of "
+            "linear layers are supported"
+        )
+    magnitude = parts.get("lora_magnitude_vector")
+    if magnitude is not None and magnitude.region.local_shape != (shapes[1][0],):
+        raise CheckpointMismatchError(
+            f"the adapter of tensor {name} has magnitudes of shape {list(magnitude.region.local_shape)} for "
+            f"{shapes[1][0]} rows: adapters of linear layers are supported"
+        )
+    return LowRank(a, b, alpha / _rank_of(shapes[0]), magnitude)
+
+
+def _rank_of(shape: Shape) -> int:
+    return shape[0]
+
+
+def names_of_adapters(names: Iterable[str]) -> set[str]:
+    """Returns PEFT's names of the adapters among tensors, as they are in a file: usually {"default"}."""
+    return {found[1] for found in map(adapter_name_of, names) if found is not None}

@@ -1,0 +1,86 @@
+"""Writes the folder of an adapter in PEFT's form: `adapter_model.safetensors` and `adapter_config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint.manifest import AdapterSettings, WrittenFile
+from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_tensors
+from mcore_ckpt.formats.huggingface.writer import KIND, write_weights
+from mcore_ckpt.io.checksums import crc32
+from mcore_ckpt.io.files import write_file
+from mcore_ckpt.models.adapters import peft_config, peft_tensors
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import HfTensor
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+
+_ALL_IN_ONE = 1 << 62
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The planned folder of an adapter.
+
+    Attributes:
+        plan: its only file of weights.
+        config: the contents of its `adapter_config.json`.
+    """
+
+    plan: ExportPlan
+    config: Mapping[str, Any]
+
+
+def plan_adapter_folder(
+    model: HfModel,
+    adapted: Sequence[HfTensor],
+    tensors: Mapping[str, TensorInfo],
+    settings: AdapterSettings,
+    *,
+    dtype: torch.dtype | None = None,
+    base: str | None = None,
+) -> AdapterFolder:
+    """Plans the folder of an adapter.
+
+    Args:
+        model: the model that has the adapters.
+        adapted: HuggingFace tensors with the adapters of their slabs (`models.adapters.with_adapters`).
+        tensors: the tensors of the source by name.
+        settings: the adapters' settings.
+        dtype: the dtype to write; None keeps the stored dtypes.
+        base: the name or folder of the base model, for `adapter_config.json`.
+
+    Raises:
+        UnsupportedError: PEFT has no name for an adapter, or safetensors files cannot store its dtype.
+    """
+    plan = plan_tensors(peft_tensors(adapted), tensors, dtype=dtype, max_shard_bytes=_ALL_IN_ONE)
+    plan = replace(plan, files=(replace(plan.files[0], name=ADAPTER_FILE),))
+    return AdapterFolder(plan, peft_config(model, adapted, settings.dropout, base))
+
+
+def write_adapter_folder(
+    folder: AdapterFolder,
+    reader: CheckpointReader,
+    path: Path,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    *,
+    allow_nan: bool = False,
+) -> list[WrittenFile]:
+    """Writes both files durably into an existing folder. See `write_weights` for arguments and errors."""
+    weights = write_weights(folder.plan, [0], reader, path, progress, allow_nan=allow_nan)
+    return [*weights, write_adapter_config(folder, path)]
+
+
+def write_adapter_config(folder: AdapterFolder, path: Path) -> WrittenFile:
+    """Writes `adapter_config.json` durably. Raises OSError."""
+    data = json.dumps(folder.config, indent=2, sort_keys=True).encode() + b"\n"
+    write_file(path / ADAPTER_CONFIG_FILE, [data])
+    return WrittenFile(ADAPTER_CONFIG_FILE, KIND, len(data), crc32(data))

@@ -1,0 +1,180 @@
+"""Reads the folder of an adapter in PEFT's form as Megatron's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.formats.fsdp.adapters import adapter_name_of, names_of_adapters
+from mcore_ckpt.formats.huggingface.adapter_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from mcore_ckpt.formats.huggingface.assets import CONFIG_FILE
+from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader
+from mcore_ckpt.formats.huggingface.safetensors_files import INDEX_FILE, SINGLE_FILE, HfStored, read_file
+from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
+from mcore_ckpt.formats.locate import same_bytes
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io import limits
+from mcore_ckpt.io.files import read_small
+from mcore_ckpt.models.adapters import peft_tensors, with_adapters
+from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.mapping import HfTensor, hf_tensors
+from mcore_ckpt.models.quantization import without_quantization
+from mcore_ckpt.sharding.regions import Shape
+
+# What an `adapter_config.json` may say. Anything else would change what the adapter computes.
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    # Others subtract the first adapter from the weights (PiSSA, OLoRA), or change them.
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
+    **dict.fromkeys(
+        (
+            *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "velora_config"),
+            *("monteclora_config", "kasa_config", "corda_config"),
+        ),
+        (None, False, [], {}),
+    ),
+}
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Returns True if a folder has an adapter in PEFT's form, and no model."""
+    return (folder / ADAPTER_CONFIG_FILE).is_file() and not any(
+        (folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)
+    )
+
+
+def read_adapter_contents(folder: Path, base: Path | None = None) -> FolderContents:
+    """Reads the configuration and the header of an adapter, and the configuration of its base model.
+
+    Args:
+        folder: the folder with `adapter_config.json` and `adapter_model.safetensors`.
+        base: the folder with the `config.json` of the base model. None: the folder of the adapter, or the one that
+            `adapter_config.json` names as `base_model_name_or_path`.
+
+    Raises:
+        CheckpointNotFoundError: there is no `config.json` of the base model.
+        CheckpointCorruptError: a file is missing or damaged.
+        UnsupportedError: the adapter is neither LoRA nor DoRA of linear layers, or has something beside them.
+    """
+    path = folder / ADAPTER_CONFIG_FILE
+    try:
+        adapter = fields.parse(read_small(path, limits.HF_JSON_BYTES))
+    except (OSError, fields.FieldError) as error:
+        raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from None
+    for name, allowed in _ALLOWED.items():
+        if name in adapter and adapter[name] not in allowed:
+            raise UnsupportedError(f"{path}: {name} is {fields.shown(adapter[name])}, which is not supported")
+    tensors = read_file(folder / ADAPTER_FILE)
+    sets = names_of_adapters(tensor.name for tensor in tensors)
+    if len(sets) > 1:
+        raise UnsupportedError(
+            f"{folder / ADAPTER_FILE}: has the sets of adapters {', '.join(sorted(sets))}: only one is supported: save "
+            "each in a folder of its own"
+        )
+    stored = {tensor.name: tensor for tensor in map(_with_plain_name, tensors)}
+    size = (folder / ADAPTER_FILE).stat().st_size
+    return FolderContents(folder, _base_config(folder, adapter, base), stored, {ADAPTER_FILE: size}, adapter)
+
+
+def _with_plain_name(tensor: HfStored) -> HfStored:
+    """Removes PEFT's name of the adapter, which files that others than PEFT have written can contain."""
+    found = adapter_name_of(tensor.name)
+    return tensor if found is None else replace(tensor, name=found[0])
+
+
+def _base_config(folder: Path, adapter: Mapping[str, Any], base: Path | None) -> dict[str, Any]:
+    named = adapter.get("base_model_name_or_path")
+    if base is None and not (folder / CONFIG_FILE).is_file() and isinstance(named, str) and named:
+        # A model on the hub is downloaded only if the caller names it: a folder must not choose what is fetched.
+        base = Path(named)
+    found = folder if base is None else base
+    if not (found / CONFIG_FILE).is_file():
+        raise CheckpointNotFoundError(
+            f"{found / CONFIG_FILE}: missing, so the architecture of the adapter's base model is not known: name the "
+            "base model with base=, a folder that has this file or a model on the hub"
+        )
+    return without_quantization(read_config(found))  # adapters are not quantized
+
+
+def effective_alpha(adapter: Mapping[str, Any], path: Path) -> float:
+    """Returns the alpha with which an adapter of rank r is scaled by alpha / r.
+
+    Raises CheckpointCorruptError: `adapter_config.json` lacks the alpha or the rank.
+    """
+    try:
+        alpha, rank = fields.get_number(adapter, "lora_alpha"), fields.get_int(adapter, "r")
+    except fields.FieldError as error:
+        raise CheckpointCorruptError(f"{path / ADAPTER_CONFIG_FILE}: {error}") from None
+    if not adapter.get("use_rslora"):
+        return alpha
+    if adapter.get("rank_pattern"):
+        raise UnsupportedError(f"{path / ADAPTER_CONFIG_FILE}: use_rslora with a rank_pattern is not supported")
+    return alpha * math.sqrt(rank)
+
+
+class AdapterReader(HuggingFaceReader):
+    """Reads an adapter in PEFT's form under the names of Megatron-Bridge's adapters.
+
+    Megatron's adapter of a fused layer has one A for several HuggingFace layers. The folder has a copy for each.
+
+    Args:
+        contents: the folder's contents, from `read_adapter_contents`.
+        adapters: the global shapes of all tensors of the model's adapters, by name.
+
+    Raises:
+        CheckpointMismatchError: the folder lacks an adapter or a shape differs, or it has another adapter.
+        UnsupportedError: the architecture is not supported, or PEFT has no names for the model's adapters.
+    """
+
+    def __init__(self, contents: FolderContents, adapters: Mapping[str, Shape], ignore: Sequence[str] = ()) -> None:
+        self._adapters = adapters
+        self._names: dict[tuple[str, Any], list[str]] = defaultdict(list)
+        super().__init__(contents, ignore)
+
+    def _list_tensors(self) -> list[HfTensor]:
+        assert self.contents.adapter is not None
+        self.alpha = effective_alpha(self.contents.adapter, self.place)
+        tensors = peft_tensors(with_adapters(self.model, hf_tensors(self.model), self._adapters, self.alpha))
+        found, wanted = self.contents.tensors.keys(), {tensor.name for tensor in tensors}
+        for problem, names in (
+            ("lacks", sorted(wanted - found)),
+            ("has what the model does not have:", sorted(n for n in found - wanted if not self.model.ignores(n))),
+        ):
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                raise CheckpointMismatchError(
+                    f"{self.place / ADAPTER_FILE}: {problem} {', '.join(names[:5])}{more}: give the model adapters of "
+                    "the same layers"
+                )
+        for tensor in tensors:
+            for slab in tensor.slabs:
+                self._names[slab.mcore, slab.region].append(tensor.name)
+        return tensors
+
+    def check_left_out(self) -> None:
+        """Checks that the copies of a tensor that Megatron has only once are equal.
+
+        Raises:
+            CheckpointMismatchError: they differ, so the model cannot hold them.
+        """
+        stored = DequantizingReader(self.place, self.contents.config, self.contents.tensors)
+        for (name, _), (first, *copies) in self._names.items():
+            for copy in copies:
+                if not same_bytes(stored, first, copy):
+                    raise CheckpointMismatchError(
+                        f"{self.place / ADAPTER_FILE}: {first} and {copy} differ, but the model has one {name} for "
+                        "both: wrap the model with CanonicalLoRA"
+                    )

@@ -1,0 +1,49 @@
+"""Reads the settings of low-rank adapters from the modules of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from mcore_ckpt.checkpoint.manifest import AdapterSettings
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.ranks.rounds import Record
+
+
+def own_adapters(chunks: Sequence[torch.nn.Module]) -> list[Record]:
+    """Returns the settings of this rank's adapters as JSON values, each only once.
+
+    A pipeline stage may have none. `adapter_settings` puts together what the ranks have.
+    """
+    found = {settings: None for chunk in chunks for settings in _read(chunk)}
+    return [asdict(settings) for settings in found]
+
+
+def adapter_settings(records: Iterable[Sequence[Record]]) -> AdapterSettings | None:
+    """Returns the settings of all adapters, from the `own_adapters` of the ranks. Returns None if there are none.
+
+    Raises:
+        UnsupportedError: adapters have different settings.
+    """
+    found = {AdapterSettings(**item): None for record in records for item in record}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise UnsupportedError(
+            f"the model has adapters of alpha {first.alpha:g} (dropout {first.dropout:g}) and others of alpha "
+            f"{second.alpha:g} (dropout {second.dropout:g}), but a checkpoint can have only one of each: give all "
+            "adapters the same"
+        )
+    return next(iter(found), None)
+
+
+def _read(chunk: torch.nn.Module) -> Iterator[AdapterSettings]:
+    """Yields the settings of each adapter in the wrappers of Megatron-Bridge (`AdapterWrapper`)."""
+    for module in chunk.modules():
+        adapter = getattr(module, "adapter", None)
+        if isinstance(adapter, torch.nn.Module) and hasattr(module, "to_wrap"):
+            # CanonicalLoRA has a ModuleDict of adapters.
+            for part in adapter.values() if isinstance(adapter, torch.nn.ModuleDict) else (adapter,):
+                if (alpha := getattr(part, "alpha", None)) is not None:
+                    yield AdapterSettings(float(alpha), float(getattr(getattr(part, "dropout", None), "p", 0.0)))

@@ -1,0 +1,64 @@
+"""Which checkpoints with adapters cannot be merged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_config
+
+from mcore_ckpt.checkpoint.manifest import AdapterSettings
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.contract import TensorInfo
+from mcore_ckpt.formats.shard_reader import ShardReader
+from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
+from mcore_ckpt.sharding.regions import Region, Shape
+from mcore_ckpt.tools.find import FoundCheckpoint
+from mcore_ckpt.tools.merge_adapters import AdapterMerge, adapter_settings, plan_with_adapters
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.adapter."
+LORA = {f"{FC1}linear_in.weight": (4, 64), f"{FC1}linear_out.weight": (192, 4)}
+DORA = {**LORA, f"{FC1}weight_magnitude": (192,)}
+CANONICAL = {f"{FC1}adapter_gate.linear_in.weight": (4, 64), f"{FC1}adapter_gate.linear_out.weight": (96, 4)}
+
+
+@pytest.mark.parametrize(
+    ("adapters", "pieces", "is_refused"),
+    [
+        (LORA, 4, False),
+        (DORA, 1, False),
+        (DORA, 2, True),
+        (CANONICAL, 2, False),
+        (CANONICAL, 4, True),
+    ],
+)
+def test_rows_that_bridge_permutes_are_refused(adapters: dict[str, Shape], pieces: int, is_refused: bool) -> None:
+    """In Bridge's own checkpoint they are in another order if it was saved under more than one tensor-parallel rank."""
+    infos = {name: TensorInfo(torch.float32, shape) for name, shape in adapters.items()}
+
+    def shards(name: str) -> list[StoredShard]:
+        region = Region.whole(infos[name].shape)
+        return [StoredShard(ShardKey(name, MODEL), region, "float32", "f", 0, 0, None)] * pieces
+
+    found = FoundCheckpoint(Path("ckpt"), "torch_dist")
+    job = AdapterMerge("only", AdapterSettings(8), Path(), None, 10**9, 1)
+    arguments = job, found, model_from_config(make_config("qwen3")), ShardReader(Path("ckpt"), infos, shards), infos
+    if is_refused:
+        with pytest.raises(UnsupportedError, match="only its own tensor-parallel size can read"):
+            plan_with_adapters(*arguments)
+    else:
+        assert plan_with_adapters(*arguments).adapter is not None
+
+
+def test_alpha_of_other_programs(tmp_path: Path) -> None:
+    folder = tmp_path / "actor"
+    folder.mkdir()
+    found = FoundCheckpoint(folder, "fsdp")
+    with pytest.raises(CheckpointMismatchError, match="--lora-alpha"):
+        adapter_settings(found, None)
+    assert adapter_settings(found, 3.0).alpha == 3
+    (tmp_path / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 16}')  # as verl's SFT trainer has it
+    assert adapter_settings(found, None).alpha == 16
+    (folder / "lora_train_meta.json").write_text('{"r": 4}')
+    with pytest.raises(CheckpointCorruptError, match="lora_alpha"):
+        adapter_settings(found, None)
