@@ -17,8 +17,9 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.errors import CheckpointMismatchError, CommitError, UnsupportedError
+from mcore_ckpt.errors import CheckpointMismatchError, CommitError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.formats.contract import weights_of
+from mcore_ckpt.formats.huggingface.adapter_folder import plan_adapter_folder, write_adapter_folder
 from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, write_config, written_assets
 from mcore_ckpt.formats.huggingface.export_plan import plan_export
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
@@ -26,19 +27,20 @@ from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, write_file
+from mcore_ckpt.models.adapters import peft_tensors, with_adapters
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.mcore_config import check_model
-from mcore_ckpt.models.reconcile import reconcile
+from mcore_ckpt.models.reconcile import reconcile, with_tower_of
 from mcore_ckpt.models.registry import model_from_config
-from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
-from mcore_ckpt.sharding.plan import OPAQUE
+from mcore_ckpt.sharding.plan import MODEL, OPAQUE
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, may_be_padding
-from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.state.model import language_model_of, unwrap
 from mcore_ckpt.state.shards import LocalShard
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit
@@ -54,8 +56,9 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
         CheckpointMismatchError: the model has other layers, or a tensor is not in the table, has another shape, or has
             its rows in another order.
     """
-    described = described_model(trainer)
-    if any(shard.key.name == MCORE_HEAD and shard.region.global_shape[0] == 1 for shard in model):
+    described = with_tower_of(described_model(trainer), (shard.key.name for shard in model))
+    head = {described.mcore_head}
+    if any(found_as(shard.key.name, head) and shard.region.global_shape[0] == 1 for shard in model):
         described = _as_value_model(described)
     _check_config(trainer, described)
     wanted = {slab.mcore: slab.region.global_shape for tensor in hf_tensors(described) for slab in tensor.slabs}
@@ -66,8 +69,9 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
             f"hf_config describes {described.describe()}, another model than the one to save: {counterparts.unlike}: "
             "pass the model's own hf_config, or leave 'hf_model' out of save_contents"
         )
+    _check_adapters(trainer, described, model)
     for shard in model:
-        if shard.key.kind == OPAQUE:
+        if shard.key.kind == OPAQUE or is_adapter(shard.key.name):
             continue
         name, shape = found_as(counterparts.stored_name(shard.key.name), wanted), shard.region.global_shape
         if name is None:
@@ -79,6 +83,38 @@ def check_exportable(trainer: Trainer, model: Sequence[LocalShard]) -> None:
             raise CheckpointMismatchError(
                 f"tensor {shard.key}: has shape {list(shape)} in the model, but {list(wanted[name])} according to "
                 "hf_config: pass the model's own hf_config"
+            )
+
+
+def _check_adapters(trainer: Trainer, described: HfModel, model: Sequence[LocalShard]) -> None:
+    """Checks that this rank's adapters can be merged or, with skip_frozen, written in PEFT's form."""
+    shapes = {shard.key.name: shard.region.global_shape for shard in model if shard.key.kind != OPAQUE}
+    adapters = {name: shape for name, shape in shapes.items() if is_adapter(name)}
+    alone = trainer.config.skip_frozen
+    if trainer.adapters is None and adapters:
+        raise UnsupportedError(
+            "the model has adapters that do not say what their alpha is, so their scale is unknown: leave 'hf_model' "
+            "out of save_contents"
+        )
+    if trainer.adapters is None and alone:
+        raise InvalidArgumentError(
+            "save_contents has 'hf_model', which needs all parameters, but skip_frozen leaves some out, and the model "
+            "has no adapters that could be written alone: use only one of the two"
+        )
+    if trainer.adapters is not None:
+        adapted = with_adapters(described, hf_tensors(described), adapters, trainer.adapters.alpha)
+        if alone:
+            peft_tensors(adapted)
+            _refuse_trained_beside(model)
+
+
+def _refuse_trained_beside(model: Sequence[LocalShard]) -> None:
+    """Refuses parameters that are trained, and that PEFT's form of the adapters has no place for."""
+    for shard in model:
+        if shard.key.kind == MODEL and shard.tensor.requires_grad and not is_adapter(shard.key.name):
+            raise UnsupportedError(
+                f"tensor {shard.key}: is trained beside the adapters, but the adapter's folder that 'hf_model' writes "
+                "with skip_frozen has no place for it: leave 'hf_model' out of save_contents, or freeze it"
             )
 
 
@@ -98,7 +134,7 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
     A difference that changes the order of rows is an error. Other differences are only logged, because the exported
     weights are right even though transformers computes something else with them.
     """
-    live = unwrap(trainer.chunks[0])
+    live = language_model_of(unwrap(trainer.chunks[0]))
     for field, word in _ORDER.items():
         found = getattr(live.config, field, None)
         latent = getattr(live.config, "multi_latent_attention", False)
@@ -196,16 +232,19 @@ def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Man
 
 
 def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[WrittenFile]:
+    if trainer.config.skip_frozen:
+        return _export_adapter(trainer, reader, folder)
     tensors = weights_of(reader)
-    shapes = {name: info.shape for name, info in tensors.items()}
+    shapes = {name: info.shape for name, info in tensors.items() if not is_adapter(name)}
     # The saved shapes decide whether it is a value model, because frameworks pass the language model's config even for
     # a critic.
-    model = reconcile(
-        described_model(trainer), shapes, is_value_model=MCORE_HEAD in shapes and shapes[MCORE_HEAD][0] == 1
-    )
+    described = described_model(trainer)
+    head = found_as(described.mcore_head, shapes)
+    model = reconcile(described, shapes, is_value_model=head is not None and shapes[head][0] == 1)
     nbytes = sum(prod(info.shape) * info.dtype.itemsize for info in tensors.values())
     useful = max(1, min(trainer.topology.world_size, nbytes // tuning.HF_LEAST_FILE_BYTES))
-    plan = plan_export(model, tensors, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
+    alpha = None if trainer.adapters is None else trainer.adapters.alpha
+    plan = plan_export(model, tensors, alpha=alpha, max_shard_bytes=tuning.HF_FILE_BYTES, least_files=useful)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     # NaN is allowed, because a training that has diverged must still get its checkpoint.
     weights = write_weights(plan, _own_files(trainer, len(plan.files)), reader, folder, allow_nan=True)
@@ -216,6 +255,24 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
         written += written_assets(folder, [*assets, write_config(folder, model, plan.dtype, plan.has_mtp)])
     sync_dir(folder)
     return written
+
+
+def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> list[WrittenFile]:
+    """Writes the adapters in PEFT's form. Only rank 0 writes, because adapters are small."""
+    if not trainer.agreement.is_coordinator or trainer.adapters is None:
+        return []
+    model, tensors = described_model(trainer), weights_of(reader)
+    adapters = {name: tuple(info.shape) for name, info in tensors.items() if is_adapter(name)}
+    adapted = with_adapters(model, hf_tensors(model), adapters, trainer.adapters.alpha)
+    base = getattr(trainer.hf_config, "name_or_path", None) or None
+    planned = plan_adapter_folder(model, adapted, tensors, trainer.adapters, base=base)
+    target = folder / file_names.ADAPTER_DIR
+    target.mkdir(FOLDER_MODE, parents=True)
+    written = write_adapter_folder(planned, reader, target, allow_nan=True)
+    assets = written_assets(folder, save_assets(folder, trainer.hf_config, trainer.processing_class))
+    sync_dir(target)
+    sync_dir(folder)
+    return [*(replace(file, path=f"{folder.name}/{target.name}/{file.path}") for file in written), *assets]
 
 
 def _own_files(trainer: Trainer, count: int) -> list[int]:

@@ -79,6 +79,7 @@ def build_manifest(
             FileRecord(file.path, file.kind, rank, file.size, file.crc32, file.index, holds.get(file.holds, ()))
             for rank, file in files
         ),
+        adapters=trainer.adapters,
     )
 
 

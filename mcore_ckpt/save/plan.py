@@ -25,6 +25,7 @@ from mcore_ckpt.sharding.plan import MODEL, PARAM, Coding, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.live import LiveObjects
+from mcore_ckpt.state.main_weights import NO_WEIGHTS, MainWeights, weights_to_save, without_main
 from mcore_ckpt.state.model import model_shards
 from mcore_ckpt.state.offloaded import HostCopies, host_copies, in_host_memory
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
@@ -91,6 +92,7 @@ class SavePlan:
         buffers: the (file, tensor) numbers of tensors that may change at any point of a training step.
         on_gpu: whether any tensor is on a GPU.
         on_host: whether any parameter or optimizer state is in host memory.
+        weights: the weights that must be filled from main parameters before the capture.
     """
 
     files: tuple[FilePlan, ...]
@@ -98,16 +100,24 @@ class SavePlan:
     buffers: tuple[tuple[int, int], ...]
     on_gpu: bool
     on_host: bool
+    weights: MainWeights
 
 
 @dataclass(frozen=True, eq=False)
 class _PlanBetweenSaves:
-    """A plan that is kept from save to save. It keeps no tensor alive, so that a trainer can offload its tensors."""
+    """A plan that is kept from save to save. It keeps no tensor alive, so that a trainer can offload its tensors.
+
+    `from_mains` has the (file, tensor) numbers of weights that are made from main parameters for each save, and the
+    `id` of the parameter of each. `gathers` says whether there are such weights at all: ranks that write none of them
+    take part in making them, too.
+    """
 
     live: LiveObjects
     files: tuple[FilePlan, ...]
     tensors: tuple[tuple[_KeptTensors, ...], ...]
     buffers: tuple[tuple[int, int], ...]
+    from_mains: tuple[tuple[int, int, int], ...]
+    gathers: bool
     on_gpu: bool
     on_host: bool
 
@@ -119,20 +129,34 @@ class _PlanBetweenSaves:
             )
             for members in plan.tensors
         )
-        return _PlanBetweenSaves(live, plan.files, tensors, plan.buffers, plan.on_gpu, plan.on_host)
+        parameters = {id(tensor): parameter for parameter, tensor in plan.weights.by_parameter.items()}
+        from_mains = tuple(
+            (file, number, parameters[id(tensor)])
+            for file, members in enumerate(plan.tensors if parameters else ())
+            for number, tensor in enumerate(members.tensors)
+            if id(tensor) in parameters
+        )
+        gathers = bool(parameters)
+        return _PlanBetweenSaves(
+            live, plan.files, tensors, plan.buffers, from_mains, gathers, plan.on_gpu, plan.on_host
+        )
 
-    def plan(self) -> SavePlan | None:
+    def plan(self, trainer: Trainer) -> SavePlan | None:
         """Returns the plan with the current tensors; None if the plan is no longer valid."""
         if not self.live.are_still_there():
             return None
-        by_file = [self._find(file) for file in range(len(self.files))]
+        weights = _weights_to_save(trainer) if self.gathers else NO_WEIGHTS
+        by_file = [self._find(file, weights) for file in range(len(self.files))]
         tensors = tuple(members for members in by_file if members is not None)
         if len(tensors) < len(by_file):
             return None
-        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host)
+        return SavePlan(self.files, tensors, self.buffers, self.on_gpu, self.on_host, weights)
 
-    def _find(self, file: int) -> FileTensors | None:
+    def _find(self, file: int, weights: MainWeights) -> FileTensors | None:
         refreshed = self._refreshed(file)
+        for where, number, parameter in self.from_mains:
+            if where == file:
+                refreshed[number] = weights.by_parameter.get(parameter)
         parts = []
         for number, kept in enumerate(self.tensors[file]):
             low = number * _AT_ONCE
@@ -148,7 +172,7 @@ class _PlanBetweenSaves:
 
     def _refreshed(self, file: int) -> dict[int, torch.Tensor | None]:
         """Makes anew those tensors of the file that have a `refresh`, and returns them by index."""
-        found = {}
+        found: dict[int, torch.Tensor | None] = {}
         for number in (number for where, number in self.buffers if where == file):
             refresh = self.files[file].request.tensors[number].refresh
             if refresh is not None:
@@ -169,7 +193,7 @@ class SavePlanner:
         Raises:
             UnsupportedError: something cannot be saved completely, or a tensor has no memory because it is offloaded.
         """
-        plan = None if self._last_plan is None else self._last_plan.plan()
+        plan = None if self._last_plan is None else self._last_plan.plan(trainer)
         if plan is None:
             self._last_plan = None
             live = LiveObjects(trainer.chunks, trainer.optimizer)
@@ -211,7 +235,8 @@ def _refuse_freed_memory(request: WriteRequest, members: FileTensors) -> None:
 
 
 def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
-    requests = _write_requests(trainer)
+    weights = _weights_to_save(trainer)
+    requests = _write_requests(trainer, weights)
     for request in requests:
         _refuse_other_devices(request)
     plans = [(plan_file(request, trainer.agreement.rank, structures), request) for request in requests]
@@ -228,18 +253,30 @@ def _new_plan(trainer: Trainer, structures: StructureCache) -> SavePlan:
         ),
         on_gpu=_on_gpu(tensors),
         on_host=_on_host(request for _, request in plans),
+        weights=weights,
     )
 
 
-def _write_requests(trainer: Trainer) -> list[WriteRequest]:
+def _weights_to_save(trainer: Trainer, on: str | None = None) -> MainWeights:
+    if not saves_model(trainer):
+        return NO_WEIGHTS
+    return weights_to_save(trainer.chunks, trainer.optimizer, on)
+
+
+def saves_model(trainer: Trainer) -> bool:
+    """Returns True if a save writes the model's files, from which a HuggingFace model is made, too."""
+    return not {"model", "hf_model"}.isdisjoint(trainer.config.save_contents)
+
+
+def _write_requests(trainer: Trainer, weights: MainWeights) -> list[WriteRequest]:
     """Lists the files that this rank writes completely or in part."""
     contents = trainer.config.save_contents
     model = model_shards(trainer.chunks)
     requests: list[WriteRequest] = []
-    # The HuggingFace model is made from the files of the model.
-    if "model" in contents or "hf_model" in contents:
+    if saves_model(trainer):
         skip_frozen = trainer.config.skip_frozen
-        requests += _model_requests(trainer, [shard for shard in model if not (skip_frozen and shard.is_frozen)])
+        saved = [shard for shard in model if not (skip_frozen and shard.is_frozen)]
+        requests += _model_requests(trainer, [_with_weight(shard, weights) for shard in saved])
     if "optimizer" in contents:
         requests += _optimizer_requests(trainer, model)
     return requests
@@ -255,7 +292,8 @@ def estimated_bytes(trainer: Trainer) -> int:
     """
     parts = [] if trainer.optimizer is None else optimizer_parts(trainer.optimizer)
     to_come = max((part.bytes_of_first_step() for part in parts), default=0)
-    total = sum(_estimated_request_bytes(request, to_come) for request in _write_requests(trainer))
+    requests = _write_requests(trainer, _weights_to_save(trainer, on="meta"))
+    total = sum(_estimated_request_bytes(request, to_come) for request in requests)
     return total + total // _HEADERS_PART
 
 
@@ -285,6 +323,16 @@ def _refuse_other_devices(request: WriteRequest) -> None:
             raise UnsupportedError(
                 f"tensor {write.key} is on device {write.tensor.device}: only CPU and CUDA are supported"
             )
+
+
+def _with_weight(shard: LocalShard, weights: MainWeights) -> LocalShard:
+    """Returns the shard with the weight that is made from its main parameter, if it needs one."""
+    weight = weights.by_parameter.get(id(shard.tensor))
+    if weight is not None:
+        return replace(shard, tensor=weight)
+    if shard.is_quantized:
+        raise without_main(shard.key.name)
+    return shard
 
 
 def _model_requests(trainer: Trainer, model: Iterable[LocalShard]) -> Iterator[WriteRequest]:

@@ -31,9 +31,10 @@ from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import HostImages, ReservedImages
 from mcore_ckpt.save.new_manifest import build_manifest, read_common
-from mcore_ckpt.save.plan import SavePlan, SavePlanner
+from mcore_ckpt.save.plan import SavePlan, SavePlanner, saves_model
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
 from mcore_ckpt.save.save_report import SaveReport
+from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
@@ -138,20 +139,22 @@ class Save:
         """
         self._attempt = attempt
         try:
-            sync_parameters(self._trainer.chunks)
-            if self._plan.on_host and torch.cuda.is_available():
+            if (self._plan.on_host or self._plan.weights.buckets) and torch.cuda.is_available():
                 # verl (0.9.1, `offload_megatron_optimizer`) and megatron's `offload_to_cpu` do not wait for their
                 # copies, so a copy to the host memory that is read now may still be under way.
                 torch.cuda.synchronize()
+            self._complete_weights()
             self._times["planned"] = time.perf_counter()
             self._capture = self._captured()
             self._times["captured"] = time.perf_counter()
             if self._is_async and len(self._images.files) < len(self._plan.files):
                 self._start_writing(attempt.staging).wait_for_sources()
             if self._has_images:
-                self._plan = replace(self._plan, tensors=())  # the trainer may offload them now
+                # The trainer may offload its tensors now, and needs the memory of weights made from main parameters.
+                self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS)
         except Exception as error:
             self._capture = error
+            self._plan = replace(self._plan, weights=NO_WEIGHTS)
         self._times["begun"] = time.perf_counter()
 
     def finish(self, stall_s: float | None = None) -> SaveReport:
@@ -222,6 +225,13 @@ class Save:
         return (0 if self._writer is None else self._writer.progress()), self._nbytes
 
     # -- capture --------------------------------------------------------------------------------------------
+
+    def _complete_weights(self) -> None:
+        """Gathers the weights that this rank has only in part, if they are saved. All ranks call it together."""
+        chunks, weights = self._trainer.chunks, self._plan.weights
+        if saves_model(self._trainer):
+            sync_parameters([each for each in chunks if is_gathered_by_megatron(each)] if weights.buckets else chunks)
+            weights.fill()
 
     def _reserve_images(self) -> ReservedImages:
         if not self._has_images:

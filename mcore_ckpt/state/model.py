@@ -6,7 +6,7 @@ The regions come from megatron's own `sharded_state_dict`, and the names from th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,13 @@ from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
 from mcore_ckpt.ranks.process_groups import ProcessGroups, find_process_groups
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
+from mcore_ckpt.sharding.adapters import is_adapter, is_magnitude, permuted_in_bridge
 from mcore_ckpt.sharding.counterparts import Layers, layers_of
-from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, is_expert
+from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of, is_expert
 from mcore_ckpt.sharding.pipeline import StageLayers
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, ShardKey
 from mcore_ckpt.sharding.regions import Piece, Region
+from mcore_ckpt.sharding.towers import LANGUAGE_MODEL, in_tower, split_language_model
 from mcore_ckpt.state.shards import LocalShard
 
 EXTRA_STATE = "_extra_state"
@@ -33,6 +35,15 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
+
+
+def language_model_of(module: Any) -> Any:
+    """Returns the language model inside an unwrapped vision-language model, and any other module itself.
+
+    Megatron-Bridge and mbridge build a module that has a `vision_model` (or `visual`) and a `language_model`.
+    """
+    inner = getattr(module, "language_model", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def as_chunks(model: Any) -> tuple[torch.nn.Module, ...]:
@@ -58,7 +69,13 @@ def process_groups_of(model: Any) -> ProcessGroups | None:
         InvalidStateError: the model has no `pg_collection`, and megatron's `parallel_state` is not initialized.
         UnsupportedError: the model's `pg_collection` lacks a group.
     """
-    return find_process_groups(unwrap(as_chunks(model)[0]))
+    return _groups_of(unwrap(as_chunks(model)[0]))
+
+
+def _groups_of(module: torch.nn.Module) -> ProcessGroups | None:
+    # Megatron-Bridge's Qwen25VLModel keeps the collection in the language model alone.
+    has_own = getattr(module, "pg_collection", None) is not None
+    return find_process_groups(module if has_own else language_model_of(module))
 
 
 def sync_parameters(chunks: Sequence[torch.nn.Module]) -> None:
@@ -122,7 +139,7 @@ def chunk_layers(chunk: torch.nn.Module) -> StageLayers:
     """Reads which layers a chunk holds. The chunk can be bare or wrapped."""
     numbers = chunk_names(unwrap(chunk)).layers
     decoder, mtp = (
-        tuple(sorted(layer.number for layer in numbers if layer.list_name == name))
+        tuple(sorted(layer.number for layer in numbers if split_language_model(layer.list_name)[1] == name))
         for name in ("decoder.layers", "mtp.layers")
     )
     return StageLayers(decoder, mtp)
@@ -132,13 +149,15 @@ def chunk_names(module: torch.nn.Module) -> ChunkNames:
     """Reads, from the modules of an unwrapped chunk, the numbers that make the names of its tensors global.
 
     `layer_number` starts at 1 and counts over the whole model, however megatron splits the layers. The position in the
-    ModuleList starts at 0 in each chunk.
+    ModuleList starts at 0 in each chunk. The layers of a vision tower keep their positions, because the pipeline does
+    not cut them.
     """
     layers, experts = [], []
     for path, child in module.named_modules():
         list_name, _, position = path.rpartition(".")
         number = getattr(child, "layer_number", None)
-        if list_name.split(".")[-1] == "layers" and position.isdigit() and isinstance(number, int):
+        is_in_list = list_name.split(".")[-1] == "layers" and position.isdigit() and not in_tower(path)
+        if is_in_list and isinstance(number, int):
             layers.append(LayerNumber(list_name, int(position), number - 1))
         count = getattr(child, "num_local_experts", None)
         if path.endswith(".experts") and isinstance(count, int):
@@ -157,7 +176,7 @@ def own_layers(shards: Sequence[LocalShard], coordinates: RankCoordinates) -> Re
     names = [shard.key.name for shard in shards if not shard.is_buffer and not shard.replica]
     return {
         "layers": list(layers_of(shard.key.name for shard in shards).items()),
-        "others": [name for name in names if not _IN_LAYER.search(name)],
+        "others": [name for name in names if in_tower(name) or not _IN_LAYER.search(name)],
     }
 
 
@@ -199,7 +218,40 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
             owner = owners[local_name.removesuffix(EXTRA_STATE).rstrip(".")]
             yield _opaque_shard(names.to_global(local_name), value, _below_adapter(owner))
         else:
-            yield _tensor_shard(names.to_global(local_name), value, sharded.get(local_name))
+            shard = _tensor_shard(names.to_global(local_name), value, sharded.get(local_name))
+            yield _in_order_of_weight(shard, sharded, local_name)
+
+
+def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_name: str) -> LocalShard:
+    """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
+
+    The region that Megatron-Bridge gives it is another one where Bridge permutes rows (see `permuted_in_bridge`).
+    """
+    if is_magnitude(local_name):
+        return _with_rows_of_weight(shard, sharded, local_name.partition(".adapter.")[0] + ".weight")
+    if permuted_in_bridge(local_name) == "component":  # rows of the gate, or of up, alone: cut into equal parts
+        (first, *_), shape = shard.region.pieces, shard.region.local_shape
+        start = 2 * first.global_offset[0] if len(shard.region.pieces) > 1 else first.global_offset[0]
+        piece = Piece((0, 0), shape, (start, 0))
+        return replace(shard, region=Region(shard.region.global_shape, shape, (piece,), shard.region.flat))
+    return shard
+
+
+def _with_rows_of_weight(shard: LocalShard, sharded: Mapping[str, Any], weight: str) -> LocalShard:
+    """Returns the shard of a magnitude, which has one element for each row of the weight.
+
+    Raises:
+        UnsupportedError: tensor parallelism cuts the weight's columns. Megatron-Bridge (0.6) takes the length of a
+            rank's part of a row for that of the row, so each rank has other magnitudes.
+    """
+    rows = _region(weight, sharded[weight].data, sharded[weight])
+    if rows.local_shape[1:] != rows.global_shape[1:]:
+        raise UnsupportedError(
+            f"tensor {shard.key}: DoRA of a row-parallel layer has other magnitudes on each tensor-parallel rank "
+            "(Megatron-Bridge): leave linear_proj and linear_fc2 out of target_modules, or use TP = 1"
+        )
+    pieces = tuple(Piece(p.local_offset[:1], p.shape[:1], p.global_offset[:1]) for p in rows.pieces)
+    return replace(shard, region=Region(rows.global_shape[:1], rows.local_shape[:1], pieces, (0, rows.local_shape[0])))
 
 
 def _below_adapter(owner: torch.nn.Module) -> torch.nn.Module:
@@ -222,7 +274,7 @@ def sharded_state_dict(module: torch.nn.Module, **flags: Any) -> dict[str, Any]:
     Raises:
         UnsupportedError: megatron's own function fails.
     """
-    groups = find_process_groups(module)
+    groups = _groups_of(module)
     # Without this group megatron asks parallel_state, which may be uninitialized (ensure_metadata_has_dp_cp_group).
     metadata = {**flags, **({} if groups is None else {"dp_cp_group": groups.dp_cp})}
     if groups is not None:
@@ -264,14 +316,17 @@ def _of_tied_model(module: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     """
     from megatron.core.transformer.module import MegatronModule
 
-    if module.pre_process or not module.share_embeddings_and_output_weights:
+    inner = language_model_of(module)
+    prefix = "" if inner is module else LANGUAGE_MODEL
+    if inner.pre_process or not inner.share_embeddings_and_output_weights:
         raise AssertionError("there is no copy of the embedding")
-    found: dict[str, Any] = MegatronModule.sharded_state_dict(module, metadata=metadata)
-    found.pop("output_layer._extra_state", None)
-    for name in (_EMBEDDING, "output_layer.weight"):
+    found: dict[str, Any] = MegatronModule.sharded_state_dict(inner, prefix=prefix, metadata=metadata)
+    found.pop(f"{prefix}output_layer._extra_state", None)
+    first = prefix + _EMBEDDING
+    for name in (first, f"{prefix}output_layer.weight"):
         if name in found:
             replica = (1, *found[name].replica_id[1:])
-            found[name] = replace(found[name], key=_EMBEDDING, replica_id=replica, allow_shape_mismatch=True)
+            found[name] = replace(found[name], key=first, replica_id=replica, allow_shape_mismatch=True)
     return found
 
 
@@ -320,7 +375,22 @@ def _tensor_shard(name: str, tensor: torch.Tensor, sharded: Any) -> LocalShard:
     # ShardedTensor.
     key = ShardKey(sharded.key if replica else name, MODEL)
     is_buffer = not isinstance(tensor, torch.nn.Parameter)
-    return LocalShard(key, _region(name, tensor, sharded), tensor, is_expert(name), replica, is_buffer)
+    region = _region(name, tensor, sharded)
+    is_grouped = is_adapter(name) and is_expert(name) and expert_of(name) is None
+    of_all_experts = is_grouped and (_is_shared_by_experts(sharded) or len(region.global_shape) == 3)
+    return LocalShard(key, region, tensor, is_expert(name), replica, is_buffer, of_all_experts)
+
+
+def _is_shared_by_experts(sharded: Any) -> bool:
+    """Returns True for an adapter that all experts share, which Megatron-Bridge (0.6) keeps equal on all ranks.
+
+    Bridge's factory (`_apply_expert_axis_factory`) lists the same tensor once for each expert of the rank.
+    """
+    build = getattr(sharded, "build_fn", None)
+    if build is None:
+        return False
+    parts = _flatten(build(sharded.key, sharded.data, sharded.replica_id, None))
+    return bool(parts[0].prepend_axis_num)
 
 
 def _region(name: str, tensor: torch.Tensor, sharded: Any) -> Region:
@@ -340,7 +410,7 @@ def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
     weight. Parts that have keys of their own (Mamba's in_proj) are placed one after the other along the first axis.
     """
     parts_by_axis = [
-        _flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None))
+        _of_first_expert(_flatten(factory.build_fn(factory.key, _positions(shape, axis), factory.replica_id, None)))
         for axis in range(len(shape))
     ]
     pieces: list[Piece] = []
@@ -366,6 +436,12 @@ def _factory_region(name: str, shape: tuple[int, ...], factory: Any) -> Region:
     except ValueError as error:
         raise UnsupportedError(f"tensor {name}: its ShardedTensorFactory is not understood: {error}") from None
     return region
+
+
+def _of_first_expert(parts: list[Any]) -> list[Any]:
+    """Returns the parts that a factory places along prepended axes where it places the first part."""
+    axes = parts[0].prepend_axis_num
+    return [part for part in parts if part.global_offset[:axes] == parts[0].global_offset[:axes]]
 
 
 def _positions(shape: tuple[int, ...], axis: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.quantized import is_quantized
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,8 @@ class LocalShard:
         replica: whether another pipeline stage holds the same global tensor (tied embeddings) and writes it.
         is_buffer: whether the tensor is neither a parameter nor optimizer state. Such a tensor can change at any point
             of a training step.
+        of_all_experts: whether the tensor belongs to all experts of this rank (an adapter of grouped experts), and
+            either has another region on each expert-parallel rank or is equal on all of them.
         refresh: for an `_extra_state`, of which `tensor` is only a copy: the function that reads the state again. It
             returns None if the state no longer exists.
         restore: for an `_extra_state`, on which copying into `tensor` has no effect: the function that sets the loaded
@@ -35,6 +38,7 @@ class LocalShard:
     expert: bool = False
     replica: bool = False
     is_buffer: bool = False
+    of_all_experts: bool = False
     refresh: Callable[[], torch.Tensor | None] | None = None
     restore: Callable[[torch.Tensor], None] | None = None
 
@@ -42,6 +46,11 @@ class LocalShard:
     def is_frozen(self) -> bool:
         """True if this is a parameter that does not train."""
         return not self.is_buffer and not self.tensor.requires_grad
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if this is a parameter in 8 or 4 bits."""
+        return not self.is_buffer and is_quantized(self.tensor)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.checkpoint.manifest import StageRecord
+from mcore_ckpt.checkpoint.manifest import AdapterSettings, StageRecord
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.ranks.rounds import Agreement
 from mcore_ckpt.ranks.topology import RankCoordinates, Replicas, Topology
@@ -32,6 +32,7 @@ class Trainer:
         stages: the layers of this rank's virtual pipeline stages.
         first_instance: whether this rank belongs to distributed-optimizer instance 0.
         layers: what the layers of the whole model consist of. Empty until all ranks have told.
+        adapters: the settings of the model's low-rank adapters. None if it has none, and until all ranks have told.
         vocab_size: how many tokens the vocabulary has without padding. None if it is unknown.
         agreement: connects this rank with the other ranks of the role, for rounds on the trainer's own thread.
     """
@@ -52,3 +53,4 @@ class Trainer:
     vocab_size: int | None
     agreement: Agreement
     layers: Layers = field(default_factory=dict)
+    adapters: AdapterSettings | None = None

@@ -14,9 +14,11 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.counterparts import Layers, decoder_layers
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
-from mcore_ckpt.state.model import unwrap
+from mcore_ckpt.state.model import language_model_of, unwrap
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.kinds import KINDS, find_kind
+from mcore_ckpt.state.optimizers.part import OptimizerPart
+from mcore_ckpt.state.quantized import has_quantized, is_quantized
 from mcore_ckpt.state.shards import LocalShard
 
 # Classes are recognized by name, because importing them needs packages that may be absent (transformer-engine,
@@ -40,7 +42,6 @@ _GTP_SIZES = ("get_gtp_weight_remat_world_size", "get_expert_gtp_weight_remat_wo
 # The groups that all modules of a model must share. Context parallelism divides no tensor, and attention may change its
 # group from batch to batch.
 _GROUPS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp")
-_FP8_PARAMETERS = ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor", "QuantizedTensor")
 
 
 def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessGroups | None = None) -> None:
@@ -59,12 +60,6 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
             _refuse_inference_copies(chunk, path, module)
         for name, parameter in chunk.named_parameters():
-            # TE's quantized tensors are subclasses of Tensor, and a Parameter made from such a tensor keeps its class.
-            kinds = {cls.__name__ for tensor in (parameter, parameter.data) for cls in type(tensor).__mro__}
-            if kinds & set(_FP8_PARAMETERS):
-                raise UnsupportedError(
-                    f"parameter {name} is not supported: FP8 parameters; keep the parameters in bf16"
-                )
             if hasattr(parameter, "_local_tensor"):
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
     _refuse_other_groups(chunks, groups)
@@ -176,10 +171,13 @@ def refuse_unsupported_experts(topology: Topology, model: Sequence[LocalShard]) 
                     "0.19"
                 )
     for shard in model if topology.ep > 1 else ():
-        if shard.expert and shard.key.kind == MODEL and expert_of(shard.key.name) is None:
+        if shard.key.kind != MODEL or not shard.expert or shard.of_all_experts:
+            continue
+        if expert_of(shard.key.name) is None:
             raise UnsupportedError(
                 f"tensor {shard.key} does not belong to one expert: with expert parallelism, each rank has a different "
-                "tensor under this name; keep adapters out of grouped experts, or use EP = 1"
+                "tensor under this name; for adapters of grouped experts, use a Megatron-Bridge that keeps them alike "
+                "(0.6), or share_expert_adapters=False, or EP = 1"
             )
 
 
@@ -213,7 +211,7 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
         chunks: the model's chunks on this rank.
         layers: the layers that all ranks have together.
     """
-    pattern = getattr(unwrap(chunks[0]), "hybrid_layer_pattern", None)
+    pattern = getattr(language_model_of(unwrap(chunks[0])), "hybrid_layer_pattern", None)
     if not isinstance(pattern, str):
         return
     segments = pattern.partition("/")[0].split("|")
@@ -226,10 +224,23 @@ def refuse_missing_layers(chunks: Sequence[torch.nn.Module], layers: Layers) -> 
         )
 
 
-def refuse_unsupported_optimizer(optimizer: Any) -> None:
-    """Raises UnsupportedError unless this package can save the whole state of every part of the optimizer."""
+def refuse_unsupported_optimizer(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    """Raises UnsupportedError unless this package can save the whole state of every part of the optimizer of a model.
+
+    Args:
+        optimizer: megatron's optimizer.
+        chunks: the model's chunks on this rank.
+    """
     for part in optimizer_parts(optimizer):
         _refuse_part(part.megatron, part.is_of_owner)
+    refuse_quantized_without_mains(optimizer, chunks)
+
+
+def refuse_quantized_without_mains(optimizer: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    """Raises UnsupportedError for quantized weights whose main parameters cannot be taken, or cannot be put back."""
+    for part in optimizer_parts(optimizer) if has_quantized(chunks) else ():
+        if any(is_quantized(each.parameter) for each in part.mains()):
+            _refuse_quantized(part)
 
 
 def _refuse_part(part: Any, is_of_owner: bool) -> None:
@@ -273,6 +284,23 @@ def _refuse_part(part: Any, is_of_owner: bool) -> None:
         raise UnsupportedError(
             f"optimizer is not supported: use_precision_aware_optimizer with {type(inner).__name__}, whose form of "
             "state is not known; use transformer-engine's FusedAdam (1.13 or newer)"
+        )
+
+
+def _refuse_quantized(part: OptimizerPart) -> None:
+    if not part.is_distributed:
+        raise UnsupportedError(
+            f"quantized weights are not supported in optimizer {type(part.megatron).__name__}: use DistributedOptimizer"
+        )
+    if part.has_model_ranges:
+        # What updates the weights then alone writes their bytes and scales, and only in a step.
+        config = part.megatron.config
+        settings = ("fp8_recipe", "optimizer_cpu_offload", "main_params_dtype")
+        given = ", ".join(f"{name}={getattr(config, name, None)}" for name in settings)
+        raise UnsupportedError(
+            "quantized weights are not supported where use_precision_aware_optimizer leaves their main parameters to "
+            f"{type(part.inner).__name__} ({given}): turn it off, or use an fp8_recipe other than delayed, no "
+            "offload, and main parameters of fp32, with which megatron keeps them"
         )
 
 

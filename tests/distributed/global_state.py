@@ -12,10 +12,12 @@ from training import Step, Training
 from mcore_ckpt.formats.native.coded import decoded
 from mcore_ckpt.sharding.plan import OPAQUE
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.state.main_weights import is_gathered_by_megatron
 from mcore_ckpt.state.model import model_shards, sync_parameters, unwrap
 from mcore_ckpt.state.optimizer import read_optimizer
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import read_step
+from mcore_ckpt.state.quantized import is_quantized
 from mcore_ckpt.state.shards import ParameterState
 
 # By element size: numpy has no bfloat16.
@@ -29,7 +31,7 @@ def global_state(training: Training) -> GlobalState:
 
     Fails if two ranks have different bits for the same element.
     """
-    sync_parameters(training.model)
+    sync_parameters([chunk for chunk in training.model if is_gathered_by_megatron(chunk)])
     # Torch pickles and indexes many small tensors several times more slowly than numpy.
     local = [(name, region, values.dtype, _bits(values).numpy()) for name, region, values in _local(training)]
     tensors: GlobalState = {}
@@ -73,8 +75,11 @@ def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def _local(training: Training) -> Iterator[tuple[str, Region, torch.Tensor]]:
     model, unused = model_shards(training.model), _unused(training)
+    stale = {id(each) for chunk in training.model if not is_gathered_by_megatron(chunk) for each in chunk.parameters()}
     for shard in model:
-        if shard.key.kind != OPAQUE and not _is_in(shard.tensor, unused):
+        # Quantized weights have scales of each rank's part, and follow from their main parameters.
+        follows = is_quantized(shard.tensor) or id(shard.tensor) in stale
+        if shard.key.kind != OPAQUE and not follows and not _is_in(shard.tensor, unused):
             yield f"{shard.key.name} model", shard.region, shard.tensor.detach()
     for states in read_optimizer(training.optimizer, model, first_instance=True):
         for state in (state for state in states if not _is_in(state.main, unused)):

@@ -4,6 +4,7 @@ import inspect
 from importlib.util import find_spec
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from training import Layout
 
 # Whether megatron keeps the replicas of experts alike where ETP ≠ TP and EP = 1, as it does since 0.19. See
@@ -11,6 +12,8 @@ from training import Layout
 REDUCES_EXPERTS_APART = "use_expert_pgs" in inspect.getsource(ColumnParallelLinear)
 
 HAS_HYBRID = find_spec("megatron.core.models.hybrid") is not None
+# Whether the indexer of sparse attention computes what DeepSeek's does, as it does since 0.19.
+HAS_SPARSE = "dsa_indexer_rope_interleaved" in TransformerConfig.__dataclass_fields__
 
 LAYOUTS: dict[str, Layout] = {
     # one rank
@@ -40,7 +43,14 @@ LAYOUTS: dict[str, Layout] = {
     "ep2-replicated": Layout(2, experts=4, ep=2, precision="bf16", distributed_optimizer=False),
     "tp2": Layout(2, tp=2),
     "pp2-mtp": Layout(2, pp=2, mtp_layers=1),
+    "tower-tp2": Layout(2, tp=2, tower="transformers"),
+    "tower-megatron-tp2": Layout(2, tp=2, tower="megatron", precision="bf16"),
+    "tower-pp2-tied": Layout(2, pp=2, tower="transformers", tied_embeddings=True, precision="bf16"),
+    "tower-tp2-frozen": Layout(2, tp=2, tower="transformers", frozen=r"visual\."),
+    "tower-pp2-vpp2": Layout(2, pp=2, vpp=2, tower="megatron", num_layers=4),
     # four ranks: mostly ways to cut a model
+    "tower-tp2-pp2": Layout(4, tp=2, pp=2, tower="megatron"),
+    "tower-ep2-dp4": Layout(4, experts=4, ep=2, tower="transformers"),
     "tp2-pp2": Layout(4, tp=2, pp=2),
     "pp2-vpp2-dp2": Layout(4, pp=2, vpp=2, num_layers=4),
     "dp4-buckets": Layout(4, bucket_size=5000, overlap_grad_reduce=True),

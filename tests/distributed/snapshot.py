@@ -9,7 +9,10 @@ import torch
 from agreement import everywhere
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from quantized import QuantizedTensor
 from training import Training
+
+from mcore_ckpt.state.quantized import is_quantized
 
 Snapshot = dict[str, Any]
 
@@ -19,11 +22,22 @@ GARBAGE = 77
 
 def snapshot(training: Training) -> Snapshot:
     """Copies of parameters, persistent buffers, optimizer, gradient scaler, scheduler and generators."""
-    if training.layout.overlap_param_gather:
-        # step() leaves the shards of other ranks stale until the next forward's hooks gather them.
+    entries: Snapshot = {}
+    # step() leaves the shards of other ranks stale until the next forward's hooks gather them.
+    is_stale = training.layout.overlap_param_gather
+    if is_stale and not training.layout.quantized:
         for chunk in training.model:
             chunk.start_param_sync(force_sync=True)
-    entries: Snapshot = {name: tensor.detach().clone() for name, tensor in _model_tensors(training)}
+        is_stale = False
+    for name, tensor in _model_tensors(training):
+        if is_stale and tensor.requires_grad:
+            continue  # to gather quantized weights would take more; the main parameters are compared
+        if isinstance(tensor, QuantizedTensor):
+            entries |= {f"{name}.{part}": value for part, value in tensor.parts().items()}
+        elif is_quantized(tensor):  # transformer-engine's own, on a GPU
+            entries[name] = tensor.dequantize()
+        else:
+            entries[name] = tensor.detach().clone()
     for index, optimizer in enumerate(chained(training.optimizer)):
         entries |= _optimizer_entries(f"optimizer{index}", optimizer)
     entries |= {f"scheduler.{field}": repr(value) for field, value in training.scheduler.state_dict().items()}
@@ -135,7 +149,10 @@ def _copy(value: Any) -> Any:
 
 @torch.no_grad()
 def _spoil(tensor: torch.Tensor) -> None:
-    tensor.data.fill_(float("nan") if tensor.is_floating_point() else GARBAGE)
+    if is_quantized(tensor):
+        tensor.data.copy_(torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=tensor.device))
+    else:
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else GARBAGE)
 
 
 def _spoil_fields(group: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ import torch
 from agreement import everywhere
 from checkpointing import manager_of, save
 from global_state import assert_same_state, global_state
-from snapshot import poison
-from training import Layout, Training, build, parallel, train
+from resuming import loaded
+from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.state.optimizers import chain, kinds
@@ -66,16 +66,6 @@ def add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(chain._PARTS, "velocities", HeavyBallPart)
 
 
-def loaded(layout: Layout, root: Path) -> Training:
-    training = build(layout, seed=2)
-    train(training, 0, 1)
-    poison(training)
-    manager = manager_of(training, root)
-    manager.load()
-    manager.close()
-    return training
-
-
 @pytest.mark.world(2)
 @pytest.mark.usefixtures("heavy_ball")
 def test_it_is_refused_until_it_is_added_and_then_goes_on(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +77,7 @@ def test_it_is_refused_until_it_is_added_and_then_goes_on(shared_path: Path, mon
         train(first, 0, 2)
         save(first, shared_path, 2)
         state, reference = global_state(first), train(first, 2, 4)
-        second = loaded(LAYOUT, shared_path)
+        second, _ = loaded(LAYOUT, shared_path)
         found, resumed = global_state(second), train(second, 2, 4)
         with everywhere():
             assert_same_state(found, state)
@@ -95,7 +85,7 @@ def test_it_is_refused_until_it_is_added_and_then_goes_on(shared_path: Path, mon
             assert resumed == reference
     other = replace(LAYOUT, tp=2)
     with parallel(other):
-        found = global_state(loaded(other, shared_path))
+        found = global_state(loaded(other, shared_path)[0])
         with everywhere():
             assert_same_state(found, state)
 
@@ -119,7 +109,7 @@ def test_a_derived_optimizer_may_keep_more(shared_path: Path, monkeypatch: pytes
         train(first, 0, 2)
         save(first, shared_path, 2)
         state, reference = global_state(first), train(first, 2, 4)
-        second = loaded(LAYOUT, shared_path)
+        second, _ = loaded(LAYOUT, shared_path)
         found, resumed = global_state(second), train(second, 2, 4)
         with everywhere():
             assert any(name.endswith(" slow") for name in state)

@@ -3,7 +3,6 @@
 import inspect
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import emerging
 import megatron.core.optimizer
@@ -11,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement import everywhere
-from checkpointing import files_of, manager_of, save
-from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from checkpointing import manager_of, save
+from global_state import assert_same_state, global_state, loss_and_norm
 from megatron.core.optimizer import OptimizerConfig
+from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, saved_by_megatron, trained
 from snapshot import assert_same, poison, snapshot
 from tiers import marks
-from training import Layout, Training, build, parallel, train
+from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
@@ -27,7 +27,6 @@ from mcore_ckpt.tools.reshard.target import WantedLayout
 pytestmark = pytest.mark.skipif(not emerging.INSTALLED, reason="emerging-optimizers is not installed")
 
 FULL = pytest.mark.full
-SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
 MUON = Layout(2, precision="bf16", optimizer="muon", distributed_optimizer=False)
 LAYOUTS = {
     "plain": MUON,
@@ -75,23 +74,7 @@ def exists(layout: Layout) -> bool:
 def test_a_killed_training_goes_on_bit_for_bit(layout: Layout, steps: int, shared_path: Path) -> None:
     if not exists(layout):
         pytest.skip("this megatron-core does not have it")
-    with parallel(layout):
-        first = build(layout, seed=1)
-        train(first, 0, steps)
-        save(first, shared_path, steps)
-        at_save = snapshot(first)
-        reference = train(first, steps, steps + 3)
-        second = build(layout, seed=2)
-        train(second, 0, 1)
-        poison(second)
-        manager = manager_of(second, shared_path)
-        manager.load()
-        manager.close()
-        loaded = snapshot(second)
-        resumed = train(second, steps, steps + 3)
-        with everywhere():
-            assert_same(loaded, at_save)
-            assert resumed == reference
+    assert_goes_on(layout, steps, shared_path)
 
 
 # -- to and from other settings and layouts ----------------------------------------------------------------
@@ -99,26 +82,6 @@ def test_a_killed_training_goes_on_bit_for_bit(layout: Layout, steps: int, share
 OWNERS = replace(MUON, layer_wise="owners", **SIZES)
 PLAIN = replace(MUON, **SIZES)
 ADAM = Layout(2, precision="bf16", **SIZES)
-
-
-def trained(layout: Layout, root: Path) -> tuple[GlobalState, list[float]]:
-    """What a training saves, and what its next step shows."""
-    with parallel(layout):
-        training = build(layout, seed=1)
-        train(training, 0, 2)
-        state = global_state(training)
-        save(training, root, 2)
-        return state, loss_and_norm(train(training, 2, 3)[0])
-
-
-def loaded(layout: Layout, root: Path, **config: Any) -> tuple[Training, tuple[str, ...]]:
-    training = build(layout, seed=2)
-    train(training, 0, 1)
-    poison(training)
-    manager = manager_of(training, root, **config)
-    report = manager.load().report
-    manager.close()
-    return training, report.new_moments
 
 
 @pytest.mark.world(2)
@@ -150,11 +113,11 @@ def test_other_owners_and_layouts_have_the_same_state(saved: Layout, wanted: Lay
         pytest.skip("this megatron-core does not have it")
     state, step = trained(saved, shared_path)
     with parallel(wanted):
-        training, anew = loaded(wanted, shared_path)
+        training, report = loaded(wanted, shared_path)
         found = global_state(training)
         next_step = loss_and_norm(train(training, 2, 3)[0])
         with everywhere():
-            assert not anew
+            assert not report.new_moments
             assert_same_state(found, state)
             # Muon orthogonalizes what a rank has of a gradient.
             assert next_step == pytest.approx(step, rel=5e-2)
@@ -163,15 +126,7 @@ def test_other_owners_and_layouts_have_the_same_state(saved: Layout, wanted: Lay
 @pytest.mark.world(2)
 def test_a_chain_of_owners_returns_the_same_bytes(shared_path: Path) -> None:
     chain = [PLAIN, replace(OWNERS, tp=2), replace(OWNERS, pp=2), OWNERS, PLAIN]
-    trained(PLAIN, shared_path / "0")
-    for number, layout in enumerate(chain[1:]):
-        with parallel(layout):
-            training, _ = loaded(layout, shared_path / str(number))
-            save(training, shared_path / str(number + 1), 2)
-    with everywhere():
-        one, last = (files_of(shared_path / name / "global_steps_2" / "actor") for name in ("0", "4"))
-        differing = [path for path in one if one[path] != last[path]]
-        assert all(path.startswith(("rng_states/", "extra_state/")) for path in differing), differing
+    assert_chain_returns_the_same_bytes(chain, shared_path)
 
 
 @pytest.mark.world(2)
@@ -294,11 +249,65 @@ def test_other_moments_are_refused_or_start_anew(
         with everywhere():
             assert "reset_moments=True" in str(refused.value)
             assert_same(after, before)
-        training, said = loaded(wanted, shared_path, reset_moments=True)
+        training, report = loaded(wanted, shared_path, reset_moments=True)
         found = global_state(training)
         train(training, 2, 3)
         save(training, shared_path / "again", 3)
         with everywhere():
-            assert set(said) == anew
+            assert set(report.new_moments) == anew
             for key in (key for key in state if key.endswith((" model", " param"))):
                 assert torch.equal(found[key], state[key]), key
+
+
+# -- megatron's own checkpoints ----------------------------------------------------------------------------
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        pytest.param(PLAIN, replace(OWNERS, tp=2), id="plain-to-owners-tp2"),
+        pytest.param(OWNERS, PLAIN, id="owners-to-plain", marks=FULL),
+        pytest.param(replace(OWNERS, layer_wise="layout"), replace(OWNERS, pp=2), id="layout-to-owners-pp2"),
+        pytest.param(replace(PLAIN, precision="fp32"), replace(PLAIN, precision="fp32", tp=2), id="fp32", marks=FULL),
+        pytest.param(replace(PLAIN, experts=4), replace(OWNERS, experts=4, ep=2), id="plain-to-ep2", marks=FULL),
+        pytest.param(replace(PLAIN, scalar_optimizer="lion"), replace(OWNERS, scalar_optimizer="lion"), id="lion"),
+        pytest.param(replace(ADAM, distributed_optimizer=False), replace(ADAM, tp=2), id="replicated-to-distributed"),
+        pytest.param(ADAM, replace(ADAM, distributed_optimizer=False), id="distributed-to-replicated", marks=FULL),
+    ],
+)
+def test_megatrons_own_checkpoints_are_read(saved: Layout, wanted: Layout, shared_path: Path) -> None:
+    if not (exists(saved) and exists(wanted)):
+        pytest.skip("this megatron-core does not have it")
+    with parallel(saved):
+        first = saved_by_megatron(saved, shared_path, "fully_reshardable")
+        state = global_state(first)
+        step = loss_and_norm(train(first, 2, 3)[0])
+    with parallel(wanted):
+        training = build(wanted, seed=2)
+        train(training, 0, 1)
+        poison(training)
+        manager = manager_of(training, shared_path / "unused", load_contents=("model", "optimizer"))
+        manager.load(path=shared_path)
+        manager.close()
+        found = global_state(training)
+        next_step = loss_and_norm(train(training, 2, 3)[0])
+        with everywhere():
+            assert_same_state(found, state)
+            assert next_step == pytest.approx(step, rel=5e-2)
+
+
+@pytest.mark.world(2)
+def test_megatrons_checkpoint_of_another_kind_is_refused(shared_path: Path) -> None:
+    with parallel(PLAIN):
+        saved_by_megatron(PLAIN, shared_path, "fully_reshardable", steps=1)
+    with parallel(ADAM):
+        training = build(ADAM, seed=2)
+        before = snapshot(training)
+        manager = manager_of(training, shared_path / "unused", load_contents=("model", "optimizer"))
+        with pytest.raises(CheckpointMismatchError, match=r"optimizer\.state\.exp_avg"):
+            manager.load(path=shared_path)
+        manager.close()
+        after = snapshot(training)
+        with everywhere():
+            assert_same(after, before)

@@ -5,26 +5,24 @@ The device is simulated (tests/support/simulated_device.py).
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from agreement import everywhere
 from checkpointing import files_of, manager_of, save
-from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from global_state import assert_same_state, global_state, loss_and_norm
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from simulated_device import is_on_host, simulated_device
+from resuming import SIZES, assert_goes_on, loaded, loaded_from, saved_by_megatron
+from simulated_device import is_on_host
 from snapshot import assert_same, chained, poison, snapshot
 from tiers import marks
-from training import Layout, Step, Training, build, parallel, train
+from training import Layout, Training, build, parallel, train
 
 from mcore_ckpt.state.optimizers.hybrid_device import HybridDevicePart
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 
 DP2 = Layout(2, precision="bf16")
 FULL = pytest.mark.full
-SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
 SAME = replace(DP2, **SIZES)
 LAYOUTS = {
     "none": replace(DP2, offload=0.0),
@@ -48,17 +46,6 @@ def offloaded(training: Training) -> list[bool]:
     ]
 
 
-# This package sees tensors as they are, on the CPU. Only megatron is to believe in the device.
-def built(layout: Layout, seed: int) -> Training:
-    with simulated_device():
-        return build(layout, seed)
-
-
-def trained(training: Training, first: int, last: int) -> list[Step]:
-    with simulated_device():
-        return train(training, first, last)
-
-
 # Each fraction, each way to keep the main parameters, and each way to cut a model once.
 IN_CI = {("half", 0), ("half-overlap", 2), ("all-overlap-precision-aware", 2), ("ep2-half", 2)}
 
@@ -72,39 +59,18 @@ IN_CI = {("half", 0), ("half-overlap", 2), ("all-overlap-precision-aware", 2), (
     ],
 )
 def test_a_killed_training_goes_on_bit_for_bit(layout: Layout, steps: int, shared_path: Path) -> None:
-    with parallel(layout):
-        first = built(layout, seed=1)
-        trained(first, 0, steps)
-        save(first, shared_path, steps)
-        at_save = snapshot(first)
-        reference = trained(first, steps, steps + 3)
-        with everywhere():
-            there = offloaded(first)
-            assert any(there) == (layout.offload != 0.0)
-            assert all(there) == (layout.offload == 1.0)
+    assert_goes_on(layout, steps, shared_path)
 
-        second = built(layout, seed=2)
-        poison(second)
-        manager = manager_of(second, shared_path)
-        manager.load()
-        manager.close()
-        loaded = snapshot(second)
-        resumed = trained(second, steps, steps + 3)
-        with everywhere():
-            assert_same(loaded, at_save)
-            assert resumed == reference
+
+@pytest.mark.world(2)
+def test_the_fraction_is_offloaded() -> None:
+    for name in ("none", "half", "all-overlap-precision-aware"):
+        with parallel(LAYOUTS[name]):
+            there = offloaded(build(LAYOUTS[name], seed=1))
+        assert (any(there), all(there)) == (name != "none", name.startswith("all")), name
 
 
 # -- to and from other settings ----------------------------------------------------------------------------
-
-
-def loaded(layout: Layout, root: Path, **config: Any) -> Training:
-    training = built(layout, seed=2)
-    poison(training)
-    manager = manager_of(training, root, **config)
-    manager.load()
-    manager.close()
-    return training
 
 
 @pytest.mark.world(2)
@@ -119,17 +85,17 @@ def test_a_chain_of_settings_returns_the_same_bytes(shared_path: Path) -> None:
         replace(SAME, offload=None),
     ]
     with parallel(chain[0]):
-        first = built(chain[0], seed=1)
-        trained(first, 0, 2)
+        first = build(chain[0], seed=1)
+        train(first, 0, 2)
         wanted = global_state(first)
         save(first, shared_path / "0", 2)
-        reference = loss_and_norm(trained(first, 2, 3)[0])
+        reference = loss_and_norm(train(first, 2, 3)[0])
     for number, layout in enumerate(chain[1:]):
         with parallel(layout):
-            training = loaded(layout, shared_path / str(number))
+            training, _ = loaded(layout, shared_path / str(number))
             found = global_state(training)
             save(training, shared_path / str(number + 1), 2)
-            step = loss_and_norm(trained(training, 2, 3)[0])
+            step = loss_and_norm(train(training, 2, 3)[0])
             with everywhere():
                 assert_same_state(found, wanted)
                 # bf16 adds up in another order where the layout differs.
@@ -146,11 +112,11 @@ def test_the_model_alone_becomes_the_main_parameters(shared_path: Path) -> None:
     for name in ("half", "half-precision-aware"):
         layout = LAYOUTS[name]
         with parallel(layout):
-            first = built(layout, seed=1)
-            trained(first, 0, 2)
+            first = build(layout, seed=1)
+            train(first, 0, 2)
             save(first, shared_path / name, 2)
             wanted = {key: value for key, value in global_state(first).items() if key.endswith(" model")}
-            training = loaded(layout, shared_path / name, load_contents=("model",))
+            training, _ = loaded(layout, shared_path / name, load_contents=("model",))
             for group in training.optimizer.param_groups:
                 group["lr"] = group["weight_decay"] = 0.0
             found = global_state(training)
@@ -166,12 +132,12 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
     """Negative controls: without it, the training does not go on as it was."""
     layout = LAYOUTS["half"]
     with parallel(layout):
-        first = built(layout, seed=1)
-        trained(first, 0, 2)
+        first = build(layout, seed=1)
+        train(first, 0, 2)
         save(first, shared_path, 2)
         at_save = snapshot(first)
-        reference = trained(first, 2, 4)
-        second = built(layout, seed=2)
+        reference = train(first, 2, 4)
+        second = build(layout, seed=2)
         poison(second)
         if left_out == "outer":  # the parameters of which the inner ones are copies
             monkeypatch.setattr(
@@ -195,7 +161,7 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
         except AssertionError:
             same_state = False
         try:
-            same_steps = trained(second, 2, 4) == reference
+            same_steps = train(second, 2, 4) == reference
         except (AssertionError, KeyError):
             same_steps = False
         with everywhere():
@@ -207,34 +173,44 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
 def test_torch_dist_is_loaded_into_it(name: str, shared_path: Path) -> None:
     plain, layout = replace(SAME, offload=None), replace(LAYOUTS[name], **SIZES)
     with parallel(plain):
-        first = build(plain, seed=1)
-        seed_replicas_alike()
-        train(first, 0, 2)
-        save_torch_dist(first, shared_path / "dist", "fully_reshardable")
-        wanted = global_state(first)
+        wanted = global_state(saved_by_megatron(plain, shared_path / "dist", "fully_reshardable"))
     with parallel(layout):
-        training = built(layout, seed=2)
-        poison(training)
-        manager = manager_of(training, shared_path / "unused", load_contents=("model", "optimizer"))
-        manager.load(path=shared_path / "dist")
-        manager.close()
+        training, _ = loaded_from(shared_path / "dist", layout)
         found = global_state(training)
-        trained(training, 2, 3)
+        train(training, 2, 3)
         with everywhere():
             assert_same_state(found, wanted)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("form", ["fully_reshardable", pytest.param("dp_reshardable", marks=FULL)])
+@pytest.mark.parametrize("name", ["half", pytest.param("all-overlap-precision-aware", marks=FULL)])
+def test_torch_dist_of_it_is_read(name: str, form: str, shared_path: Path) -> None:
+    """Its groups have classes, which megatron (0.16) cannot read back itself."""
+    layout = replace(LAYOUTS[name], **SIZES)
+    with parallel(layout):
+        first = saved_by_megatron(layout, shared_path / "dist", form)
+        wanted = global_state(first)
+        save(first, shared_path / "ours", 2)  # after megatron's own
+    for target in (layout, replace(SAME, offload=None)):
+        with parallel(target):
+            training, _ = loaded_from(shared_path / "dist", target, assume_optimizer_step=2)
+            found = global_state(training)
+            with everywhere():
+                assert_same_state(found, wanted)
 
 
 @pytest.mark.world(2)
 def test_a_save_in_the_background_keeps_what_was_on_the_host(shared_path: Path) -> None:
     layout = LAYOUTS["half-precision-aware"]
     with parallel(layout):
-        first = built(layout, seed=1)
-        trained(first, 0, 2)
+        first = build(layout, seed=1)
+        train(first, 0, 2)
         wanted = global_state(first)
         manager = manager_of(first, shared_path, async_save=True)
         manager.save(2)
-        trained(first, 2, 4)
+        train(first, 2, 4)
         manager.close()
-        found = global_state(loaded(layout, shared_path))
+        found = global_state(loaded(layout, shared_path)[0])
         with everywhere():
             assert_same_state(found, wanted)

@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreement import everywhere
-from checkpointing import files_of, manager_of, save
+from checkpointing import manager_of, save
 from foreign_checkpoints import save_torch_dist, save_verl_ranks, seed_replicas_alike
 from fused_adam import fused_adam
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, loaded_from, trained
 from simulated_device import simulated_device
-from snapshot import assert_same, chained, poison, snapshot
+from snapshot import assert_same, chained, snapshot
 from tiers import marks
-from training import Layout, Training, build, parallel, train
+from training import Layout, build, parallel, train
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.state.optimizers.fused_adam import FusedAdamPart
@@ -53,52 +54,13 @@ IN_CI = {("fp8-moments", 2), ("fp16-mains", 0), ("tp2-remainders", 2), ("remaind
     ],
 )
 def test_a_killed_training_goes_on_bit_for_bit(layout: Layout, steps: int, shared_path: Path) -> None:
-    with parallel(layout):
-        first = build(layout, seed=1)
-        train(first, 0, steps)
-        save(first, shared_path, steps)
-        at_save = snapshot(first)
-        reference = train(first, steps, steps + 3)
-        second = build(layout, seed=2)
-        train(second, 0, 1)
-        poison(second)
-        manager = manager_of(second, shared_path)
-        report = manager.load().report
-        manager.close()
-        loaded = snapshot(second)
-        resumed = train(second, steps, steps + 3)
-        with everywhere():
-            assert not report.rounded
-            if steps:
-                assert_same(loaded, at_save)
-            assert resumed == reference
+    assert_goes_on(layout, steps, shared_path, has_all_state=steps > 0)
 
 
 # -- to and from other settings ----------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
 PLAIN = Layout(2, precision="bf16", **SIZES)
 FULL = pytest.mark.full
-
-
-def trained(layout: Layout, root: Path, **config: Any) -> tuple[GlobalState, list[float]]:
-    """What a training saves, and what its next step shows."""
-    with parallel(layout):
-        training = build(layout, seed=1)
-        train(training, 0, 2)
-        state = global_state(training)
-        save(training, root, 2, **config)
-        return state, loss_and_norm(train(training, 2, 3)[0])
-
-
-def loaded(layout: Layout, root: Path, **config: Any) -> tuple[Training, dict[str, int]]:
-    training = build(layout, seed=2)
-    train(training, 0, 1)
-    poison(training)
-    manager = manager_of(training, root, **config)
-    report = manager.load().report
-    manager.close()
-    return training, dict(report.rounded)
 
 
 def values_of(state: GlobalState) -> GlobalState:
@@ -110,7 +72,7 @@ def values_of(state: GlobalState) -> GlobalState:
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
-        (PLAIN, {"precision_aware": True}),
+        pytest.param(PLAIN, {"precision_aware": True}, marks=FULL),
         (PLAIN, {"precision_aware": True, "remainders": True, "tp": 2}),
         ({"remainders": True}, {"precision_aware": False}),
         pytest.param({"remainders": True, "tp": 2}, {"remainders": True, "pp": 2}, marks=FULL),
@@ -126,11 +88,11 @@ def test_other_settings_and_layouts_have_the_same_values(
     target = replace(PLAIN, **{"precision_aware": True, **wanted})
     state, step = trained(source, shared_path)
     with parallel(target):
-        training, rounded = loaded(target, shared_path)
+        training, report = loaded(target, shared_path)
         found = values_of(global_state(training))
         next_step = loss_and_norm(train(training, 2, 3)[0])
         with everywhere():
-            assert not rounded
+            assert not report.rounded
             assert_same_state(found, {name: as_fp32(tensor) for name, tensor in values_of(state).items()})
             assert next_step == pytest.approx(step, rel=2e-2)
 
@@ -139,6 +101,7 @@ def as_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
+@pytest.mark.full
 @pytest.mark.world(2)
 def test_a_chain_of_settings_returns_the_same_bytes(shared_path: Path) -> None:
     chain = [
@@ -147,15 +110,7 @@ def test_a_chain_of_settings_returns_the_same_bytes(shared_path: Path) -> None:
         replace(PLAIN, precision_aware=True, pp=2),
         PLAIN,
     ]
-    trained(PLAIN, shared_path / "0")
-    for number, layout in enumerate(chain[1:]):
-        with parallel(layout):
-            training, _ = loaded(layout, shared_path / str(number))
-            save(training, shared_path / str(number + 1), 2)
-    with everywhere():
-        one, last = (files_of(shared_path / name / "global_steps_2" / "actor") for name in ("0", "3"))
-        differing = [path for path in one if one[path] != last[path]]
-        assert all(path.startswith(("rng_states/", "extra_state/")) for path in differing), differing
+    assert_chain_returns_the_same_bytes(chain, shared_path)
 
 
 @pytest.mark.world(2)
@@ -174,7 +129,7 @@ def test_what_is_rounded_is_said_or_refused(wanted: dict[str, Any], rounded: set
     state, _ = trained(PLAIN, shared_path)
     layout = replace(PLAIN, precision_aware=True, **wanted)
     with parallel(layout):
-        training, said = loaded(layout, shared_path)
+        training, report = loaded(layout, shared_path)
         found = global_state(training)
         strict = build(layout, seed=2)
         before = snapshot(strict)
@@ -184,7 +139,7 @@ def test_what_is_rounded_is_said_or_refused(wanted: dict[str, Any], rounded: set
         manager.close()
         after = snapshot(strict)
         with everywhere():
-            assert set(said) == rounded
+            assert set(report.rounded) == rounded
             assert all(text in str(refused.value) for text in rounded)
             assert_same(after, before)
             for name, tensor in values_of(state).items():
@@ -199,10 +154,10 @@ def test_halves_under_another_layout_are_rounded_once(shared_path: Path) -> None
     state, _ = trained(source, shared_path)
     target = replace(source, tp=2)
     with parallel(target):
-        training, said = loaded(target, shared_path)
+        training, report = loaded(target, shared_path)
         found = global_state(training)
         with everywhere():
-            assert set(said) == {f"{kind}: float32 to scaled float16" for kind in ("exp_avg", "exp_avg_sq")}
+            assert set(report.rounded) == {f"{kind}: float32 to scaled float16" for kind in ("exp_avg", "exp_avg_sq")}
             for name, tensor in values_of(state).items():
                 size = tensor.abs().max().item()
                 torch.testing.assert_close(found[name], tensor, rtol=2**-11, atol=size * 2**-24, msg=name)
@@ -220,10 +175,10 @@ def test_the_tools_read_it(shared_path: Path) -> None:
             assert verify(shared_path / "b", deep=True).is_sound
     target = replace(PLAIN, tp=2)
     with parallel(target):
-        training, rounded = loaded(target, shared_path / "b")
+        training, report = loaded(target, shared_path / "b")
         found = values_of(global_state(training))
         with everywhere():
-            assert not rounded
+            assert not report.rounded
             assert_same_state(found, values_of(state))
 
 
@@ -311,11 +266,11 @@ def test_frozen_weights_that_are_rounded_are_reported(shared_path: Path) -> None
     trained(saved, shared_path)
     layout = replace(saved, precision="bf16")
     with parallel(layout):
-        _, rounded = loaded(layout, shared_path)
+        _, report = loaded(layout, shared_path)
         with everywhere():
             # Weights that train are rounded from their main parameters, which are loaded, too.
-            assert list(rounded) == ["model: float32 to bfloat16"]
-            assert rounded["model: float32 to bfloat16"] == 3 * layout.num_layers
+            assert list(report.rounded) == ["model: float32 to bfloat16"]
+            assert report.rounded["model: float32 to bfloat16"] == 3 * layout.num_layers
 
 
 @pytest.mark.world(2)
@@ -358,7 +313,7 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
         if left_out == "scale":
             monkeypatch.setattr(FusedAdamPart, "live_scale_of", lambda part, each, kind: torch.zeros(1))
         elif left_out == "gather":
-            monkeypatch.setattr("mcore_ckpt.load.load.gather_parameters", lambda chunks: None)
+            monkeypatch.setattr("mcore_ckpt.state.main_weights.gather_parameters", lambda chunks: None)
         else:
             monkeypatch.setattr(FusedAdamPart, "refresh", lambda part: None)
         contents = ("optimizer",) if left_out == "gather" else ("model", "optimizer", "extra")
@@ -382,7 +337,9 @@ def test_what_a_load_does_is_needed(left_out: str, shared_path: Path, monkeypatc
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("form", ["fully_reshardable", "dp_reshardable", pytest.param("verl_ranks", marks=FULL)])
+@pytest.mark.parametrize(
+    "form", ["fully_reshardable", *(pytest.param(form, marks=FULL) for form in ("dp_reshardable", "verl_ranks"))]
+)
 @pytest.mark.parametrize(
     "settings", [{"remainders": True}, {"moment_dtypes": ("fp16", "bf16")}], ids=["remainders", "16"]
 )
@@ -401,12 +358,7 @@ def test_megatrons_own_checkpoints_of_it_are_read(settings: dict[str, Any], form
         state = global_state(first)
     for target in (layout, replace(PLAIN, precision_aware=False)):
         with parallel(target):
-            training = build(target, seed=2)
-            poison(training)
-            contents = ("model", "optimizer")
-            manager = manager_of(training, shared_path / "unused", load_contents=contents, assume_optimizer_step=2)
-            report = manager.load(path=shared_path).report
-            manager.close()
+            training, report = loaded_from(shared_path, target, assume_optimizer_step=2)
             found = values_of(global_state(training))
             train(training, 2, 3)
             with everywhere():

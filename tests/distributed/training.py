@@ -39,6 +39,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from quantized import computing, quantize_linears
+from simulated_device import simulated_device
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 
@@ -86,6 +88,8 @@ class Layout:
     """pipeline_model_parallel_layout, as "Et|t*2|t|tL"."""
     pattern: str | None = None
     """hybrid_layer_pattern, for a HybridModel of megatron 0.18 and newer: "M*-|ME", "M*-|ME/*-" with mtp_layers=1."""
+    tower: Literal["transformers", "megatron"] | None = None
+    """A vision tower beside the decoder, on the first stage: of transformers' modules, or of megatron's."""
     tied_embeddings: bool = False
     mtp_layers: int | None = None
     experts: int | None = None
@@ -115,6 +119,8 @@ class Layout:
     main_dtype: str = "fp32"
     moment_dtypes: tuple[str, str] = ("fp32", "fp32")
     remainders: bool = False
+    quantized: str | None = None
+    """The recipe by which weights are quantized: a stand-in for transformer-engine (tests/support/quantized.py)."""
     optimizer: str = "adam"
     scalar_optimizer: str = "adam"
     """Beside Muon and its kin, for embeddings, norms and biases."""
@@ -215,6 +221,16 @@ def _forget_parallel_state() -> None:
 
 def build(layout: Layout, seed: int) -> Training:
     """A new model, optimizer and scheduler. Call it within `parallel(layout)`."""
+    with device(layout):
+        return _build(layout, seed)
+
+
+def device(layout: Layout) -> contextlib.AbstractContextManager[None]:
+    """This package sees tensors as they are, on the CPU. Only megatron is to believe in a device."""
+    return contextlib.nullcontext() if layout.offload is None else simulated_device()
+
+
+def _build(layout: Layout, seed: int) -> Training:
     config, chunks = build_chunks(layout, seed)
     # Attention with context parallelism needs transformer-engine, which the model asks for when it is built.
     # Only the rotary embedding and the schedule read the size later.
@@ -277,6 +293,8 @@ def _transformer_config(layout: Layout) -> TransformerConfig:
             "moe_router_score_function": "sigmoid",
             "moe_router_bias_update_rate": 0.05,
         }
+    if layout.tower:
+        mixture |= {"mrope_section": [1, 2, 2]}
     if layout.pattern:
         from hybrid_model import MIXERS
 
@@ -341,10 +359,13 @@ def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> Langu
         "max_sequence_length": SEQUENCE_LENGTH,
         "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
         "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
-        "position_embedding_type": "rope",
+        "position_embedding_type": "rope" if layout.tower is None else "mrope",
         "share_embeddings_and_output_weights": layout.tied_embeddings,
         **where,
     }
+    if layout.tower:
+        # The image's features take the place of embeddings before the sequence is cut.
+        arguments["scatter_embedding_sequence_parallel"] = False
     if layout.pattern:
         from hybrid_model import build_hybrid
 
@@ -353,7 +374,20 @@ def _build_chunk(layout: Layout, config: TransformerConfig, stage: int) -> Langu
     mtp_block = None
     if layout.mtp_layers:
         mtp_block = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)
-    return GPTModel(config, block, mtp_block_spec=mtp_block, **arguments)
+    model = GPTModel(config, block, mtp_block_spec=mtp_block, **arguments)
+    return model if layout.tower is None else _with_tower(layout, config, model)
+
+
+def _with_tower(layout: Layout, config: TransformerConfig, model: GPTModel) -> torch.nn.Module:
+    from vision_language import TOWER_2_5, TOWER_3, TOWER_NAMES, VisionLanguageModel, tower_of
+
+    assert layout.tower is not None
+    model_type, vision = ("qwen3_vl", TOWER_3) if layout.tower == "megatron" else ("qwen2_5_vl", TOWER_2_5)
+    vision = {**vision, "out_hidden_size": layout.hidden_size}
+    tower = tower_of(layout.tower, model_type, vision, config, RMSNorm) if model.pre_process else None
+    whole = VisionLanguageModel(config, model, tower, TOWER_NAMES[layout.tower])
+    whole.makes_images = True
+    return whole
 
 
 def _wrap(layout: Layout, config: TransformerConfig, chunk: LanguageModule, index: int) -> DistributedDataParallel:
@@ -370,6 +404,9 @@ def _wrap(layout: Layout, config: TransformerConfig, chunk: LanguageModule, inde
                 submodule._maintain_float32_expert_bias()
             if layout.fp32_norms and isinstance(submodule, RMSNorm):
                 submodule.float()
+    if layout.quantized:
+        quantize_linears(chunk, layout.quantized)
+    gathers = "fp4_param_gather" if layout.quantized == "nvfp4" else "fp8_param_gather"
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=layout.distributed_optimizer or layout.layer_wise == "layout",
         num_distributed_optimizer_instances=layout.optimizer_instances,
@@ -377,6 +414,8 @@ def _wrap(layout: Layout, config: TransformerConfig, chunk: LanguageModule, inde
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
         bucket_size=layout.bucket_size,
+        reuse_grad_buf_for_mxfp8_param_ag=layout.quantized == "mxfp8",
+        **({gathers: True} if layout.quantized else {}),
     )
     more = {"full_param_layout": _param_layout(module, ddp_config)} if layout.layer_wise == "layout" else {}
     wrapped = DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0, **more)
@@ -432,6 +471,8 @@ def _optimizer_config(layout: Layout) -> OptimizerConfig:
         exp_avg_dtype=DTYPES[layout.moment_dtypes[0]],
         exp_avg_sq_dtype=DTYPES[layout.moment_dtypes[1]],
         store_param_remainders=layout.remainders,
+        fp8_recipe=layout.quantized if layout.quantized != "nvfp4" else None,
+        reuse_grad_buf_for_mxfp8_param_ag=layout.quantized == "mxfp8",
     )
 
 
@@ -465,7 +506,8 @@ def _connect(
 
 def train(training: Training, first_step: int, last_step: int) -> list[Step]:
     """Train the steps first_step, ..., last_step - 1."""
-    return [_train_step(training, step) for step in range(first_step, last_step)]
+    with device(training.layout):
+        return [_train_step(training, step) for step in range(first_step, last_step)]
 
 
 def _train_step(training: Training, step: int) -> Step:
@@ -473,15 +515,19 @@ def _train_step(training: Training, step: int) -> Step:
     for chunk in model:
         chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
-    losses = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=[_batches(training.layout, step) for _ in model],
-        model=model,
-        num_microbatches=training.layout.num_microbatches,
-        seq_length=SEQUENCE_LENGTH,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        forward_only=False,
-    )
+    if training.layout.quantized == "mxfp8" and training.layout.overlap_param_gather:
+        for part in training.optimizer.chained_optimizers:
+            part._copy_main_params_to_param_buffer()
+    with computing(model) if training.layout.quantized else contextlib.nullcontext():
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[_batches(training.layout, step) for _ in model],
+            model=model,
+            num_microbatches=training.layout.num_microbatches,
+            seq_length=SEQUENCE_LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            forward_only=False,
+        )
     updated, grad_norm, _ = training.optimizer.step()
     if updated:
         training.scheduler.step(1)

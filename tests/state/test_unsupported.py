@@ -73,9 +73,9 @@ def chained(*parts: Any, cls: type = ChainedOptimizer) -> Any:
 
 @pytest.mark.parametrize("cls", [DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer])
 def test_megatrons_own_optimizers_pass(cls: type) -> None:
-    refuse_unsupported_optimizer(part(cls))
-    refuse_unsupported_optimizer(chained(part(cls), part(cls)))
-    refuse_unsupported_optimizer(bare(cls, optimizer=None, config=config()))  # a rank without parameters
+    refuse_unsupported_optimizer(part(cls), [])
+    refuse_unsupported_optimizer(chained(part(cls), part(cls)), [])
+    refuse_unsupported_optimizer(bare(cls, optimizer=None, config=config()), [])  # a rank without parameters
 
 
 Adagrad = type("Adagrad", (torch.optim.Optimizer,), {})
@@ -90,19 +90,19 @@ def test_muon_and_its_kin_pass_where_each_rank_owns_whole_parameters() -> None:
     for name in ("TensorParallelMuon", "TensorParallelAdaptiveMuon", "SOAP", "Lion"):
         leaf = part(Float16OptimizerWithFloat16Params, bare(type(name, (torch.optim.Optimizer,), {})), config())
         owners = bare(LayerWiseDistributedOptimizer, chained_optimizers=[leaf], dp_cp_params_list=None)
-        refuse_unsupported_optimizer(chained(owners, part()))
+        refuse_unsupported_optimizer(chained(owners, part()), [])
 
 
 @pytest.mark.parametrize("cls", [Float16OptimizerWithFloat16Params, FP32Optimizer])
 def test_an_optimizer_on_the_host_needs_the_distributed_one(cls: type) -> None:
     """megatron's own step fails otherwise: it puts other parameters into the groups."""
     with pytest.raises(UnsupportedError, match="use_distributed_optimizer=True"):
-        refuse_unsupported_optimizer(part(cls, offload(adam())))
+        refuse_unsupported_optimizer(part(cls, offload(adam())), [])
 
 
 def test_an_optimizer_on_the_host_passes() -> None:
-    refuse_unsupported_optimizer(chained(part(inner=offload(adam())), part(inner=offload())))
-    refuse_unsupported_optimizer(part(inner=offload(adam()), choices=precision_aware(True)))
+    refuse_unsupported_optimizer(chained(part(inner=offload(adam())), part(inner=offload())), [])
+    refuse_unsupported_optimizer(part(inner=offload(adam()), choices=precision_aware(True)), [])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_an_optimizer_on_the_host_passes() -> None:
 )
 def test_an_optimizer_whose_state_is_not_known_is_refused(optimizer: Any, name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
-        refuse_unsupported_optimizer(optimizer)
+        refuse_unsupported_optimizer(optimizer, [])
 
 
 def test_moments_with_scales_of_their_own_are_refused() -> None:
@@ -135,7 +135,17 @@ def test_moments_with_scales_of_their_own_are_refused() -> None:
     which are no part of its state.
     """
     with pytest.raises(UnsupportedError, match="use_precision_aware_optimizer"):
-        refuse_unsupported_optimizer(part(choices=precision_aware(False)))
+        refuse_unsupported_optimizer(part(choices=precision_aware(False)), [])
+
+
+def test_quantized_weights_need_an_optimizer_that_keeps_main_parameters_for_them() -> None:
+    quantized = torch.nn.Parameter(torch.zeros(3).as_subclass(type("MXFP8Tensor", (torch.Tensor,), {})))
+    groups = {"float16_groups": [[quantized]], "fp32_from_float16_groups": [[torch.zeros(3)]]}
+    replicated = part(Float16OptimizerWithFloat16Params)
+    vars(replicated).update(groups, fp32_from_fp32_groups=[])
+    refuse_unsupported_optimizer(replicated, [Plain()])
+    with pytest.raises(UnsupportedError, match="quantized weights are not supported in optimizer Float16"):
+        refuse_unsupported_optimizer(replicated, [with_parameter(quantized)])
 
 
 class Plain(torch.nn.Module):
@@ -154,11 +164,6 @@ def with_parameter(parameter: torch.nn.Parameter) -> torch.nn.Module:
     model = Plain()
     model.weight = parameter
     return model
-
-
-def fp8_parameter(name: str) -> torch.nn.Parameter:
-    cls = type(name, (torch.Tensor,), {})
-    return torch.nn.Parameter(torch.zeros(3).as_subclass(cls))
 
 
 def d_tensor() -> torch.nn.Parameter:
@@ -184,10 +189,6 @@ def d_tensor() -> torch.nn.Parameter:
         pytest.param(bare(FullyShardedDataParallel, module=True), "Megatron-FSDP", id="megatron-fsdp"),
         pytest.param(Plain(module_named("MegatronFSDP")), "Megatron-FSDP", id="megatron-fsdp-inside"),
         pytest.param(module_named("TorchFullyShardedDataParallel"), "torch FSDP2", id="fsdp2"),
-        *(
-            pytest.param(with_parameter(fp8_parameter(name)), "parameter weight .* FP8", id=name)
-            for name in ("Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor", "NVFP4Tensor")
-        ),
         pytest.param(with_parameter(d_tensor()), "parameter weight .* DTensor", id="dtensor"),
     ],
 )

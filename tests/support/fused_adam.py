@@ -105,7 +105,10 @@ class FusedAdam(torch.optim.Optimizer):
         wanted = torch.int16 if name == MAIN and self._has_remainders(param) else torch.float32
         assert unscaled.dtype == wanted
         if name not in self.state[param]:
-            self._initialize(param, name, self.name_to_dtype_map[name])
+            if wanted == torch.int16:
+                self.state[param][name] = torch.zeros_like(param, dtype=torch.int16)
+            else:
+                self._initialize(param, name, self.name_to_dtype_map[name])
         kept, dtype = self.state[param][name], self.name_to_dtype_map[name]
         if dtype in RANGES:
             scale = self._scales[param][name]
@@ -117,6 +120,18 @@ class FusedAdam(torch.optim.Optimizer):
                 # The real one changes its argument, too.
                 unscaled.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
         kept.copy_(unscaled)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's makes the state of the parameters' dtype, so the real one sets it anew, too."""
+        super().load_state_dict(state_dict)
+        both = (state_dict["param_groups"], self.param_groups)
+        saved, own = ([each for group in groups for each in group["params"]] for groups in both)
+        for number, param in zip(saved, own, strict=True):
+            if number in state_dict["state"]:
+                self.state[param] = {}
+                for name, value in state_dict["state"][number].items():
+                    is_remainder = name == MAIN and self._has_remainders(param)
+                    self.set_scaled_state(param, name, value if is_remainder else value.float())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -21,11 +21,13 @@ from mcore_ckpt.state.optimizers.part import (
     steps_of,
     write_steps_of,
 )
+from mcore_ckpt.state.quantized import is_quantized
 
-# `_sync_sub_optimizers_state_to_hdo` puts the inner parameter itself into the state after each step.
-_INNER = "master_param"
+# What is in the state and is not part of it: the inner parameter itself, which `_sync_sub_optimizers_state_to_hdo` puts
+# there after each step, and what megatron's own save as dp_reshardable (0.16) leaves.
+_NO_STATE = ("master_param", "padding")
 # The arguments of its constructor that say where and how it works. torch's Optimizer puts them into the groups.
-_ARGUMENTS = (
+ARGUMENTS = (
     "offload_fraction",
     "cpu_optimizer_cls",
     "gpu_optimizer_cls",
@@ -54,7 +56,7 @@ class HybridDevicePart(OptimizerPart):
     @property
     def own_fields(self) -> tuple[str, ...]:
         # Its groups have all arguments of its constructor. Those that its optimizers train with are saved.
-        return (*_ARGUMENTS, *IMPLEMENTATION)
+        return (*ARGUMENTS, *IMPLEMENTATION)
 
     def mains(self) -> Iterator[MainParameter]:
         inner = self.inner.param_to_inner_param
@@ -64,7 +66,7 @@ class HybridDevicePart(OptimizerPart):
 
     def state_of(self, key: torch.Tensor) -> dict[str, Any]:
         found = self._optimizer_of(key).state.get(key, {})
-        return {kind: value for kind, value in found.items() if kind != _INNER}
+        return {kind: value for kind, value in found.items() if kind not in _NO_STATE}
 
     def new_state_of(self, key: torch.Tensor) -> dict[str, Any]:
         found: dict[str, Any] = self._optimizer_of(key).state[key]
@@ -122,5 +124,6 @@ class HybridDevicePart(OptimizerPart):
         # out the copies in host memory of parameters that megatron keeps in fp32.
         with torch.no_grad():
             for each in self.mains():
-                each.main.copy_(each.parameter.detach().view(-1)[slice(*each.flat)].view(each.main.shape))
+                if not is_quantized(each.parameter):
+                    each.copy_from(each.parameter)
         self._copy_to_outer()

@@ -14,6 +14,7 @@ import torch
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state.optimizers.kinds import Kind, Shapes, find_kind, kind_name
+from mcore_ckpt.state.quantized import is_quantized
 
 STEP = "step"
 _FP32_BYTES = 4
@@ -43,6 +44,11 @@ class MainParameter:
     flat: tuple[int, int]
     is_model_view: bool
     upper: torch.Tensor | None = None
+
+    def copy_from(self, weight: torch.Tensor) -> None:
+        """Takes over the elements that this rank owns from values of the whole parameter."""
+        own = weight.detach().reshape(-1)[slice(*self.flat)]
+        self.main.copy_(own.view(self.main.shape))
 
 
 class Keyed(Protocol):
@@ -266,8 +272,18 @@ class OptimizerPart:
             self.megatron._copy_main_params_to_model_params()
 
     def follow_model(self) -> None:
-        """Makes the main parameters those of the model, which alone has been loaded."""
-        self.megatron.reload_model_params()
+        """Makes the main parameters those of the model, which alone has been loaded.
+
+        Main parameters of quantized weights have been loaded themselves, and stay.
+        """
+        mains = list(self.mains())
+        if not any(is_quantized(each.parameter) for each in mains):
+            self.megatron.reload_model_params()
+            return
+        with torch.no_grad():
+            for each in mains:
+                if not is_quantized(each.parameter):
+                    each.copy_from(each.parameter)
 
 
 def whole(parameter: torch.Tensor) -> MainParameter:
