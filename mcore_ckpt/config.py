@@ -16,6 +16,8 @@ TIMEOUT_S = 600.0
 MERGE_TIMEOUT_S = 1800.0
 # The same for the ranks of `mcore-ckpt convert`: a rank waits while another writes its whole part of the model.
 CONVERT_TIMEOUT_S = 6 * 3600.0
+# The same for ranks that wait until one rank of each node has downloaded a model from the HuggingFace hub.
+DOWNLOAD_TIMEOUT_S = 6 * 3600.0
 
 CONTENT_WORDS = ("model", "optimizer", "extra", "hf_model")
 
@@ -76,7 +78,8 @@ class CheckpointConfig:
         assume_optimizer_step: the optimizer's step count to assume for checkpoints of other programs that do not store
             it (verl up to 0.4). None: the optimizer state of such a checkpoint is refused.
         skip_frozen: whether to leave parameters that are not trained (the base model under LoRA adapters) out of saves
-            and loads. The trainer must then get them from elsewhere.
+            and loads. The trainer must then get them from elsewhere. `hf_model` then writes only the adapters, in
+            PEFT's form, into `huggingface/adapter/`.
         strict_dtypes: whether `load` refuses to round values because model or optimizer keep them in dtypes of fewer
             bits than the checkpoint. If not, it rounds each once and says so in its report.
         reset_moments: whether `load` may start an optimizer with new moments if it needs others than the checkpoint has
@@ -127,11 +130,6 @@ class CheckpointConfig:
         if self.keep_every is not None and self.max_to_keep is None:
             raise InvalidArgumentError(
                 "keep_every is given without max_to_keep, but without max_to_keep every step is kept: give both"
-            )
-        if self.skip_frozen and "hf_model" in self.save_contents:
-            raise InvalidArgumentError(
-                "save_contents has 'hf_model', which needs all parameters, but skip_frozen leaves some out: use only "
-                "one of the two"
             )
         if self.vocab_size is not None and (not isinstance(self.vocab_size, int) or self.vocab_size < 1):
             raise InvalidArgumentError(f"vocab_size is {self.vocab_size!r}: use the number of tokens, or None")

@@ -13,7 +13,7 @@ All errors of public calls derive from CheckpointError:
 | UnsupportedError | `CheckpointManager(...)`, `save`, `load`, `load_hf` |
 | CommitError | `save`, `SaveHandle.wait`; after an async save also the next `save`, `load`, `wait` or `close` |
 | BusyError, LockedError | `save` |
-| RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover` |
+| RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover`, `load_hf` |
 | AgreementError | `CheckpointManager(...)`, `load`, `agree`, `recover` |
 | InvalidArgumentError | every public call; it is also a ValueError |
 | InvalidTypeError | `CheckpointManager(...)`, `save`; it is also a TypeError |
@@ -71,7 +71,7 @@ class LockedError(CheckpointError):
 
 
 class RemoteError(CheckpointError):
-    """A remote store does not answer, or answers with an error. Local checkpoints are untouched."""
+    """A remote store or a model hub does not answer, or answers with an error. Local checkpoints are untouched."""
 
 
 class AgreementError(CheckpointError):

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
 from mcore_ckpt.save.plan import estimated_bytes
 from mcore_ckpt.save.save import Save, SaveContext
-from mcore_ckpt.sharding.counterparts import Layers
+from mcore_ckpt.state.adapters import adapter_settings, own_adapters
 from mcore_ckpt.state.megatron_versions import check_megatron
 from mcore_ckpt.state.model import (
     as_chunks,
@@ -132,7 +132,7 @@ class CheckpointManager:
             agreement.fail_next_round(_SETTING_UP, error)
             raise
         lock = TrainerLock(trainer.root, role)
-        trainer = replace(trainer, layers=_set_up_together(trainer, remote, lock))
+        trainer = _set_up_together(trainer, remote, lock)
         self._trainer = trainer
         self._remote = remote
         self._context = SaveContext(
@@ -515,8 +515,10 @@ def _upload_queue(trainer: Trainer, remote: RemoteSteps | None) -> UploadQueue |
     return UploadQueue(remote, trainer.root, trainer.role, policy)
 
 
-def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Layers:
-    """Checks the model and the arguments on all ranks together. Returns the layers of the whole model.
+def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: TrainerLock) -> Trainer:
+    """Checks the model and the arguments on all ranks together.
+
+    Returns the trainer with what only all ranks together know: the layers of the whole model, and its adapters.
 
     One pipeline stage may have something unsupported that the other stages do not have. All ranks must refuse it.
     Otherwise the other ranks would later wait for the rank that refused.
@@ -530,7 +532,7 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
         refuse_unsupported_experts(trainer.topology, model)
         shards.extend(model)
         if optimizer is not None:
-            refuse_unsupported_optimizer(optimizer)
+            refuse_unsupported_optimizer(optimizer, chunks)
         return {
             "root": str(trainer.root),
             "save_contents": config.save_contents,
@@ -550,29 +552,32 @@ def _set_up_together(trainer: Trainer, remote: RemoteSteps | None, lock: Trainer
             "load_replicas": config.load_replicas,
             "remote": remote and remote.store.url,
             "prune_remote": config.prune_remote,
+            "adapters": own_adapters(chunks),
             **own_layers(model, trainer.coordinates),
         }
 
     def combine(records: Sequence[Record]) -> Record:
         layers = whole_layers(records)
-        told = ("layers", "others")
+        told = ("layers", "others", "adapters")
         arguments = [{name: value for name, value in record.items() if name not in told} for record in records]
         same_everywhere(arguments, "the arguments of CheckpointManager")
         refuse_missing_layers(chunks, layers)
         refuse_names_of_two_stages(record["others"] for record in records)
         leftovers.remove_leftovers(trainer.root, trainer.role, alone=False)
         lock.look()
-        return {"layers": list(layers.items())}
+        adapters = adapter_settings(record["adapters"] for record in records)
+        return {"layers": list(layers.items()), "adapters": [] if adapters is None else [asdict(adapters)]}
 
-    layers = whole_layers([decide(trainer.agreement, _SETTING_UP, work, combine)])
+    outcome = decide(trainer.agreement, _SETTING_UP, work, combine)
+    known = replace(trainer, layers=whole_layers([outcome]), adapters=adapter_settings([outcome["adapters"]]))
     if "hf_model" in config.save_contents:
 
         def check() -> Record:
-            check_exportable(replace(trainer, layers=layers), shards)
+            check_exportable(known, shards)
             return {}
 
         decide(trainer.agreement, _SETTING_UP, check, lambda _: {})
-    return layers
+    return known
 
 
 def _vocab_size(hf_config: Any) -> int | None:

@@ -20,6 +20,8 @@ WRITTEN_FILE = ".written.json"
 MODEL_DIR = "model"
 MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
+# In HUGGINGFACE_DIR, where verl (0.9) has it, too.
+ADAPTER_DIR = "adapter"
 
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"

@@ -65,6 +65,19 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class AdapterSettings:
+    """What the tensors of low-rank adapters (LoRA, DoRA) do not show, the same for all adapters of a model.
+
+    Attributes:
+        alpha: an adapter of rank r is scaled by alpha / r.
+        dropout: the probability with which training drops an adapter's input.
+    """
+
+    alpha: float
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
 class WrittenFile:
     """A rank's description of a file that it has written, from which rank 0 makes the manifest's entry.
 
@@ -95,6 +108,7 @@ class Manifest:
     stages: tuple[StageRecord, ...]
     tensors: tuple[str, ...]
     files: tuple[FileRecord, ...]
+    adapters: AdapterSettings | None = None
 
     def files_of(self, kind: str) -> list[FileRecord]:
         """Returns the files of one kind."""
@@ -114,6 +128,8 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as one line of JSON with a checksum."""
     record = asdict(manifest)
+    if manifest.adapters is None:
+        del record["adapters"]
     for file in record["files"]:
         if file["index"] is None:
             del file["index"], file["holds"]
@@ -164,7 +180,13 @@ def _read_manifest(record: Mapping[str, Any]) -> Manifest:
         stages=tuple(_read_stage(item) for item in fields.get_list(record, "stages")),
         tensors=fields.get_names(record, "tensors"),
         files=tuple(_read_file(item) for item in fields.get_list(record, "files")),
+        adapters=_read_adapters(record["adapters"]) if "adapters" in record else None,
     )
+
+
+def _read_adapters(item: Any) -> AdapterSettings:
+    record = fields.as_dict(item, "adapters")
+    return AdapterSettings(fields.get_number(record, "alpha"), fields.get_number(record, "dropout"))
 
 
 def _ints_of(cls: type, item: Any) -> dict[str, int]:

@@ -3,7 +3,7 @@
 Public names, for integrations and commands: `kind_of` detects which program wrote a folder; `torch_dist_folders` finds
 the folders of a `torch_dist` checkpoint, and `TorchDistFiles` reads the names and the common state in them;
 `load_safely` loads a `.pt` file of another program without executing code from it; `TensorInfo` is a tensor's dtype and
-shape.
+shape; `HubModel` is a model on the HuggingFace hub, and `with_revision` adds a revision to its name.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from mcore_ckpt.public_names import lazy_names
 if TYPE_CHECKING:
     from mcore_ckpt.formats.contract import TensorInfo
     from mcore_ckpt.formats.foreign_pickles import load_safely
+    from mcore_ckpt.formats.huggingface.hub import HubModel, with_revision
     from mcore_ckpt.formats.kinds import kind_of, torch_dist_folders
     from mcore_ckpt.formats.torch_dist.files import TorchDistFiles
 
 __all__ = [
+    "HubModel",
     "TensorInfo",
     "TorchDistFiles",
     "kind_of",
     "load_safely",
     "torch_dist_folders",
+    "with_revision",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "contract": ("TensorInfo",),
+        "huggingface.hub": ("HubModel", "with_revision"),
         "kinds": ("kind_of", "torch_dist_folders"),
         "foreign_pickles": ("load_safely",),
         "torch_dist.files": ("TorchDistFiles",),

@@ -62,7 +62,7 @@ class CheckpointReader(Protocol):
 
     Under each name one or several kinds of shards are stored: `MODEL` is the model's tensor; `PARAM`, `exp_avg`, ...
     are the optimizer's state of this tensor (see `sharding.plan`). Names are those of Megatron's layer specs, except
-    that the readers of `open_fsdp` and `safetensors_reader` keep HuggingFace's names.
+    that `DequantizingReader` and the reader of `open_fsdp` keep HuggingFace's names.
     """
 
     @property

@@ -256,6 +256,19 @@ _DATA: dict[tuple[str, str], Any] = {
     ("torch", "device"): Call(_device),
     ("numpy", "ndarray"): "numpy.ndarray",
     ("numpy", "dtype"): Call(_number_type),
+    # The param groups of HybridDeviceOptimizer have the classes that it was made of. A name of each is enough.
+    **{
+        (module, name): f"{module}.{name}"
+        for module, name in (
+            ("torch.optim.adam", "Adam"),
+            ("torch.optim.adamw", "AdamW"),
+            ("torch.optim.sgd", "SGD"),
+            ("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam"),
+            ("transformer_engine.pytorch.optimizers.fused_sgd", "FusedSGD"),
+            ("apex.optimizers.fused_adam", "FusedAdam"),
+            ("apex.optimizers.fused_sgd", "FusedSGD"),
+        )
+    },
 }
 
 

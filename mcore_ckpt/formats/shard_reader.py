@@ -9,7 +9,6 @@ from pathlib import Path
 from mcore_ckpt.checkpoint.dtypes import dtype_name
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.contract import Fill, RankPosition, TensorInfo
-from mcore_ckpt.formats.huggingface.safetensors_files import HfStored
 from mcore_ckpt.formats.native.ranges import read_stored
 from mcore_ckpt.formats.torch_save_files import PtTensor
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
@@ -63,24 +62,6 @@ class ShardReader:
         """Returns a reader of the same checkpoint that leaves out the tensors `names`."""
         kept = {name: info for name, info in self._tensors.items() if name not in names}
         return ShardReader(self.place, kept, self._shards)
-
-
-def safetensors_reader(folder: Path, tensors: Mapping[str, HfStored]) -> ShardReader:
-    """Returns a reader of tensors in safetensors files, under the names that they have there."""
-    infos = {name: TensorInfo(stored.dtype, stored.shape) for name, stored in tensors.items()}
-    return ShardReader(folder, infos, lambda name: (_whole_shard(tensors[name]),))
-
-
-def _whole_shard(stored: HfStored) -> StoredShard:
-    return StoredShard(
-        ShardKey(stored.name, MODEL),
-        Region.whole(stored.shape),
-        dtype_name(stored.dtype),
-        str(stored.path.absolute()),
-        stored.offset,
-        stored.nbytes,
-        None,
-    )
 
 
 def stored_shard(name: str, tensor: PtTensor, region: Region) -> StoredShard:

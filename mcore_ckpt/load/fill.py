@@ -12,6 +12,9 @@ from mcore_ckpt.formats.contract import Read
 from mcore_ckpt.io import tuning
 from mcore_ckpt.sharding.plan import ReadRange, ShardKey
 
+Encode = Callable[[torch.Tensor], object]
+"""Takes elements that were read, in the place of a copy into a tensor."""
+
 
 @dataclass(frozen=True, eq=False)
 class TensorFill:
@@ -33,7 +36,7 @@ class TensorFill:
     dtype: torch.dtype
     target: Callable[[], torch.Tensor]
     padded: bool = False
-    encode: Callable[[torch.Tensor], None] | None = None
+    encode: Encode | None = None
     finish: Callable[[torch.Tensor], None] | None = None
     replicas: tuple[int, ...] = ()
     rounding: str | None = None

@@ -17,15 +17,18 @@ from mcore_ckpt.ranks.rounds import Record, decide
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.main_weights import write_mains
 from mcore_ckpt.state.model import forget_caches, model_shards
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.param_groups import SavedPart, match_groups
+from mcore_ckpt.state.quantized import is_quantized
 from mcore_ckpt.state.rng import write_rng
 from mcore_ckpt.state.scheduler import check_scheduler
 from mcore_ckpt.state.trainer import Trainer
 
 KINDS = (PARAM, "exp_avg", "exp_avg_sq")
+_NEVER_QUANTIZED = ("word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class ForeignLoad:
         step: the training step at which the checkpoint was saved.
         nbytes: the bytes of tensors that this rank read.
         rounded: how many tensors of this rank were rounded; see LoadReport.
+        was_quantized: whether the main parameters are more precise than the weights, which were quantized.
         extra_state: always None, because foreign checkpoints have no extra state.
     """
 
     step: int
     nbytes: int
     rounded: Mapping[str, int]
+    was_quantized: bool = False
     extra_state: None = None
 
 
@@ -87,6 +92,7 @@ class ForeignState:
         parts: param groups, step and scaler of each part of the optimizer; empty unless the optimizer is loaded.
         scheduler: the scheduler's state dict; None unless the optimizer is loaded.
         rng: the states as `state.rng.read_rng` returns them; None unless `extra` is loaded.
+        was_quantized: whether the checkpoint says that matrices were quantized, and have what their few bits stand for.
         report: this rank's report as JSON values, which rank 0 checks together with those of the other ranks, or None.
     """
 
@@ -97,6 +103,7 @@ class ForeignState:
     parts: tuple[SavedPart, ...] = ()
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] | None = None
+    was_quantized: bool = False
     report: Record | None = None
 
 
@@ -127,23 +134,26 @@ def load_together(
     decide(trainer.agreement, f"checking {path}", look, combine)
     decide(trainer.agreement, f"loading {path}", write, lambda _: {})
     rounded = Counter(rounding for rounding in _roundings(states[0]) if rounding is not None)
-    return ForeignLoad(states[0].step, states[0].nbytes, dict(rounded))
+    return ForeignLoad(states[0].step, states[0].nbytes, dict(rounded), states[0].was_quantized)
 
 
-def owned_parameters(trainer: Trainer) -> list[OwnedParameter]:
+def owned_parameters(trainer: Trainer, only_distributed: bool = True) -> list[OwnedParameter]:
     """Lists the parameters, with their flat ranges, for which this rank owns optimizer state.
 
+    Args:
+        trainer: this rank's trainer.
+        only_distributed: whether the checkpoint has what only a DistributedOptimizer can load.
+
     Raises:
-        UnsupportedError: a part of the optimizer is not megatron's DistributedOptimizer.
+        UnsupportedError: a part of the optimizer is not megatron's DistributedOptimizer, but has to be.
     """
     names = {id(shard.tensor): shard.key.name for shard in model_shards(trainer.chunks)}
     owned = []
     for part in optimizer_parts(trainer.optimizer):
-        if part.inner is not None and not part.is_distributed:
+        if only_distributed and part.inner is not None and not part.is_distributed:
             raise UnsupportedError(
-                f"{type(part.megatron).__name__}: the optimizer state of a foreign checkpoint can be loaded "
-                "only into DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of "
-                "load_contents"
+                f"{type(part.megatron).__name__}: this checkpoint's optimizer state can be loaded only into "
+                "DistributedOptimizer: set use_distributed_optimizer=True, or leave 'optimizer' out of load_contents"
             )
         owned += [
             OwnedParameter(part, names[id(each.parameter)], each.parameter, each.key, each.main, *each.flat)
@@ -229,9 +239,16 @@ def _matched(part: OptimizerPart, saved: SavedPart) -> SavedPart:
 def _weights_of(state: ForeignState) -> list[torch.Tensor]:
     """Returns, for each parameter, the weights of the elements that this rank owns: the checkpoint's if it has any."""
     loaded = {id(tensor.live): tensor.loaded for tensor in state.weights}
-    owned = [parameter.owned for parameter in state.parameters]
-    whole = (loaded.get(id(each.parameter), each.parameter.detach()).cpu() for each in owned)
-    return [weight.reshape(-1)[each.start : each.stop] for weight, each in zip(whole, owned, strict=True)]
+    return [_weight_of(parameter, loaded) for parameter in state.parameters]
+
+
+def _weight_of(parameter: LoadedParameter, loaded: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    owned, main = parameter.owned, parameter.tensors[PARAM]
+    whole = loaded.get(id(owned.parameter))
+    if whole is None and is_quantized(owned.parameter):
+        return main.to(owned.parameter.dtype)  # this rank has no other values
+    whole = owned.parameter.detach() if whole is None else whole
+    return whole.cpu().reshape(-1)[owned.start : owned.stop]
 
 
 def _with_upper_halves(state: ForeignState, weights: Sequence[torch.Tensor]) -> ForeignState:
@@ -256,7 +273,9 @@ def _with_upper_halves(state: ForeignState, weights: Sequence[torch.Tensor]) -> 
 
 
 def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[torch.Tensor]) -> None:
-    """Refuses main parameters that do not round to the weights, because they belong to other parameters.
+    """Refuses main parameters that are not those of the weights, because they belong to other parameters.
+
+    Main parameters round to the weights, but for matrices that were quantized when they were saved.
 
     megatron 0.16.1 writes such checkpoints when it saves a `fully_reshardable` optimizer with several buckets. It
     removes the padding at the ends of the buckets from the gathered buffer (`get_parameter_state_dp_zero`), but then
@@ -271,7 +290,9 @@ def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[to
         if wrong and expected.dtype == torch.bfloat16:
             # FusedAdam rounds a value half up beside a remainder, all others to the even neighbour.
             wrong = min(wrong, _differing(split_halves(main.float().contiguous())[0], expected))
-        if wrong:
+        is_matrix = owned.parameter.dim() > 1 and not owned.name.endswith(_NEVER_QUANTIZED)
+        may_differ = is_matrix and (state.was_quantized or is_quantized(owned.parameter))
+        if wrong and not (may_differ and _is_quantized_from(main, expected)):
             raise CheckpointMismatchError(
                 f"{path}: optimizer state of {owned.name}: {wrong} of {expected.numel()} main parameters do not round "
                 f"to {whose}, so neither the main parameters nor their moments can be trusted. Either the checkpoint "
@@ -280,6 +301,17 @@ def _check_against_weights(path: Path, state: ForeignState, weights: Sequence[to
                 "or its optimizer kept main parameters of fp16. "
                 "Load it with load_contents=('model', 'extra'), or save it again as dp_reshardable"
             )
+
+
+def _is_quantized_from(main: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Returns True if a weight can be what 8 or 4 bits have left of its main parameter.
+
+    Between two values of float4_e2m1fn there is up to a third of the larger one, and below the smallest of them a
+    twelfth of the largest in the block. Halves of both are allowed. Weights of other parameters differ by more.
+    """
+    main, weight = main.float(), weight.float()
+    largest = main.abs().max() if main.numel() else torch.zeros(())
+    return bool(((main - weight).abs() <= main.abs() / 5 + largest / 24).all())
 
 
 def _differing(found: torch.Tensor, wanted: torch.Tensor) -> int:
@@ -297,8 +329,12 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
     contents = trainer.config.load_contents
     with torch.no_grad():
         if "model" in contents:
-            for tensor in state.weights:
-                tensor.live.copy_(tensor.loaded)
+            through_mains = [each for each in state.weights if _is_made_of_main(trainer, each.live)]
+            apart = {id(each.live) for each in through_mains}
+            for tensor in (each for each in state.weights if id(each.live) not in apart):
+                tensor.live.data.copy_(tensor.loaded)
+            if through_mains:
+                write_mains(trainer.optimizer, [(each.live, each.loaded) for each in through_mains])
             forget_caches(trainer.chunks)
         for parameter in state.parameters:
             _apply_parameter(parameter)
@@ -307,6 +343,11 @@ def _apply(trainer: Trainer, state: ForeignState) -> None:
         optimizer_state.refresh(trainer.optimizer)
     if state.rng is not None:
         write_rng(state.rng)
+
+
+def _is_made_of_main(trainer: Trainer, weight: torch.Tensor) -> bool:
+    """Returns True if a weight is quantized from its main parameter once that is loaded."""
+    return trainer.optimizer is not None and weight.requires_grad and is_quantized(weight)
 
 
 def _apply_parameter(parameter: LoadedParameter) -> None:

@@ -34,8 +34,10 @@ from mcore_ckpt.load.together import fill_together, plan_together
 from mcore_ckpt.ranks.rounds import Record, decide, same_everywhere
 from mcore_ckpt.state import optimizer as optimizer_state
 from mcore_ckpt.state.common import write_common
+from mcore_ckpt.state.main_weights import write_weights
 from mcore_ckpt.state.model import forget_caches, gather_parameters
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.quantized import has_quantized
 from mcore_ckpt.state.rng import write_rng, write_seed
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps.read_lock import reading
@@ -175,7 +177,10 @@ def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
     # If this load has filled the main parameters, keep them, because they are more precise than the exported weights.
     optimizer = None if "optimizer" in contents else trainer.optimizer
     weights = plan.folder.place / file_names.HUGGINGFACE_DIR
-    return load_hf(trainer.chunks, weights, optimizer=optimizer, timeout_s=trainer.config.timeout_s).nbytes
+    nbytes = load_hf(trainer.chunks, weights, optimizer=optimizer, timeout_s=trainer.config.timeout_s).nbytes
+    if "optimizer" in contents and has_quantized(trainer.chunks):
+        write_weights(trainer.chunks, trainer.optimizer)
+    return nbytes
 
 
 def _takes_hf_weights(trainer: Trainer) -> bool:
@@ -207,7 +212,7 @@ def _load_foreign(trainer: Trainer, kind: kinds.ForeignKind, path: Path, started
     from mcore_ckpt.load.verl_ranks import load_verl_ranks
 
     loaded = (load_torch_dist if kind == "torch_dist" else load_verl_ranks)(trainer, path.absolute())
-    _make_consistent(trainer)
+    _make_consistent(trainer, always=loaded.was_quantized and "optimizer" in trainer.config.load_contents)
     report = LoadReport(path.absolute(), loaded.nbytes, time.monotonic() - started, (), loaded.rounded)
     return LoadResult(loaded.step, loaded.extra_state, report)
 
@@ -315,16 +320,19 @@ def _apply_rng(trainer: Trainer, plan: LoadPlan) -> None:
         write_seed(plan.seed, plan.manifest.step, trainer.coordinates.pp)
 
 
-def _make_consistent(trainer: Trainer) -> None:
-    """Makes the model and the main parameters agree if only one of them was loaded. All ranks call it."""
-    contents = trainer.config.load_contents
+def _make_consistent(trainer: Trainer, always: bool = False) -> None:
+    """Makes the model and the main parameters agree if only one of them was loaded. All ranks call it.
+
+    If `always` is set, the main parameters are written into the model even if both were loaded.
+    """
+    contents, optimizer = trainer.config.load_contents, trainer.optimizer
     forget_caches(trainer.chunks)
-    if "model" in contents and "optimizer" not in contents and trainer.optimizer is not None:
+    if "model" in contents and "optimizer" not in contents and optimizer is not None:
         # Otherwise the next optimizer step would write the old main parameters over the loaded weights.
-        optimizer_state.follow_model(trainer.optimizer)
-    if "optimizer" in contents and "model" not in contents:
-        optimizer_state.copy_main_to_model(trainer.optimizer)
-        gather_parameters(trainer.chunks)
-        optimizer_state.gather_from_owners(trainer.optimizer)
+        optimizer_state.follow_model(optimizer)
+    # Of quantized weights, only main parameters are loaded.
+    from_mains = always or "model" not in contents or (optimizer is not None and has_quantized(trainer.chunks))
+    if from_mains and ("model" in contents or "optimizer" in contents):
+        write_weights(trainer.chunks, optimizer)
     elif "optimizer" in contents and _changes_model(trainer):
         gather_parameters(trainer.chunks)

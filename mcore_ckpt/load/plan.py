@@ -5,8 +5,10 @@ Planning checks the manifest, the indexes, the file sizes and the small files, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
+from mcore_ckpt.load.quantized_weights import quantized_targets
 from mcore_ckpt.load.tensor_fills import not_there, plan_fill, refuse_rounding, replicas_of
 from mcore_ckpt.load.together import Runs, names_left_over, positions_taken
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
@@ -119,9 +122,20 @@ def plan_load(trainer: Trainer, folder: Folder) -> LoadPlan:
     locator = Locator(reader, position, trainer.vocab_size, trainer.layers)
     try:
         _check_contents(trainer, manifest)
+        _check_adapters(trainer, manifest)
         return _plan(trainer, reader, locator)
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{folder}: {error}{_note(trainer, manifest, locator)}") from error
+
+
+def _check_adapters(trainer: Trainer, manifest: Manifest) -> None:
+    """Refuses adapters of another scale, with which the same tensors compute something else."""
+    saved, live = manifest.adapters, trainer.adapters
+    if "model" in trainer.config.load_contents and saved and live and saved.alpha != live.alpha:
+        raise CheckpointMismatchError(
+            f"its adapters have alpha {saved.alpha:g}, but those of the model have alpha {live.alpha:g}: give the "
+            f"model adapters with alpha={saved.alpha:g}"
+        )
 
 
 def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
@@ -133,7 +147,10 @@ def _plan(trainer: Trainer, reader: NativeReader, locator: Locator) -> LoadPlan:
     common = rng = seed = extra = None
     if "model" in wanted:
         taken = [shard for shard in model if not (trainer.config.skip_frozen and shard.is_frozen)]
-        model_fills += [fill for shard in taken if (fill := _model_fill(trainer, shard, locator)) is not None]
+        plain = [shard for shard in taken if not shard.is_quantized]
+        model_fills += [fill for shard in plain if (fill := _model_fill(trainer, shard, locator)) is not None]
+        if len(plain) < len(taken):
+            model_fills += _quantized_fills(trainer, model, taken, locator)
     if "optimizer" in wanted:
         common = _read_common(trainer, reader)
         parts = _plan_parts(OptimizerPlanner(trainer, reader, locator), by_part, common.optimizers)
@@ -216,24 +233,50 @@ def _states(trainer: Trainer, model: Sequence[LocalShard]) -> list[list[Paramete
 
 
 def _model_fill(trainer: Trainer, shard: LocalShard, locator: Locator) -> TensorFill | None:
-    at, apart = trainer.coordinates, trainer.topology.experts_apart and shard.expert
-    file = file_names.expert_file(at.etp, at.pp, at.ep) if apart else file_names.model_file(at.tp, at.pp)
-    wanted = Wanted(shard.key, shard.region, file)
+    wanted = Wanted(shard.key, shard.region, _file_of(trainer, shard))
     if shard.key.kind == OPAQUE:
         return _opaque_fill(shard, wanted, locator)
     refuse_freed(wanted.key, shard.tensor, "load()")
-    fill = plan_fill(wanted, shard.tensor.dtype, _locate_weight(wanted, shard, locator), lambda: shard.tensor)
+    located = _locate_weight(wanted, shard.tensor.dtype, locator)
+    fill = plan_fill(wanted, shard.tensor.dtype, located, lambda: shard.tensor)
     # Nothing is lost by rounding a weight whose main parameter is loaded, too.
     has_main = "optimizer" in trainer.config.load_contents and not (shard.is_frozen or shard.is_buffer)
     rounding = None if has_main else fill.rounding
     return replace(fill, replicas=replicas_of(trainer, shard.expert), rounding=rounding)
 
 
-def _locate_weight(wanted: Wanted, shard: LocalShard, locator: Locator) -> Located:
+def _quantized_fills(
+    trainer: Trainer, model: Sequence[LocalShard], taken: Iterable[LocalShard], locator: Locator
+) -> Iterator[TensorFill]:
+    """Yields the fills of quantized weights. Main parameters that the load fills anyway are left out."""
+    states: Iterable[ParameterState] | None = None
+    if trainer.optimizer is not None:
+        has_mains = "optimizer" in trainer.config.load_contents
+        parts = [] if has_mains else optimizer_state.read_optimizer(trainer.optimizer, model, first_instance=True)
+        states = chain.from_iterable(parts)
+    for target in quantized_targets([shard for shard in taken if shard.is_quantized], states):
+        wanted = Wanted(target.shard.key, target.region, _file_of(trainer, target.shard))
+        if target.encode is None:
+            refuse_freed(wanted.key, target.tensor, "load()")
+        dtype = target.tensor.dtype
+        fill = plan_fill(wanted, dtype, _locate_weight(wanted, dtype, locator), partial(_itself, target.tensor))
+        yield replace(fill, encode=target.encode)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _file_of(trainer: Trainer, shard: LocalShard) -> str:
+    at, apart = trainer.coordinates, trainer.topology.experts_apart and shard.expert
+    return file_names.expert_file(at.etp, at.pp, at.ep) if apart else file_names.model_file(at.tp, at.pp)
+
+
+def _locate_weight(wanted: Wanted, dtype: torch.dtype, locator: Locator) -> Located:
     """Locates the stored weight. If it is missing or has another dtype, prefers the more precise main parameter."""
     located = locator.find(wanted)
-    if located is None or located.dtype != shard.tensor.dtype:
-        main = Wanted(ShardKey(shard.key.name, PARAM), wanted.region, wanted.file)
+    if located is None or located.dtype != dtype:
+        main = Wanted(ShardKey(wanted.key.name, PARAM), wanted.region, wanted.file)
         located = locator.find(main) or located
     if located is None:
         raise not_there(wanted)

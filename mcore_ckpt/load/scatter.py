@@ -149,7 +149,12 @@ def _receive(requests: Sequence[Request], device: torch.device) -> None:
 
     _send_plain([_as_plain(request) for request in requests], device)
     targets = [request.fill.target().detach() for request in requests]
-    memories = [target if target.is_contiguous() else torch.empty_like(target).contiguous() for target in targets]
+    memories = [
+        target
+        if request.fill.encode is None and target.is_contiguous()
+        else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        for target, request in zip(targets, requests, strict=True)
+    ]
     failure: Exception | None = None
     for message in _messages([(target.numel(), r.fill.dtype) for target, r in zip(targets, requests, strict=True)]):
         status = torch.zeros(1, dtype=torch.int64, device=device)
@@ -164,8 +169,10 @@ def _receive(requests: Sequence[Request], device: torch.device) -> None:
             _unpack(message, buffer, requests, memories)
         except Exception as error:  # kept, because rank 0 continues to send, and blocks if nobody receives
             failure = failure or error
-    for target, memory in zip(targets, memories, strict=True):
-        if memory is not target:
+    for request, target, memory in zip(requests, targets, memories, strict=True):
+        if request.fill.encode is not None:
+            request.fill.encode(memory)
+        elif memory is not target:
             target.copy_(memory)
     if failure is not None:
         raise failure
@@ -211,7 +218,8 @@ def _size(turn: _Turn, locator: Locator) -> int:
 def _reads(turn: _Turn, locator: Locator, memory: torch.Tensor) -> Iterator[tuple[ReadRange, torch.Tensor]]:
     for segment in turn.segments:
         whole = turn.wanted[segment.number]
-        region = whole.region.with_flat(segment.start, segment.stop)
+        first = whole.region.flat[0]
+        region = whole.region.with_flat(first + segment.start, first + segment.stop)
         located = locator.find(replace(whole, region=region))
         assert located is not None, "the rank that sent the request has located it"
         dtype = located.dtype

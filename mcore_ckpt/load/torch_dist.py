@@ -44,12 +44,19 @@ from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.sharding.synonyms import synonyms
 from mcore_ckpt.state.model import sharded_state_dict, unwrap
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
+from mcore_ckpt.state.optimizers.hybrid_device import ARGUMENTS
 from mcore_ckpt.state.optimizers.part import OptimizerPart
 from mcore_ckpt.state.param_groups import SavedPart
+from mcore_ckpt.state.quantized import is_quantized
 from mcore_ckpt.state.trainer import Trainer
 
 _FULLY_RESHARDABLE = "fully_reshardable"
 _DP_RESHARDABLE = "dp_reshardable"
+# megatron names no form for optimizers beside DistributedOptimizer. Each tensor of the state has the model's shape.
+_BY_PARAMETER = "None"
+# `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second one.
+_MAIN_NAMES = (PARAM, "fp32_param")
+_INNER = "master_param"
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
@@ -87,10 +94,10 @@ class _Entry:
 def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
     """Loads a torch_dist folder, or the `dist_ckpt` folders that verl writes below it. Every rank calls it.
 
-    The model and a `fully_reshardable` optimizer can be loaded under any layout. For a `dp_reshardable` optimizer, only
-    the data-parallel size may differ from the saved one. For random states, the tensor-parallel and pipeline-parallel
-    sizes must be the saved ones. The step is the checkpoint's `iteration`. Without one, it is the number in the
-    folder's name, or 0.
+    The model, a `fully_reshardable` optimizer, and optimizers beside DistributedOptimizer can be loaded under any
+    layout. For a `dp_reshardable` optimizer, only the data-parallel size may differ from the saved one. For random
+    states, the tensor-parallel and pipeline-parallel sizes must be the saved ones. The step is the checkpoint's
+    `iteration`. Without one, it is the number in the folder's name, or 0.
 
     Raises:
         CheckpointMismatchError: the checkpoint does not fit, lacks something that `load_contents` names, or has an
@@ -125,12 +132,19 @@ def _read(trainer: Trainer, source: _Source) -> ForeignState:
         with source.explained():
             weights = tuple(_read_weight(source, entry) for entry in entries)
     step = files.common.get("iteration")
-    state = ForeignState(step if isinstance(step, int) else step_of(files.path), 0, weights)
+    step = step if isinstance(step, int) else step_of(files.path)
+    state = ForeignState(step, 0, weights, was_quantized=_was_quantized(files))
     if "optimizer" in contents:
         state = _with_optimizer(trainer, source, entries, state)
     if "extra" in contents:
         state = replace(state, rng=_read_rng(trainer, files))
     return replace(state, nbytes=files.nbytes, report={"names": files.digest(), "read": files.positions_read()})
+
+
+def _was_quantized(files: TorchDistFiles) -> bool:
+    """Returns True if the arguments of megatron's trainer, which it stores, say that weights were quantized."""
+    args = getattr(files.common.get("args"), "__dict__", {})
+    return any(bool(args.get(name)) for name in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"))
 
 
 def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequence[str]) -> None:
@@ -140,7 +154,8 @@ def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequenc
     read = {_numbered(name) for name in set(files.names) - set(left)}
     for name in left:
         if any(synonym in read for synonym in synonyms(_numbered(name))):
-            # `convert` writes a norm under several names, one for each layer spec. It is enough if one of them is read.
+            # `convert` writes a norm under several names, one for each layer spec, and a main parameter under both of
+            # megatron's. It is enough if one of them is read.
             continue
         kind = "optimizer" if _OPTIMIZER_TENSOR.match(name) else "model"
         if kind in contents:
@@ -149,7 +164,12 @@ def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequenc
 
 
 def _numbered(name: str) -> str:
-    """Puts layer number 0 into a key that all layers share, because `synonyms` needs names with layer numbers."""
+    """Makes keys of the same tensor comparable: by one name of main parameters, and with layer numbers for `synonyms`.
+
+    A key that all layers share gets the number 0.
+    """
+    main, other = _MAIN_NAMES
+    name = re.sub(rf"\boptimizer\.state\.{other}\.", f"optimizer.state.{main}.", name)
     return re.sub(r"\blayers\.(?!\d)", "layers.0.", name)
 
 
@@ -179,7 +199,7 @@ def _missing(source: _Source, entries: Sequence[_Entry]) -> int:
 def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
     sharded = sharded_state_dict(module, **metadata)
     for name, live in module.state_dict(keep_vars=True).items():
-        # transformer-engine's _extra_state contains a pickle. Only FP8 needs it, and FP8 is refused.
+        # transformer-engine's _extra_state is a pickle. Delayed scaling alone needs it, and begins its history anew.
         if live is None or name.endswith("_extra_state"):
             continue
         entry = sharded.get(name)
@@ -193,7 +213,9 @@ def _chunk_entries(module: Any, metadata: dict[str, Any]) -> Iterator[_Entry]:
 
 def _read_weight(source: _Source, entry: _Entry) -> LoadedModelTensor:
     # Rows that pad the vocabulary and have no counterpart in the checkpoint keep their values.
-    memory = entry.live.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    memory = torch.empty(entry.live.shape, dtype=entry.live.dtype, device="cpu")
+    if not is_quantized(entry.live):
+        memory.copy_(entry.live.detach())
     return LoadedModelTensor(entry.name, entry.live, _fill(source, entry.sharded, entry.sharded.key, memory))
 
 
@@ -227,9 +249,10 @@ def _fill_part(source: _Source, part: Any) -> torch.Tensor:
 
 
 def _with_optimizer(trainer: Trainer, source: _Source, entries: Sequence[_Entry], state: ForeignState) -> ForeignState:
-    owned, files = owned_parameters(trainer), source.files
-    saved = _saved_parts(files)
+    files = source.files
+    saved = _saved_parts(files.path, files.common.get("optimizer"))
     form = _sharding_type(files, saved)
+    owned = owned_parameters(trainer, only_distributed=form == _DP_RESHARDABLE)
     if form == _DP_RESHARDABLE and source.keys.are_other_layers:
         raise CheckpointMismatchError(
             f"{files.path}: the model has the checkpoint's parts in other layers (GPTModel and HybridModel), but a "
@@ -243,10 +266,10 @@ def _with_optimizer(trainer: Trainer, source: _Source, entries: Sequence[_Entry]
     parts = optimizer_parts(trainer.optimizer)
     for number, part in enumerate(parts):
         mine = [parameter for parameter in owned if parameter.part.megatron is part.megatron]
-        if form == _FULLY_RESHARDABLE:
-            prefixes = ["", *(f"chained_{other}." for other in range(len(saved)))]
+        if form != _DP_RESHARDABLE:
+            prefixes = _prefixes(len(saved))
             parameters += [_read_parameter(source, prefixes, sharded[id(p.parameter)], p, weights) for p in mine]
-            loaded.append(_shared_by_all(trainer, files, saved, part))
+            loaded.append(_shared_by_all(trainer, files, _of_the_same_kind(part, saved), part))
         else:
             chained = _ChainedState(files, f"chained_{number}." if len(parts) > 1 else "", part)
             ranges = bucket_ranges(part)
@@ -256,33 +279,62 @@ def _with_optimizer(trainer: Trainer, source: _Source, entries: Sequence[_Entry]
     return replace(state, parameters=tuple(parameters), parts=tuple(loaded), scheduler=scheduler)
 
 
-def _saved_parts(files: TorchDistFiles) -> list[Mapping[str, Any]]:
+def _of_the_same_kind(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the saved parts whose param groups have the settings of this part's kind of optimizer.
+
+    A chain may have parts of several kinds, whose groups look alike otherwise.
+    """
+    own = _kind_settings(part.param_groups)
+    alike = [state for state in saved if _kind_settings((state.get("optimizer") or {}).get("param_groups", ())) == own]
+    return alike or list(saved)
+
+
+# Adam's are the first two, Lion's the first, Muon's the third; SGD, AdaptiveMuon and SOAP have more of them.
+_KIND_SETTINGS = {"betas", "eps", "momentum", "beta2", "nesterov", "dampening", "shampoo_beta"}
+
+
+def _kind_settings(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {key for group in groups for key in group if key in _KIND_SETTINGS}
+
+
+def _prefixes(number: int) -> list[str]:
+    """Returns what the names of a part's tensors may begin with.
+
+    `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the name if there are several parts.
+    Another layout can have other parts, so a tensor may be under every number.
+    """
+    return ["", *(f"chained_{part}." for part in range(number))]
+
+
+def _saved_parts(path: Path, saved: Any) -> list[Mapping[str, Any]]:
     """Returns the state of each chained optimizer.
 
     What all ranks share has the state itself if there is one optimizer, or a dict or list of states if there are
-    several.
+    several. Chains may nest.
     """
-    saved = files.common.get("optimizer")
     if isinstance(saved, Mapping) and saved and set(saved) == set(range(len(saved))):
         saved = [saved[number] for number in range(len(saved))]
-    states = list(saved) if isinstance(saved, (list, tuple)) else [saved]
-    found = [state for state in states if isinstance(state, Mapping)]
-    if not found or len(found) != len(states):
+    if isinstance(saved, (list, tuple)) and saved:
+        return [state for each in saved for state in _saved_parts(path, each)]
+    if not isinstance(saved, Mapping):
         raise CheckpointMismatchError(
-            f"{files.path}: has no optimizer state: leave 'optimizer' out of load_contents if it was not saved"
+            f"{path}: has no optimizer state: leave 'optimizer' out of load_contents if it was not saved"
         )
-    return found
+    # That of FP32Optimizer is the state of the optimizer in it. Our own conversion (`tools/way_back`) writes both.
+    return [saved if "param_groups" not in saved or "optimizer" in saved else {"optimizer": saved}]
 
 
 def _sharding_type(files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> str:
     found = {str(state.get("param_state_sharding_type")) for state in saved}
-    if len(found) != 1 or not found <= {_FULLY_RESHARDABLE, _DP_RESHARDABLE}:
-        raise UnsupportedError(
-            f"{files.path}: the optimizer state is stored as {', '.join(sorted(found))}; only {_FULLY_RESHARDABLE} and "
-            f"{_DP_RESHARDABLE} of a DistributedOptimizer can be read. Save it again in one of these forms, or leave "
-            "'optimizer' out of load_contents"
-        )
-    return found.pop()
+    if found <= {_FULLY_RESHARDABLE, _BY_PARAMETER}:
+        return _BY_PARAMETER if _BY_PARAMETER in found else _FULLY_RESHARDABLE
+    if found == {_DP_RESHARDABLE}:
+        return _DP_RESHARDABLE
+    raise UnsupportedError(
+        f"{files.path}: the optimizer state is stored as {', '.join(sorted(found - {_BY_PARAMETER}))}; of a "
+        f"DistributedOptimizer only {_FULLY_RESHARDABLE} can be read, or {_DP_RESHARDABLE} if it is alone. Save it "
+        "again in one of these forms, or leave 'optimizer' out of load_contents"
+    )
 
 
 def _read_parameter(
@@ -292,18 +344,32 @@ def _read_parameter(
     owned: OwnedParameter,
     weights: Mapping[int, torch.Tensor],
 ) -> LoadedParameter:
-    """Reads a parameter's `fully_reshardable` state in the model's shape, and keeps the range that this rank owns."""
+    """Reads a parameter's state, which has the model's shape, and keeps the range that this rank owns."""
+    kinds = _kinds_of(owned)
     weight = weights.get(id(owned.parameter), owned.parameter.detach()).cpu()
     tensors = {}
-    for kind in KINDS:
-        # `ChainedOptimizer.sharded_state_dict` (0.16.1) puts the number of the part into the name if there are several
-        # parts. Another layout can have other parts, so look under every number.
-        names = [f"{prefix}optimizer.state.{kind}.{sharded.key}" for prefix in prefixes]
-        name = next((name for name in names if source.keys.has(name)), names[0])
+    for kind in kinds:
+        stored_as = _MAIN_NAMES if kind == PARAM else (kind,)
+        names = [f"{prefix}optimizer.state.{name}.{sharded.key}" for name in stored_as for prefix in prefixes]
+        name = next((name for name in names if source.keys.has(name)), None)
         # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at zero.
-        starts_as = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
-        tensors[kind] = _fill(source, sharded, name, starts_as).reshape(-1)[owned.start : owned.stop].clone()
+        whole = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
+        # A weight of fp32 can be its own main parameter.
+        if name is not None or kind != PARAM or weight.dtype != torch.float32:
+            whole = _fill(source, sharded, name or names[0], whole)
+        tensors[kind] = whole.reshape(-1)[owned.start : owned.stop].clone()
     return LoadedParameter(owned, tensors)
+
+
+def _kinds_of(owned: OwnedParameter) -> tuple[str, ...]:
+    kind = owned.part.kind
+    assert kind is not None, "an optimizer with parameters has a kind"
+    if owned.part.bound_shapes(owned.main):
+        raise UnsupportedError(
+            f"optimizer state of {owned.name}: {owned.part.kind_name} has state that has not the parameter's shape, "
+            "which megatron cannot store in torch_dist: leave 'optimizer' out of load_contents"
+        )
+    return (PARAM, *kind.moments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +390,10 @@ def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParamete
     """Reads an owned range from megatron's bucket, as `dp_reshardable` stores it."""
     key = f"{chained.group_key}.gbuf_idx_{where.buffer}.dtype_{where.dtype}.bucket_idx_{where.bucket}"
     tensors = {}
-    for kind in KINDS:
+    # The last one is the parameter that HybridDeviceOptimizer updates. After a load by megatron it can differ from the
+    # main parameter beside it, which is a copy.
+    inner = (_INNER,) if chained.files.dtype_of(f"{key}.{_INNER}") is not None else ()
+    for kind in (*KINDS, *inner):
         stored = chained.files.dtype_of(f"{key}.{kind}") or torch.float32
         tensors[kind] = torch.empty(owned.stop - owned.start, dtype=stored)
         try:
@@ -335,6 +404,7 @@ def _read_range(chained: _ChainedState, where: BucketRange, owned: OwnedParamete
                 "layout and the bucket sizes that it was saved with: use these, load only the model, or save the "
                 f"optimizer as {_FULLY_RESHARDABLE}"
             ) from None
+    tensors[PARAM] = tensors.pop(_INNER, tensors[PARAM])
     return LoadedParameter(owned, tensors)
 
 
@@ -352,10 +422,11 @@ def _shared_by_group(trainer: Trainer, chained: _ChainedState) -> SavedPart:
 def _shared_by_all(
     trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]], part: OptimizerPart
 ) -> SavedPart:
-    """Reads param groups and scaler, which `fully_reshardable` stores once, and selects those of `part`."""
+    """Reads param groups and scaler, which are stored once, and selects those of `part`."""
     if part.inner is None:
         return SavedPart(None, 0, None)
-    loaded = _loaded_part(trainer, files, saved)
+    kind = part.kind
+    loaded = _loaded_part(trainer, files, saved, has_step=kind is None or kind.has_step)
     return replace(loaded, param_groups=_groups_for(part, loaded.param_groups or ()))
 
 
@@ -370,20 +441,28 @@ def _groups_for(part: OptimizerPart, saved: Sequence[Mapping[str, Any]]) -> Sequ
     return [group for group in saved if bool(group.get(field)) == wanted] or [{**g, field: wanted} for g in saved]
 
 
-def _loaded_part(trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> SavedPart:
+def _loaded_part(
+    trainer: Trainer, files: TorchDistFiles, saved: Sequence[Mapping[str, Any]], has_step: bool = True
+) -> SavedPart:
     groups = [group for state in saved for group in (state.get("optimizer") or {}).get("param_groups", ())]
     if not groups:
         raise CheckpointMismatchError(
             f"{files.path}: has no param groups of the optimizer: leave 'optimizer' out of load_contents"
         )
     steps = {group["step"] for group in groups if group.get("step") is not None}
+    # Float16OptimizerWithFloat16Params and FP32Optimizer have it beside the groups, as a number or a tensor.
+    common = ((state.get("optimizer") or {}).get("state") for state in saved)
+    steps |= {int(each["common_step"]) for each in common if isinstance(each, Mapping) and "common_step" in each}
     if len(steps) > 1:
         raise CheckpointMismatchError(
             f"{files.path}: the param groups have different step counts ({steps}), but megatron steps all groups "
             "together: leave 'optimizer' out of load_contents"
         )
-    step = steps.pop() if steps else step_missing(trainer, str(files.path))
-    fields = [{key: value for key, value in group.items() if key not in ("step", "params")} for group in groups]
+    step = None
+    if has_step:
+        step = steps.pop() if steps else step_missing(trainer, str(files.path))
+    left = ("step", "params", *ARGUMENTS)
+    fields = [{key: value for key, value in group.items() if key not in left} for group in groups]
     scalers = [state["grad_scaler"] for state in saved if state.get("grad_scaler")]
     return SavedPart(fields, step, scalers[0] if scalers else None)
 

@@ -179,7 +179,7 @@ def _bare(name: str) -> str:
 
 
 def _is_stored(name: str) -> bool:
-    # transformer-engine's _extra_state contains a pickle. Only FP8 needs it, and FP8 is refused.
+    # transformer-engine's _extra_state is a pickle. Delayed scaling alone needs it, and begins its history anew.
     return not name.endswith("_extra_state")
 
 

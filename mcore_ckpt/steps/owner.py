@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import inside, read_small, write_file
+from mcore_ckpt.ranks.hosts import this_host
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Owner:
     @staticmethod
     def this_process() -> Owner:
         """Returns the calling process."""
-        return Owner(_this_host(), os.getpid(), _start_of(os.getpid()) or 0)
+        return Owner(this_host(), os.getpid(), _start_of(os.getpid()) or 0)
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> Owner:
@@ -44,7 +44,7 @@ class Owner:
     @property
     def is_on_this_host(self) -> bool:
         """True if the owner is on this host and in this pid namespace, so that this process can see if it is alive."""
-        return self.host == _this_host()
+        return self.host == this_host()
 
     @property
     def is_alive_here(self) -> bool:
@@ -53,11 +53,6 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host.partition(' ')[0]}"
-
-
-def _this_host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _start_of(pid: int) -> int | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.checkpoint.manifest import (
     FORMAT_VERSION,
+    AdapterSettings,
     FileRecord,
     IndexPlace,
     Manifest,
@@ -86,6 +87,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         stages=tuple(draw(st.lists(st.builds(StageRecord, small, small, numbers, numbers), max_size=3))),
         tensors=tensors,
         files=tuple(files),
+        adapters=draw(st.none() | st.builds(AdapterSettings, st.floats(0, 100), st.floats(0, 1))),
     )
 
 
@@ -172,6 +174,9 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tensors-of-numbers": lambda r: r.update(tensors=[1, 2]),
     "no-step": lambda r: r.pop("step"),
     "step-true": lambda r: r.update(step=True),
+    "adapters-a-list": lambda r: r.update(adapters=[]),
+    "adapters-without-alpha": lambda r: r.update(adapters={"dropout": 0.0}),
+    "adapters-of-alpha-negative": lambda r: r.update(adapters={"alpha": -1.0, "dropout": 0.0}),
     "another-format": lambda r: r.update(format="torch.dcp"),
 }
 

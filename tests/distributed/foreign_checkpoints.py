@@ -45,24 +45,14 @@ def save_verl_ranks(training: Training, folder: Path) -> None:
 
 def save_torch_dist(training: Training, folder: Path, sharding_type: str, **more: Any) -> None:
     """As megatron's trainer and verl do: `sharded_state_dict` of model and optimizer under the same metadata."""
-    at, sizes = read_topology(process_groups_of(training.model))
-    metadata = {
-        "distrib_optim_sharding_type": sharding_type,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
-    chunks = {
-        "model" if len(training.model) == 1 else f"model{number}": unwrap(chunk).sharded_state_dict(metadata=metadata)
-        for number, chunk in enumerate(training.model)
-    }
+    metadata = _metadata(sharding_type)
+    chunks = sharded_chunks(training, metadata)
     state = {
         "optimizer": training.optimizer.sharded_state_dict(chunks, metadata=metadata),
         **chunks,
         "opt_param_scheduler": training.scheduler.state_dict(),
         "iteration": STEP,
-        "rng_state": ShardedObject(
-            "rng_state", [random_states()], (sizes.pp, sizes.tp), (at.pp, at.tp), replica_id=at.dp * sizes.cp + at.cp
-        ),
+        "rng_state": rng_object(training),
         **more,
     }
     if dist.get_rank() == 0:
@@ -70,6 +60,32 @@ def save_torch_dist(training: Training, folder: Path, sharding_type: str, **more
     with everywhere():
         pass
     dist_checkpointing.save(state, str(folder), ("torch_dist", 1), content_metadata=metadata)
+
+
+def load_by_megatron(training: Training, folder: Path, sharding_type: str) -> None:
+    """As megatron's trainer does (load_checkpoint), for the model and the optimizer of a `save_torch_dist`."""
+    metadata = _metadata(sharding_type)
+    chunks = sharded_chunks(training, metadata)
+    optimizer = training.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load({"optimizer": optimizer, **chunks}, str(folder))
+    for name, chunk in zip(chunks, training.model, strict=True):
+        unwrap(chunk).load_state_dict(loaded[name])
+    training.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _metadata(sharding_type: str) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": sharding_type,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def sharded_chunks(training: Training, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model" if len(training.model) == 1 else f"model{number}": unwrap(chunk).sharded_state_dict(metadata=metadata)
+        for number, chunk in enumerate(training.model)
+    }
 
 
 def save_as(kind: ForeignKind, training: Training, folder: Path, sharding_type: str = "dp_reshardable") -> None:
@@ -90,12 +106,24 @@ def random_states() -> dict[str, Any]:
     }
 
 
+def rng_object(training: Training) -> ShardedObject:
+    """megatron's trainer's `get_rng_state`, as torch_dist stores it."""
+    at, sizes = read_topology(process_groups_of(training.model))
+    place = (sizes.pp, sizes.tp), (at.pp, at.tp)
+    return ShardedObject("rng_state", [random_states()], *place, replica_id=at.dp * sizes.cp + at.cp)
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+
+
 def seed_replicas_alike() -> None:
     """megatron's trainer seeds data-parallel ranks alike, so torch_dist keeps one random state for all of them."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     states = [random_states()]
     dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
-    random.setstate(states[0]["random_rng_state"])
-    np.random.set_state(states[0]["np_rng_state"])
-    torch.set_rng_state(states[0]["torch_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states[0]["rng_tracker_states"])
+    set_random_states(states[0])

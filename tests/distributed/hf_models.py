@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,8 +20,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 from training import ON_CPU, Layout, RMSNorm
 
-from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.mcore_config import McoreConfig, to_mcore_config
+from mcore_ckpt.models.reconcile import with_tower_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL
 from mcore_ckpt.sharding.synonyms import synonyms
@@ -31,7 +31,18 @@ from mcore_ckpt.state.model import model_shards, unwrap
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from element_positions import positions
 from global_tensors import to_mcore
-from parity import ValueHead, ZeroCentredNorm, block_spec, make_latent, make_linear
+from parity import (
+    ValueHead,
+    ZeroCentredNorm,
+    block_spec,
+    has_norms_of_all_heads,
+    make_latent,
+    make_linear,
+    make_norms_of_all_heads,
+    make_sparse,
+    mtp_spec,
+    with_tower,
+)
 
 Model = list[torch.nn.Module]
 
@@ -51,6 +62,8 @@ class Shape:
     dtype: torch.dtype = torch.float32
     hybrid: bool = False
     """A HybridModel of the same parts, instead of a GPTModel."""
+    tower: str | None = None
+    """Of whose modules a vision tower is: "transformers" or "megatron". None: as Megatron-Bridge has it."""
 
     @property
     def layout(self) -> Layout:
@@ -69,9 +82,10 @@ def build_model(folder: Path, shape: Shape, **changes: Any) -> Model:
     hf_model = model_from_config(hf)
     wanted = to_mcore_config(hf_model)
     config = _config(wanted, shape)
-    chunks: Model = [_chunk(wanted, config, shape, stage) for stage in range(shape.vpp or 1)]
+    chunks: Model = [_chunk(hf_model, wanted, config, shape, stage) for stage in range(shape.vpp or 1)]
     if hf_model.is_value and chunks[-1].post_process:
         chunks[-1].output_layer = ValueHead(config.hidden_size)
+    chunks = [with_tower(hf_model, config, chunk, shape.tower).to(shape.dtype).eval() for chunk in chunks]
     poison(chunks)
     return chunks
 
@@ -99,9 +113,12 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
     mixture: dict[str, Any] = {}
     if wanted.transformer.get("num_moe_experts"):
         mixture = {"moe_token_dispatcher_type": "allgather"}
-    if wanted.transformer.get("experimental_attention_variant"):
+    variant = wanted.transformer.get("experimental_attention_variant")
+    if variant == "gated_delta_net":
         # Else it asks for kernels that need a GPU.
         mixture["deterministic_mode"] = True
+    if variant == "dsa":
+        mixture["sequence_parallel"] = shape.tp > 1
     config: TransformerConfig = wanted.transformer_config(
         tensor_model_parallel_size=shape.tp,
         pipeline_model_parallel_size=shape.pp,
@@ -123,11 +140,25 @@ def _config(wanted: McoreConfig, shape: Shape) -> TransformerConfig:
     return config
 
 
-def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: int) -> GPTModel:
-    where = {"vp_stage": stage if shape.vpp else None}
+def _chunk(hf_model: HfModel, wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: int) -> Any:
+    where: dict[str, Any] = {"vp_stage": stage if shape.vpp else None}
+    multiple = 1 if shape.tp == 1 else 4 * shape.tp
+    rows = -(-wanted.gpt["vocab_size"] // multiple) * multiple
+    gpt = {**wanted.gpt, "vocab_size": rows}
+    ends = {
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
+    }
+    if "hybrid_layer_pattern" in gpt:
+        from hybrid_model import build_hybrid
+
+        pattern = _segmented(gpt.pop("hybrid_layer_pattern"), shape)
+        return build_hybrid(config, RMSNorm, pattern, **gpt, **ends, **where).to(shape.dtype).eval()
     config_of_block = _on_one_stage(config) if shape.hybrid else config
     block = block_spec(config_of_block, **where)
-    if config.experimental_attention_variant:
+    if config.experimental_attention_variant == "dsa":
+        make_sparse(block)
+    elif config.experimental_attention_variant:
         offset = 0 if shape.hybrid else get_transformer_layer_offset(config, **where)
         make_linear(config_of_block, block, offset)
         for layer, is_linear in zip(block.layer_specs, config.linear_attention_freq[offset:], strict=False):
@@ -141,16 +172,11 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         if config.multi_latent_attention:
             make_latent(config, block)
+        if has_norms_of_all_heads(hf_model):
+            make_norms_of_all_heads(block)
     mtp = None
     if config.mtp_num_layers and not shape.hybrid:
-        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, **where)
-    multiple = 1 if shape.tp == 1 else 4 * shape.tp
-    rows = -(-wanted.gpt["vocab_size"] // multiple) * multiple
-    gpt = {**wanted.gpt, "vocab_size": rows}
-    ends = {
-        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where),
-        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where),
-    }
+        mtp = mtp_spec(config, block, **where)
     if shape.hybrid:
         from hf_hybrid import hybrid_chunk
 
@@ -159,6 +185,15 @@ def _chunk(wanted: McoreConfig, config: TransformerConfig, shape: Shape, stage: 
     else:
         model = GPTModel(config, block, **gpt, mtp_block_spec=mtp, **ends, **where)
     return model.to(shape.dtype).eval()
+
+
+def _segmented(pattern: str, shape: Shape) -> str:
+    """A pattern with a segment for each virtual stage. Without these HybridModel divides the layers itself."""
+    if shape.vpp is None:
+        return pattern
+    decoder, *depths = pattern.split("/")
+    size = len(decoder) // (shape.pp * shape.vpp)
+    return "/".join(("|".join(decoder[at : at + size] for at in range(0, len(decoder), size)), *depths))
 
 
 def _on_one_stage(config: TransformerConfig) -> TransformerConfig:
@@ -170,9 +205,10 @@ def _on_one_stage(config: TransformerConfig) -> TransformerConfig:
 # -- what must be there -----------------------------------------------------------------------------------
 
 
-def global_tensors(folder: Path, hybrid: bool = False) -> dict[str, torch.Tensor]:
+def global_tensors(folder: Path, hybrid: bool = False, tower: str | None = None) -> dict[str, torch.Tensor]:
     """megatron's global tensors, put together from the folder's tensors element by element, under GPTModel's names."""
-    tensors = to_mcore(model_from_config(read_config(folder)), read_tensors(folder))
+    names = {"transformers": ["visual.merger"], "megatron": ["vision_model.decoder.layers"], None: []}[tower]
+    tensors = to_mcore(with_tower_of(model_from_config(read_config(folder)), names), read_tensors(folder))
     return {_name_in_hybrid(name): tensor for name, tensor in tensors.items()} if hybrid else tensors
 
 
@@ -242,11 +278,12 @@ def sample_tokens(vocab: int) -> torch.Tensor:
 
 def transformers_logits(folder: Path) -> torch.Tensor:
     """What transformers computes, in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    kind = AutoModelForImageTextToText if "vision_config" in read_config(folder) else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        logits: torch.Tensor = model(sample_tokens(model.config.vocab_size)).logits
+        logits: torch.Tensor = model(sample_tokens(model.config.get_text_config().vocab_size)).logits
     return logits
 
 

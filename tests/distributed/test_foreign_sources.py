@@ -37,6 +37,9 @@ NAMES = (
     "tp2-ep2-etp1",
     "pp2-dp2-uneven",
     "pp2-vpp2-dp2-stages",
+    "tower-tp2",
+    "tower-megatron-tp2",
+    "tower-pp2-vpp2",
 )
 HYBRIDS = ("hybrid", "pp2-vpp2-hybrid") if HAS_HYBRID else ()
 # The flags of `sharded_state_dict` that change keys.
@@ -51,8 +54,8 @@ IN_CI = {
     ("dp2-expert-bias", "non_homogeneous_layers"),
     ("pp2-tied-bf16", "singleton_local_shards"),
     ("pp2-vpp2", ""),
-    ("etp2-ep2", ""),
     ("hybrid", ""),
+    ("tower-megatron-tp2", ""),
 }
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from agreement import everywhere
 from checkpointing import TIMEOUT_S
 from hf_models import Shape, assert_holds, build_model, global_tensors, read_tensors
-from layouts import HAS_HYBRID
+from layouts import HAS_HYBRID, HAS_SPARSE
 from tiers import marks
 from tiny_models import make_hf_folder, read_config
 from training import parallel
@@ -24,10 +24,28 @@ UNEVEN = {"pp": 2, "first_stage_layers": 1}
 # A HybridModel of the same parts. Its stages end within the GPTModel's layers.
 HYBRID = {
     "hybrid-linear-attention": ("qwen3_next", Shape(1, hybrid=True)),
+    "hybrid-separate-projections": ("qwen3_5_moe_text", Shape(1, hybrid=True)),
+    "hybrid-separate-projections-mtp-pp2": ("qwen3_5_text-mtp", Shape(2, pp=2, hybrid=True)),
+    "hybrid-norms-of-all-heads-tp2": ("minimax_m2", Shape(2, tp=2, hybrid=True)),
     "hybrid-windows": ("gpt_oss", Shape(1, hybrid=True)),
     "hybrid-pp2-vpp2": ("qwen3", Shape(2, pp=2, vpp=2, hybrid=True)),
     "hybrid-mtp-pp2": ("glm4_moe-mtp", Shape(2, pp=2, hybrid=True)),
     "hybrid-shared-expert-tp2-ep2": ("qwen2_moe", Shape(4, tp=2, ep=2, hybrid=True)),
+}
+
+# Its layers are of each kind, so that each stage has other ones.
+NEMOTRON_H = {
+    "nemotron-h-mtp": ("nemotron_h-mtp", Shape(1)),
+    "nemotron-h-tp2": ("nemotron_h", Shape(2, tp=2)),
+    "nemotron-h-pp2-uneven": ("nemotron_h", Shape(2, **UNEVEN)),
+    "nemotron-h-mtp-tp2-pp2-vpp2": ("nemotron_h-mtp", Shape(4, tp=2, pp=2, vpp=2)),
+    "nemotron-h-tp2-ep2": ("nemotron_h", Shape(4, tp=2, ep=2)),
+}
+SPARSE = {
+    "sparse-mtp": ("deepseek_v32-mtp", Shape(1)),
+    "sparse-shared-tp2": ("glm_moe_dsa-shared", Shape(2, tp=2)),
+    "sparse-tp2-pp2-ep2-etp1": ("glm_moe_dsa", Shape(4, tp=2, pp=2, ep=2, etp=1)),
+    "sparse-vpp2": ("deepseek_v32", Shape(2, pp=2, vpp=2)),
 }
 
 CASES: dict[str, tuple[str, Shape]] = {
@@ -36,7 +54,16 @@ CASES: dict[str, tuple[str, Shape]] = {
     "mla-mtp": ("deepseek_v3-mtp", Shape(1)),
     "mixture-bf16": ("mixtral", Shape(1, dtype=torch.bfloat16)),
     "biased-experts": ("gpt_oss", Shape(1)),
+    "tower-of-mbridge": ("qwen2_5_vl", Shape(1, tower="megatron")),
     # two ranks
+    "tower-tp2": ("qwen2_5_vl-tied", Shape(2, tp=2)),
+    "tower-pp2-bf16": ("qwen2_5_vl", Shape(2, pp=2, dtype=torch.bfloat16)),
+    "tower-of-mbridge-tp2": ("qwen2_5_vl", Shape(2, tp=2, tower="megatron")),
+    "tower-of-megatron-tp2": ("qwen3_vl", Shape(2, tp=2)),
+    "tower-of-megatron-vpp2": ("qwen3_vl-tied", Shape(2, pp=2, vpp=2)),
+    "tower-of-transformers-tp2": ("qwen3_vl", Shape(2, tp=2, tower="transformers")),
+    "tower-mixture-ep2": ("qwen3_vl_moe", Shape(2, ep=2)),
+    "tower-linear-attention-tp2": ("qwen3_5", Shape(2, tp=2)),
     "tied-tp2-bf16": ("qwen2-tied", Shape(2, tp=2, dtype=torch.bfloat16)),
     "value-tp2": ("qwen3-value", Shape(2, tp=2)),
     "vpp2": ("qwen3", Shape(2, pp=2, vpp=2)),
@@ -46,16 +73,32 @@ CASES: dict[str, tuple[str, Shape]] = {
     "mla-pp2-uneven": ("deepseek_v3-no-q-lora", Shape(2, **UNEVEN)),
     "mtp-pp2": ("glm4_moe-mtp", Shape(2, pp=2)),
     "linear-attention-tp2": ("qwen3_next", Shape(2, tp=2)),
+    "separate-projections-mtp-tp2": ("qwen3_5_text-mtp", Shape(2, tp=2)),
+    "separate-projections-mtp-pp2-vpp2": ("qwen3_5_text-mtp", Shape(2, pp=2, vpp=2)),
+    "norms-of-all-heads-tp2": ("minimax_m2", Shape(2, tp=2)),
+    "softmax-mla-tp2": ("deepseek_v2", Shape(2, tp=2)),
+    "softmax-mla-pp2-uneven": ("deepseek_v2-lite", Shape(2, **UNEVEN)),
+    "biased-vpp2": ("seed_oss", Shape(2, pp=2, vpp=2)),
     # four ranks
+    "tower-tp2-pp2": ("qwen2_5_vl", Shape(4, tp=2, pp=2)),
+    "tower-of-megatron-tp2-pp2": ("qwen3_vl", Shape(4, tp=2, pp=2)),
+    "tower-mixture-tp2-pp2-ep2": ("qwen3_vl_moe", Shape(4, tp=2, pp=2, vpp=2, ep=2, etp=1)),
     "value-tp2-pp2": ("qwen2-value", Shape(4, tp=2, pp=2)),
     "tied-tp2-vpp2": ("qwen3-tied", Shape(4, tp=2, pp=2, vpp=2)),
     "mixture-tp2-ep2": ("mixtral", Shape(4, tp=2, ep=2)),
-    **(HYBRID if HAS_HYBRID else {}),
+    **(HYBRID | NEMOTRON_H if HAS_HYBRID else {}),
+    **(SPARSE if HAS_SPARSE else {}),
     "mixture-ep2-etp2": ("mixtral", Shape(4, ep=2, etp=2)),
     "shared-expert-tp2-pp2-ep2-etp1": ("qwen2_moe", Shape(4, tp=2, pp=2, ep=2, etp=1)),
     "mla-mtp-tp2-pp2-uneven": ("deepseek_v3-mtp", Shape(4, tp=2, **UNEVEN)),
     "mtp-tp2-ep2": ("glm4_moe-mtp", Shape(4, tp=2, ep=2)),
     "linear-attention-tp2-pp2": ("qwen3_next", Shape(4, tp=2, pp=2)),
+    "separate-projections-mtp-tp2-ep2": ("qwen3_5_moe_text-mtp", Shape(4, tp=2, ep=2)),
+    "separate-projections-mtp-tp2-pp2-ep2-etp1": ("qwen3_5_moe_text-mtp", Shape(4, tp=2, pp=2, ep=2, etp=1)),
+    "norms-of-all-heads-tp4": ("minimax_m2", Shape(4, tp=4)),
+    "norms-of-all-heads-tp2-pp2-uneven-ep2-etp1": ("minimax_m2", Shape(4, tp=2, ep=2, etp=1, **UNEVEN)),
+    "softmax-mla-tp2-ep2": ("deepseek_v2", Shape(4, tp=2, ep=2)),
+    "biased-tp2-pp2": ("seed_oss", Shape(4, tp=2, pp=2)),
     "biased-experts-tp2-ep2-etp1": ("gpt_oss", Shape(4, tp=2, ep=2, etp=1)),
 }
 
@@ -67,13 +110,20 @@ IN_CI = {
     "hybrid-mtp-pp2",
     "hybrid-windows",
     "biased-experts",
+    "nemotron-h-mtp-tp2-pp2-vpp2",
+    "sparse-shared-tp2",
     "tied-tp2-bf16",
     "value-tp2",
     "vpp2",
     "mixture-tp2-ep2-etp1",
     "mla-pp2-uneven",
     "linear-attention-tp2",
+    "separate-projections-mtp-tp2",
+    "norms-of-all-heads-tp2",
     "shared-expert-tp2-pp2-ep2-etp1",
+    "tower-tp2",
+    "tower-of-mbridge-tp2",
+    "tower-mixture-tp2-pp2-ep2",
 }
 
 
@@ -96,7 +146,7 @@ def test_a_folder_comes_back_through_a_live_model(
         load_hf(chunks, folder)
         with everywhere():
             # The rows that pad the vocabulary among it, which no export shows.
-            assert_holds(chunks, global_tensors(folder, shape.hybrid))
+            assert_holds(chunks, global_tensors(folder, shape.hybrid, shape.tower))
         config = CheckpointConfig(save_contents=("model", "hf_model"), load_contents=("model",), timeout_s=TIMEOUT_S)
         root = shared_path / "root"
         manager = CheckpointManager(root, chunks, hf_config=AutoConfig.from_pretrained(folder), config=config)

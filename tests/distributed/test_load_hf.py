@@ -2,12 +2,17 @@
 
 import json
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
+import hf_models
 import pytest
+import quantized_folders
 import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, raised_everywhere
+from document_examples import CONVERT, CONVERTED_MODEL, relocated, run_in_shell
+from global_tensors import to_mcore
 from hf_models import (
     Model,
     Shape,
@@ -21,9 +26,11 @@ from hf_models import (
     transformers_logits,
     wrap,
 )
-from layouts import HAS_HYBRID
+from hub_server import HubServer, use
+from layouts import HAS_HYBRID, HAS_SPARSE
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from quantized_folders import FP8_CONFIG, fp8
 from refusals import assert_names
 from safetensors.torch import save_file
 from tiers import marks, pairs
@@ -37,11 +44,13 @@ from mcore_ckpt.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    InvalidArgumentError,
     InvalidStateError,
     UnsupportedError,
 )
 from mcore_ckpt.io import tuning
 from mcore_ckpt.load.huggingface import load_hf
+from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.state.model import model_shards, unwrap
 from mcore_ckpt.tools.convert_native import convert_to_native
@@ -74,6 +83,13 @@ CASES: dict[str, tuple[str, Shape]] = {
     "glm-tp2-ep2": ("glm4_moe", Shape(4, tp=2, ep=2)),
     "linear": ("qwen3_next", Shape(1)),
     "linear-tp2": ("qwen3_next", Shape(2, tp=2)),
+    "separate-projections-tp2": ("qwen3_5_moe_text", Shape(2, tp=2)),
+    "separate-projections-pp2-uneven": ("qwen3_5_text", Shape(2, **UNEVEN)),
+    "norms-of-all-heads-tp2": ("minimax_m2", Shape(2, tp=2)),
+    "norms-of-all-heads-ep2": ("minimax_m2", Shape(2, ep=2)),
+    "softmax-mla-tp2": ("deepseek_v2", Shape(2, tp=2)),
+    "softmax-mla-ep2": ("deepseek_v2-lite", Shape(2, ep=2)),
+    "biased-tp2": ("seed_oss", Shape(2, tp=2)),
     "mla-tp2-pp2-uneven": ("deepseek_v3", Shape(4, tp=2, **UNEVEN)),
     "shared-expert-tp2-pp2-ep2-etp1": ("qwen2_moe", Shape(4, tp=2, pp=2, ep=2, etp=1)),
     "ep2-etp2": ("mixtral", Shape(4, ep=2, etp=2)),
@@ -130,6 +146,34 @@ def test_every_rank_gets_its_part(
             assert_holds(chunks, global_tensors(folder))
         if shape.dtype == torch.float32 and source == "shared":
             assert_same_logits(chunks, folder)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param("deepseek_v3", Shape(2, tp=2), marks=marks(2, True)),
+        pytest.param("qwen3_moe", Shape(2, ep=2, dtype=torch.bfloat16), marks=marks(2, False)),
+        pytest.param("qwen3_moe", Shape(4, tp=2, ep=2), marks=marks(4, False)),
+    ],
+)
+def test_published_fp8_is_dequantized_to_what_the_model_keeps(
+    name: str, shape: Shape, source: str, shared_path: Path
+) -> None:
+    """Values of float32 are not rounded to the bfloat16 of the folder's config where the model has float32."""
+    folder = shared_path / "hf"
+
+    def publish() -> None:
+        plain = make_hf_folder(folder, name, dtype="bfloat16")
+        quantized_folders.publish(plain, partial(fp8, block=(24, 40)), {**FP8_CONFIG, "weight_block_size": [24, 40]})
+
+    on_rank_0(publish)
+    with parallel(shape.layout):
+        chunks = build_model(folder, shape)
+        load_hf(chunks, folder, source=source)  # type: ignore[arg-type]
+        with everywhere():
+            values = quantized_folders.fp8_values(read_tensors(folder), (24, 40))
+            assert_holds(chunks, to_mcore(model_from_config(read_config(folder)), values))
 
 
 def assert_same_logits(chunks: Model, folder: Path) -> None:
@@ -258,6 +302,19 @@ def test_what_does_not_fit_is_refused_by_all_and_nothing_changes(case: str, sour
             assert all(s.tensor.isnan().all() for s in model_shards(chunks) if s.key.kind == "model")
 
 
+@pytest.mark.world(2)
+def test_norms_of_each_head_are_not_those_of_all(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own layer specs have no others, and TransformerConfig says the same for both."""
+    on_rank_0(lambda: make_hf_folder(shared_path / "hf", "minimax_m2"))
+    shape = Shape(2, tp=2)
+    monkeypatch.setattr(hf_models, "has_norms_of_all_heads", lambda model: False)
+    with parallel(shape.layout):
+        chunks = build_model(shared_path / "hf", shape)
+        error = error_of(lambda: load_hf(chunks, shared_path / "hf"))
+        said = r"self_attention\.q_layernorm\.weight: wanted global shape \[16\], found global shape \[128\]"
+        assert_names(raised_everywhere(CheckpointMismatchError, error), said)
+
+
 @pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
 @pytest.mark.parametrize("other", ["deeper", "experts"])
 @pytest.mark.world(2)
@@ -351,6 +408,43 @@ def test_without_megatrons_groups_it_is_refused(shared_path: Path, monkeypatch: 
     assert all(tensor.isnan().all() for tensor in chunks[0].parameters())
 
 
+# -- from the hub ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.world(2)
+def test_each_rank_that_reads_a_model_of_the_hub_has_it(source: str, shared_path: Path) -> None:
+    """Each rank has a cache of its own, as if it were on a node of its own."""
+    folder, name = shared_path / "hf", "tiny/Qwen3-tiny"
+    hub = HubServer()
+
+    def publish() -> None:
+        make_hf_folder(folder, "qwen3")
+        hub.add(name, {"config.json": b"{}"})
+        hub.add(name, folder, branch="v1")
+        (shared_path / "variables.json").write_text(json.dumps(hub.variables(shared_path)))
+
+    with hub, parallel(Shape(2, tp=2).layout):
+        on_rank_0(publish)
+        home = shared_path / f"home-{dist.get_rank()}"
+        use(json.loads((shared_path / "variables.json").read_text()) | {"HF_HOME": str(home)})
+        chunks = build_model(folder, Shape(2, tp=2))
+        report = load_hf(chunks, name, revision="v1", source=source)  # type: ignore[arg-type]
+        with everywhere():
+            assert_holds(chunks, global_tensors(folder))
+            assert report.path.is_relative_to(home if source == "shared" else shared_path / "home-0")
+            assert home.exists() == (source == "shared" or dist.get_rank() == 0)
+        with everywhere():
+            if dist.get_rank() == 0:
+                assert hub.downloaded == sorted(["config.json", "model.safetensors"] * (2 if source == "shared" else 1))
+        error = error_of(lambda: load_hf(chunks, "tiny/other", source=source))  # type: ignore[arg-type]
+        assert_names(raised_everywhere(CheckpointNotFoundError, error), "tiny/other", "has no such model")
+        error = error_of(lambda: load_hf(chunks, folder, revision="v1", source=source))  # type: ignore[arg-type]
+        assert_names(raised_everywhere(InvalidArgumentError, error), "leave out the revision")
+        with everywhere():
+            assert_holds(chunks, global_tensors(folder))
+
+
 # -- converted --------------------------------------------------------------------------------------------
 
 CONVERTED: dict[str, tuple[str, Shape]] = {
@@ -362,9 +456,17 @@ CONVERTED: dict[str, tuple[str, Shape]] = {
     "sparse-pp2-ep2": ("qwen3_moe-sparse", Shape(4, pp=2, ep=2)),
     "linear": ("qwen3_next", Shape(1)),
     "linear-tp2": ("qwen3_next", Shape(2, tp=2)),
+    "separate-projections-tp2": ("qwen3_5_text", Shape(2, tp=2)),
+    "norms-of-all-heads-tp2": ("minimax_m2", Shape(2, tp=2)),
     "moe-tp2-pp2": ("qwen3_moe", Shape(4, tp=2, pp=2)),
     "shared-expert-tp2-pp2-ep2-etp1": ("qwen2_moe", Shape(4, tp=2, pp=2, ep=2, etp=1)),
     "mla-tp2-pp2": ("deepseek_v3", Shape(4, tp=2, pp=2)),
+    **({"nemotron-h-mtp": ("nemotron_h-mtp", Shape(1))} if HAS_HYBRID else {}),
+    **({"nemotron-h-tp2-pp2": ("nemotron_h", Shape(4, tp=2, pp=2))} if HAS_HYBRID else {}),
+    **({"sparse-attention-tp2": ("glm_moe_dsa", Shape(2, tp=2))} if HAS_SPARSE else {}),
+    "tower-tp2": ("qwen2_5_vl", Shape(2, tp=2)),
+    "tower-of-megatron-tp2": ("qwen3_vl", Shape(2, tp=2)),
+    "tower-mixture-ep2": ("qwen3_vl_moe", Shape(2, ep=2)),
 }
 MODEL_ONLY = CheckpointConfig(load_contents=("model",), save_contents=("model",), vocab_size=131)
 _conversions = [0]
@@ -375,7 +477,7 @@ def _seat() -> object:
     return rendezvous(f"test-convert/{_conversions[0]}", 60.0)
 
 
-@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED, ("moe", "dense-tp2", "linear-tp2")))
+@pytest.mark.parametrize(("name", "shape"), marked(CONVERTED, ("moe", "dense-tp2", "nemotron-h-mtp")))
 def test_megatron_loads_the_dist_checkpoint(
     name: str, shape: Shape, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +510,25 @@ def test_megatron_loads_the_dist_checkpoint(
             assert_holds(chunks, global_tensors(folder))
 
 
+@pytest.mark.world(1)
+def test_megatron_loads_what_the_documented_command_writes(shared_path: Path) -> None:
+    """verl's document names a model of the hub. Here a hub on this machine has a tiny one under that name."""
+    folder, path = make_hf_folder(shared_path / "hf", "qwen2_moe"), shared_path / "mnt/disk" / CONVERTED_MODEL
+    with HubServer() as hub:
+        hub.add(CONVERTED_MODEL, folder)
+        done = run_in_shell(relocated(CONVERT, shared_path), shared_path, hub.variables(shared_path / "home"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert hub.downloaded == ["config.json", "generation_config.json", "model.safetensors"]
+    shape = Shape(1)
+    with parallel(shape.layout):
+        (chunk,) = chunks = build_model(folder, shape)
+        clear_vocabulary(chunks)
+        model = unwrap(chunk)
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(path)))  # type: ignore[operator]
+        assert_holds(chunks, global_tensors(folder))
+        assert_same_logits(chunks, folder)
+
+
 def clear_vocabulary(chunks: Model) -> None:
     """Rows that pad the vocabulary are not in megatron's checkpoints: they stay as they are."""
     for name, tensor in chunks[0].named_parameters():
@@ -418,7 +539,8 @@ def clear_vocabulary(chunks: Model) -> None:
 def assert_computes_what_load_hf_gives(chunks: Model, folder: Path, shape: Shape) -> None:
     others = build_model(folder, shape)
     load_hf(others, folder)
-    tokens = sample_tokens(read_config(folder)["vocab_size"])
+    config = read_config(folder)
+    tokens = sample_tokens(config.get("text_config", config)["vocab_size"])
     found, wanted = logits_of(chunks, tokens), logits_of(others, tokens)
     with everywhere():
         assert (found is None) == (wanted is None)

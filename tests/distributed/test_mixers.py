@@ -1,4 +1,7 @@
-"""GatedDeltaNet and MambaMixer: what is known of their cuts without a model is what megatron's own modules do."""
+"""GatedDeltaNet and MambaMixer: what is known of their cuts without a model is what megatron's own modules do.
+
+Also the norms of MiniMax-M2, of which a name says even less.
+"""
 
 import importlib
 import sys
@@ -55,10 +58,10 @@ def assert_cuts(one: dict[str, Region], two: list[dict[str, Region]]) -> None:
             assert find_cut(name, {0: whole}, 1).region(whole.global_shape, rank, 2) == region, name
 
 
-def hf_folder(path: Path) -> Path:
+def hf_folder(path: Path, name: str = NAME) -> Path:
     with everywhere():
         if dist.get_rank() == 0:
-            make_hf_folder(path, NAME)
+            make_hf_folder(path, name)
     return path
 
 
@@ -175,6 +178,13 @@ def test_what_was_trained_becomes_a_folder(kind: str, tp: int, shared_path: Path
     check_merge(kind, Shape(2, tp=tp), shared_path)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.world(2)
+def test_norms_of_all_heads_become_a_folder(kind: str, shared_path: Path) -> None:
+    check_merge(kind, Shape(2, tp=2), shared_path, "minimax_m2")
+
+
 @pytest.mark.skipif(not HAS_HYBRID, reason="this megatron-core has no HybridModel")
 @pytest.mark.parametrize("kind", ["torch_dist", pytest.param("native", marks=pytest.mark.full)])
 @pytest.mark.world(2)
@@ -182,8 +192,8 @@ def test_a_trained_hybrid_model_becomes_a_folder(kind: str, shared_path: Path) -
     check_merge(kind, Shape(2, pp=2, hybrid=True), shared_path)
 
 
-def check_merge(kind: str, shape: Shape, shared_path: Path) -> None:
-    folder = hf_folder(shared_path / "hf")
+def check_merge(kind: str, shape: Shape, shared_path: Path, name: str = NAME) -> None:
+    folder = hf_folder(shared_path / "hf", name)
     with parallel(shape.layout):
         chunks = build_model(folder, shape)
         load_hf(chunks, folder)
@@ -197,10 +207,18 @@ def check_merge(kind: str, shape: Shape, shared_path: Path) -> None:
                 assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("saved", "new"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("name", "saved", "new"),
+    [
+        (NAME, 1, 2),
+        (NAME, 2, 1),
+        pytest.param("minimax_m2", 1, 2, marks=pytest.mark.full),
+        ("minimax_m2", 2, 1),
+    ],
+)
 @pytest.mark.world(2)
-def test_a_checkpoint_goes_to_another_size(saved: int, new: int, shared_path: Path) -> None:
-    folder = hf_folder(shared_path / "hf")
+def test_a_checkpoint_goes_to_another_size(name: str, saved: int, new: int, shared_path: Path) -> None:
+    folder = hf_folder(shared_path / "hf", name)
     with parallel(Layout(2, tp=saved)):
         chunks = build_model(folder, Shape(2, tp=saved))
         load_hf(chunks, folder)

@@ -56,11 +56,11 @@ IN_CI = {
     "dp2-bf16-before-first-step",
     "dp2-fp16-rollback",
     "dp2-rollback-to-before-first-step",
+    "tower-pp2-vpp2",
     "tp2-ep2-etp1",
     "tp2-etp1",
     "pp2-vpp2-hybrid",
     "pp2-vpp2-dp2-stages",
-    "dp4-two-instances",
 }
 
 

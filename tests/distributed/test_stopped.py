@@ -15,7 +15,6 @@ from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import assert_loads
 from layouts import LAYOUTS
 from snapshot import assert_same, snapshot
-from tiers import pairs
 from training import Training, build, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
@@ -25,6 +24,7 @@ from mcore_ckpt.load import load as loading
 from mcore_ckpt.ranks import rounds as agreement
 
 DP2 = LAYOUTS["dp2-bf16"]
+FULL = pytest.mark.full
 TIMEOUT_S = 3.0
 # How much later than the deadline those that are not stopped may know.
 LATE_S = 2.0
@@ -105,7 +105,10 @@ def assert_in_time(took: Took, victim: int) -> None:
             assert took.wait < TIMEOUT_S + LATE_S
 
 
-@pytest.mark.parametrize(("how", "victim"), pairs(("sync", "async"), (0, 1)))
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [("sync", 0), *(pytest.param(how, rank, marks=FULL) for how, rank in (("sync", 1), ("async", 0), ("async", 1)))],
+)
 def test_a_rank_is_stopped_while_saving(
     victim: int, how: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +145,13 @@ def test_a_rank_is_stopped_while_saving(
             assert [path.name for path in shared_path.rglob(".*")] == []
 
 
-@pytest.mark.parametrize(("stage", "victim"), pairs(("before", "while"), (0, 1)))
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [
+        ("while", 1),
+        *(pytest.param(stage, rank, marks=FULL) for stage, rank in (("while", 0), ("before", 0), ("before", 1))),
+    ],
+)
 def test_a_rank_is_stopped_while_loading(
     victim: int, stage: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,8 +58,3 @@ def test_roles_are_a_list_of_names() -> None:
     assert CheckpointConfig(roles=["actor", "critic"]).roles == ("actor", "critic")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the string 'actor'"):
         CheckpointConfig(roles="actor")  # type: ignore[arg-type]
-
-
-def test_a_huggingface_model_needs_the_frozen_parameters() -> None:
-    with pytest.raises(ValueError, match="skip_frozen"):
-        CheckpointConfig(save_contents=("model", "hf_model"), skip_frozen=True)

@@ -5,29 +5,45 @@
 - `SequentialMLP`, `TEGroupedMLP`: experts share a key below `experts.experts`, and the stored tensor has an axis of
   experts.
 - `MultiTokenPredictionBlock`: layers of multi-token prediction share no keys.
+- `HybridStack` (0.18): layers share no keys.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.regions import Shape
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"((?:language_model\.)?decoder\.layers\.)(\d+)\.(.+)")
+# The layers of a vision tower of megatron's modules are alike, and so are the mergers of Qwen3-VL's tower.
+_IN_TOWER = re.compile(r"(vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\.)?mlp\.experts\.local_experts\.(\d+)\.(.+)")
-_IN_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)(.+)")
+_IN_LAYER = re.compile(
+    r"((?:language_model\.)?(?:decoder|mtp)\.layers\.\d+\."
+    r"(?:transformer_layer\.|mtp_model_layer\.layers\.\d+\.)?)(.+)"
+)
+_TOWER_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 _LATENT = "self_attention.linear_kv_up_proj.weight"
 _LINEAR = "self_attention.in_proj.weight"
 _ROUTER = "mlp.router.weight"
+# The last norm of a HybridModel, and the layers that follow its other norms.
+_HYBRID_NORM = "decoder.final_norm.weight"
+_HYBRID_NORMS = {
+    "norm": "mixer.in_proj",
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+}
 
 # Modules that have weights but no `_extra_state`. GPTModel removes the `_extra_state` of the output layer.
 _STATELESS = re.compile(
-    r"(?:embedding\.|output_layer\.|.*\.router\.|.*\.conv1d\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
+    r"(?:(?:language_model\.)?(?:embedding|output_layer)\.|visual\.|vision_model\.(?:patch|pos)_embed\."
+    r"|.*\.router\.|.*\.conv1d\.|.*\.mixer\.norm\.|.*\.gate_weight$|.*\.layer_norm_(?:weight|bias)$)"
 )
 _MODULE = re.compile(r"(.+)\.(?:weight|bias|softmax_offset)")
-_MTP_ATTENTION = re.compile(r"(mtp\..+\.self_attention\.)linear_proj\.weight")
+_MTP_ATTENTION = re.compile(r"((?:language_model\.)?mtp\..+\.self_attention\.)linear_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -61,33 +77,48 @@ class Keys:
         alike: True if all decoder layers have the same structure.
     """
 
-    def __init__(self, names: Container[str], layers: int, experts: int, alike: bool) -> None:
+    def __init__(self, names: Collection[str], layers: int, experts: int, alike: bool) -> None:
         self._names = names
+        self._in_tower: dict[str, int] = {}
+        for match in filter(None, map(_IN_TOWER.fullmatch, names)):
+            self._in_tower[match[1]] = max(self._in_tower.get(match[1], 0), int(match[2]) + 1)
         self._layers = layers
         self._experts = experts
         self._alike = alike
+        self._is_hybrid = _HYBRID_NORM in names
 
     def places(self, name: str) -> list[Place]:
         """Returns the places of a tensor: two for a norm with different keys in megatron's layer specs, else one."""
-        return [self._place(key) for key in self._in_specs(name)]
+        return [self.place(key) for key in self._in_specs(name)]
 
     def states(self, name: str) -> Iterator[Place]:
         """Yields the places of the `_extra_state` of the modules that hold a tensor. megatron requires all of these."""
         for key in self._in_specs(name):
-            if (match := _MODULE.fullmatch(key)) and not _STATELESS.match(key):
-                yield self._place(f"{match[1]}._extra_state")
+            # HybridModel keeps the `_extra_state` of the output layer (0.19).
+            has_state = not _STATELESS.match(key) or (self._is_hybrid and key == MCORE_HEAD)
+            if has_state and (match := _MODULE.fullmatch(key)):
+                yield self.place(f"{match[1]}._extra_state")
         # transformer-engine's attention leaves out its own state (`TEDotProductAttention.sharded_state_dict`), but
         # `MultiTokenPredictionBlock.sharded_state_dict` includes everything in `state_dict()`.
         if match := _MTP_ATTENTION.fullmatch(name):
-            yield self._place(f"{match[1]}core_attention._extra_state")
+            yield self.place(f"{match[1]}core_attention._extra_state")
 
     def _in_specs(self, name: str) -> tuple[str, ...]:
+        if match := _IN_TOWER.fullmatch(name):
+            module, _, kind = match[3].rpartition(".")
+            # transformer-engine's spec fuses these norms, and the local spec does not rename them (`vit_layer_specs`).
+            fused = _TOWER_NORMS.get(module)
+            return (name,) if fused is None else (name, f"{match[1]}{match[2]}.{fused}.layer_norm_{kind}")
         match = _IN_LAYER.fullmatch(name)
         if match is None:
             return (name,)
         layer, rest = match.groups()
         is_latent, is_moe = layer + _LATENT in self._names, layer + _ROUTER in self._names
         module, _, kind = rest.rpartition(".")
+        if self._is_hybrid and module in _HYBRID_NORMS:
+            # transformer-engine's spec, which is megatron's only one, fuses the norms of layers without experts. A spec
+            # of local layers keeps them.
+            return (name,) if is_moe else (name, f"{layer}{_HYBRID_NORMS[module]}.layer_norm_{kind}")
         if module == "input_layernorm" and layer + _LINEAR in self._names:
             # Only transformer-engine has a spec for this module (`get_gated_delta_net_module_spec`).
             return (f"{layer}self_attention.in_proj.layer_norm_{kind}",)
@@ -105,11 +136,16 @@ class Keys:
             return (name, f"{layer}self_attention.linear_{which}_up_proj.layer_norm_{kind}")
         return (name,)
 
-    def _place(self, name: str) -> Place:
+    def place(self, name: str) -> Place:
+        """Returns the place of a tensor whose key is its name, but for the axes of layers and experts."""
         key, index, lengths = name, list[int](), list[int]()
-        if self._alike and (match := _LAYER.fullmatch(key)):
-            key = f"decoder.layers.{match[2]}"
-            index.append(int(match[1]))
+        if match := _IN_TOWER.fullmatch(key):
+            key = match[1] + match[3]
+            index.append(int(match[2]))
+            lengths.append(self._in_tower[match[1]])
+        elif self._alike and (match := _LAYER.fullmatch(key)):
+            key = match[1] + match[3]
+            index.append(int(match[2]))
             lengths.append(self._layers)
         if match := _EXPERT.fullmatch(key):
             key = f"{match[1] or ''}mlp.experts.experts.{match[3]}"

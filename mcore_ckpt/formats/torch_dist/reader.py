@@ -42,7 +42,8 @@ from mcore_ckpt.sharding.regions import Piece, Region, Shape
 from mcore_ckpt.sharding.synonyms import synonyms
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-_ALIKE_LAYERS = re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.+)")
+# The mergers of Qwen3-VL's vision tower share keys, too, in Megatron-Bridge and mbridge.
+_ALIKE_LAYERS = re.compile(r"((?:.*\.)?(?:layers|deepstack_merger_list)\.)(?!\d+\.)(.+)")
 _EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?:(\d+)\.)?(.+)")
 # The sections of fused tensors, in the order that they have there. "w" and "v" are gate and up. A GatedDeltaNet has
 # "query" to "alpha", its convolution only "query", "key" and "value". A MambaMixer has "z", "x", "B", "C" and "dt", its

@@ -21,9 +21,10 @@ from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, ex
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
+from mcore_ckpt.sharding.towers import LANGUAGE_MODEL, split_language_model
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
-_DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_DECODER_LAYER = re.compile(r"(?:language_model\.)?decoder\.layers\.(\d+)\.")
 _FC1 = re.compile(r"(.*)linear_fc1\.(?:weight|bias)(\d*)")
 # Only the last pipeline rank has this norm, with or without virtual stages (`TransformerBlock`, megatron-core 0.16.1).
 _FINAL_NORM = "decoder.final_layernorm.weight"
@@ -93,19 +94,16 @@ def _without_copied_head(
     expected: Mapping[str, Shape],
 ) -> ShardReader:
     """Leaves out the output layer if it is only a copy of the tied embedding, on the last of several pipeline ranks."""
-    if (
-        MCORE_HEAD not in infos
-        or MCORE_HEAD in expected
-        or MCORE_EMBEDDING not in infos
-        or _is_value_head(MCORE_HEAD, infos[MCORE_HEAD].shape)
-    ):
+    head = found_as(MCORE_HEAD, infos)
+    embedding = found_as(MCORE_EMBEDDING, infos)
+    if head is None or found_as(head, expected) or embedding is None or _is_value_head(head, infos[head].shape):
         return reader
-    if not same_bytes(reader, MCORE_HEAD, MCORE_EMBEDDING):
+    if not same_bytes(reader, head, embedding):
         raise CheckpointMismatchError(
-            f"{reader.place}: config.json declares tied embeddings (tie_word_embeddings), but {MCORE_HEAD} "
-            f"differs from {MCORE_EMBEDDING}: set tie_word_embeddings to false in config.json"
+            f"{reader.place}: config.json declares tied embeddings (tie_word_embeddings), but {head} "
+            f"differs from {embedding}: set tie_word_embeddings to false in config.json"
         )
-    return reader.without([MCORE_HEAD])
+    return reader.without([head])
 
 
 # -- files and ranks ---------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ def _second_is_pipeline(folder: Path, dirs: Mapping[str, tuple[int, ...]], read:
     megatron leaves the pipeline rank out of the name without pipeline parallelism, and the expert rank without expert
     parallelism. Every expert-parallel rank has the final norm, but only one pipeline rank has it.
     """
-    having = [name for name in dirs if any(_FINAL_NORM in chunk for chunk in read[name])]
+    having = [name for name in dirs if any(found_as(_FINAL_NORM, chunk) for chunk in read[name])]
     seconds, with_norm = {dirs[name][1] for name in dirs}, {dirs[name][1] for name in having}
     if with_norm == seconds:
         return False
@@ -235,7 +233,11 @@ def _named_chunks(
                     f"layers ({set(counts.values())}): are they files of different checkpoints?"
                 )
             layers = next(iter(counts.values()))
-            numbers = tuple(LayerNumber("decoder.layers", local, first + local) for local in range(layers))
+            numbers = tuple(
+                LayerNumber(f"{prefix}decoder.layers", local, first + local)
+                for prefix in ("", LANGUAGE_MODEL)
+                for local in range(layers)
+            )
             for ranks, chunk in sorted(of_stage.items()):
                 yield ranks, number, chunk, ChunkNames(numbers, tuple(_experts(chunk, ranks.ep)))
             first += layers
@@ -323,7 +325,7 @@ def _cut(name: str, held: _Held, size: int, wanted: Shape | None) -> tuple[Cut, 
 
 def _is_value_head(name: str, shape: Shape) -> bool:
     """Returns True for a value head. It has the output layer's name, is not cut, and may be absent from config.json."""
-    return name == MCORE_HEAD and shape[:1] == (1,)
+    return split_language_model(name)[1] == MCORE_HEAD and shape[:1] == (1,)
 
 
 def _whole(local: Shape, axis: int | None, size: int) -> Shape:
