@@ -17,10 +17,25 @@ def expanded_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def folder_or_model(text: str) -> str:
+    """Returns a HuggingFace folder, as `expanded_path` does, or the name of a model on the hub as it is."""
+    return os.path.expanduser(text)
+
+
 def check_is_folder(path: Path, flag: str = "") -> None:
     """Raises InvalidArgumentError unless the folder exists. The message names `flag`."""
     if not path.is_dir():
         raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
+
+
+def check_is_folder_or_model(name: str, flag: str) -> None:
+    """Raises InvalidArgumentError unless the folder exists, or a model on the hub can have this name."""
+    from mcore_ckpt.formats import HubModel
+
+    if not Path(name).is_dir() and HubModel.find(name) is None:
+        raise InvalidArgumentError(
+            f"{flag} {name}: there is no such folder, and models on the hub have names such as Qwen/Qwen3-0.6B"
+        )
 
 
 def check_patterns(flag: str, patterns: Iterable[str]) -> None:
@@ -46,6 +61,15 @@ def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> Non
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+
+
+def add_revision(parser: argparse.ArgumentParser, flag: str) -> None:
+    """Adds `--revision`, for the model that `flag` names."""
+    parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help=f"branch, tag or commit of a model on the hub that {flag} names (the main branch if not given)",
+    )
 
 
 def add_ignored_flags(parser: argparse.ArgumentParser) -> None:

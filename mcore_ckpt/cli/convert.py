@@ -1,4 +1,7 @@
-"""`mcore-ckpt convert`: writes a HuggingFace model as a checkpoint to train from. The model is never all in memory."""
+"""`mcore-ckpt convert`: writes a HuggingFace model as a checkpoint to train from, or a checkpoint for another trainer.
+
+The model is never all in memory.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,9 +20,12 @@ from mcore_ckpt.cli.arguments import (
     add_ignore,
     add_ignored_flags,
     add_json,
+    add_revision,
     check_is_folder,
+    check_is_folder_or_model,
     check_patterns,
     expanded_path,
+    folder_or_model,
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -28,14 +35,20 @@ from mcore_ckpt.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from mcore_ckpt.ranks import Agreement
     from mcore_ckpt.tools.convert import ConversionReport
+    from mcore_ckpt.tools.way_back.convert import WayBackReport
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Writes the weights of a HuggingFace folder as a checkpoint. They are streamed, so no GPU is needed and the model need
+Writes the weights of a HuggingFace model as a checkpoint. They are streamed, so no GPU is needed and the model need
 not fit into memory. The format "native" is this package's own, divided for the given layout (it loads under any other
 layout, too). The format "torch_dist" is megatron's, which needs no layout. Under torchrun the processes share the work.
-The result appears once it is complete."""
+The result appears once it is complete.
+
+With CHECKPOINT and --format torch_dist, it writes a checkpoint of this package for another trainer: model, optimizer,
+LR scheduler, random states and counters, in the folders that --layout names. The trainer resumes from --output_path,
+under any parallel layout. A model with experts needs the same chain of optimizers, so first run reshard to change
+whether experts are divided."""
 
 _SIZES = (
     ("tp", "tensor-parallel size"),
@@ -55,28 +68,57 @@ def add_to(subparsers: Subparsers) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options. Those with underscores have the names that verl's converter gives them."""
     parser.add_argument(
+        "checkpoint",
+        type=expanded_path,
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="folder of a role, of a step, or of the steps, to convert for another trainer",
+    )
+    parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=expanded_path,
-        required=True,
-        metavar="DIR",
-        help="the HuggingFace folder",
+        type=folder_or_model,
+        metavar="MODEL",
+        help="the HuggingFace folder to convert, or the name of a model on the hub (owner/name, owner/name@revision); "
+        "with CHECKPOINT: folder with its config.json and tokenizer (the checkpoint's own if not given)",
     )
+    add_revision(parser, "--hf_model_path")
     parser.add_argument(
         "--output_path",
         "--output-path",
         type=expanded_path,
         required=True,
         metavar="DIR",
-        help="native: the folder of steps, in which global_steps_0 is made; torch_dist: the folder of the checkpoint",
+        help="native: the folder of steps, in which global_steps_0 is made; torch_dist: the folder of the checkpoint; "
+        "with CHECKPOINT: the other trainer's folder of all its checkpoints",
     )
     parser.add_argument(
         "--format", choices=("native", "torch_dist"), default="native", help="format to write (native if not given)"
     )
     for name, what in _SIZES:
         parser.add_argument(f"--{name}", f"--{name}_size", type=int, metavar="N", help=f"{what} (1 if not given)")
-    parser.add_argument("--role", default="actor", help="native: the role's name (actor if not given)")
+    parser.add_argument(
+        "--role", metavar="NAME", help="native: the role's name (actor if not given); with CHECKPOINT: role to convert"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("megatron", "verl"),
+        default="megatron",
+        help="with CHECKPOINT: trainer that goes on from it",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with CHECKPOINT: step in a folder of steps (the newest complete one if not given)",
+    )
     add_ignore(parser, "tensors of the HuggingFace model")
+    parser.add_argument(
+        "--dequantize-to",
+        choices=("float32", "bfloat16", "float16"),
+        metavar="DTYPE",
+        help="dtype of weights that are quantized in the folder (the one in its config.json if not given)",
+    )
     parser.add_argument("--test", action="store_true", help="read the result back and compare it before it appears")
     add_json(parser)
     add_ignored_flags(parser)
@@ -84,36 +126,96 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts a model. Returns 0 when the checkpoint is in place."""
-    check_is_folder(args.hf_model_path, "--hf_model_path")
+    """Converts a model or a checkpoint. Returns 0 when the result is in place."""
+    source = _source(args)
     if args.output_path.exists() and not args.output_path.is_dir():
         raise InvalidArgumentError(f"--output_path {args.output_path}: is a file, not a folder")
-    if args.format == "torch_dist" and args.output_path.exists() and any(args.output_path.iterdir()):
+    is_whole = args.format == "torch_dist" and args.checkpoint is None
+    if is_whole and args.output_path.exists() and any(args.output_path.iterdir()):
         raise InvalidArgumentError(
             f"--output_path {args.output_path}: exists already and is not empty: name another folder"
         )
     check_patterns("--ignore", args.ignore)
     with _agreement() as agreement, progress_of_bytes(args.json or not agreement.is_coordinator) as bar:
-        task = bar.add_task(args.hf_model_path.name, total=None)
-        report = _convert(args, agreement, lambda done, total: bar.update(task, completed=done, total=total))
-        if agreement.is_coordinator:
-            _show(report, args.json)
+        task = bar.add_task(Path(source).name, total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if args.checkpoint is not None:
+            back = _convert_back(args, agreement, progress)
+            if agreement.is_coordinator:
+                _show_back(back, args.json)
+        else:
+            report = _convert(args, source, agreement, progress)
+            if agreement.is_coordinator:
+                _show(report, args.json)
     return 0
 
 
-def _convert(args: argparse.Namespace, agreement: Agreement, progress: Any) -> ConversionReport:
+def _source(args: argparse.Namespace) -> str:
+    """Returns what to convert: a checkpoint, a HuggingFace folder, or a model on the hub.
+
+    Raises InvalidArgumentError if the arguments name none, or a wrong one.
+    """
+    if args.checkpoint is None:
+        return _model(args)
+    check_is_folder(args.checkpoint)
+    if args.hf_model_path is not None:
+        check_is_folder(Path(args.hf_model_path), "--hf_model_path")
+    if args.format != "torch_dist":
+        raise InvalidArgumentError(
+            f"{args.checkpoint}: a checkpoint is converted for other trainers only, which needs --format torch_dist. "
+            "Use mcore-ckpt reshard for another parallel layout, and mcore-ckpt merge for a HuggingFace model"
+        )
+    if args.ignore or args.dequantize_to or args.revision:
+        raise InvalidArgumentError(
+            "--ignore, --dequantize-to and --revision are for HuggingFace models: a trainer needs all tensors of a "
+            "checkpoint"
+        )
+    return str(args.checkpoint)
+
+
+def _model(args: argparse.Namespace) -> str:
+    from mcore_ckpt.formats import with_revision
+
+    if args.hf_model_path is None:
+        raise InvalidArgumentError("nothing to convert: give --hf_model_path, or the folder of a checkpoint")
+    check_is_folder_or_model(args.hf_model_path, "--hf_model_path")
+    return with_revision(args.hf_model_path, args.revision)
+
+
+def _convert_back(args: argparse.Namespace, agreement: Agreement, progress: Any) -> WayBackReport:
+    from mcore_ckpt.tools.way_back.convert import convert_back
+
+    return convert_back(
+        args.checkpoint,
+        args.output_path,
+        args.layout,
+        agreement,
+        step=args.step,
+        role=args.role,
+        hf_model_path=None if args.hf_model_path is None else Path(args.hf_model_path),
+        test=args.test,
+        progress=progress,
+    )
+
+
+def _convert(args: argparse.Namespace, source: str, agreement: Agreement, progress: Any) -> ConversionReport:
+    import torch
+
+    dequantized = None if args.dequantize_to is None else getattr(torch, args.dequantize_to)
+    options = (args.test, progress, args.ignore, dequantized)
     if args.format == "torch_dist":
         from mcore_ckpt.tools.convert_torch_dist import convert_to_torch_dist
 
-        return convert_to_torch_dist(args.hf_model_path, args.output_path, agreement, args.test, progress, args.ignore)
+        return convert_to_torch_dist(source, args.output_path, agreement, *options)
     from mcore_ckpt.tools.convert_native import convert_to_native
     from mcore_ckpt.tools.reshard.target import WantedLayout
 
     try:
         wanted = WantedLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
-        return convert_to_native(
-            args.hf_model_path, args.output_path, wanted, agreement, args.role, args.test, progress, args.ignore
-        )
+        return convert_to_native(source, args.output_path, wanted, agreement, args.role or "actor", *options)
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from None
 
@@ -145,3 +247,16 @@ def _show(report: ConversionReport, as_json: bool) -> None:
     speed = report.nbytes / report.seconds / 1e9
     console.print(f"{report.path}: {report.model}", markup=False)
     console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+
+
+def _show_back(report: WayBackReport, as_json: bool) -> None:
+    if as_json:
+        plain = asdict(report) | {"source": [str(path) for path in report.source], "path": str(report.path)}
+        print(json.dumps(plain))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    speed = report.nbytes / report.seconds / 1e9
+    console.print(f"{report.path}: step {report.step} for {report.layout}", markup=False)
+    console.print(f"{report.nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
+    for note in report.notes:
+        console.print(f"  {note}", markup=False)

@@ -12,6 +12,7 @@ import argparse
 import io
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -24,11 +25,16 @@ SUCCESS, BAD_CHECKPOINT, UNUSABLE_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = (demo, list_command, inspect_command, verify, prune, merge, test_command, convert, reshard)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C."""
+def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
+    """Runs one subcommand. Returns 0 for success, 1 for a bad checkpoint, 2 for unusable arguments, 130 for Ctrl-C.
+
+    Args:
+        argv: the arguments; None for those of this process.
+        defaults: what a script with other defaults than `mcore-ckpt` sets, such as `default_target` of `merge`.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name can contain bytes that are not text
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv, argparse.Namespace(**defaults))
     # Errors are written to stderr, so that a program can read what `--json` writes to stdout.
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
     try:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from mcore_ckpt.cli.arguments import (
     add_ignore,
     add_ignored_flags,
     add_json,
+    add_revision,
     check_patterns,
     expanded_path,
+    folder_or_model,
     torchrun_variables,
 )
 from mcore_ckpt.cli.progress import progress_of_bytes
@@ -32,6 +35,7 @@ Writes a committed checkpoint as a HuggingFace model, on one machine and without
 memory. The folder appears once it is complete. Under torchrun the ranks share the work."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_HOW = {"merge": "adapters merged", "beside": "adapters in lora_adapter/", "only": "only its adapters"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -53,11 +57,18 @@ def add_to(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=expanded_path,
-        metavar="DIR",
-        help="folder with config.json and tokenizer (the checkpoint's own if not given)",
+        type=folder_or_model,
+        metavar="MODEL",
+        help="folder with config.json and tokenizer, or a model on the hub that has them (the checkpoint's own if not "
+        "given)",
     )
+    add_revision(parser, "--hf_model_path")
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (as saved if not given)")
+    parser.add_argument(
+        "--quantize",
+        choices=("fp8-block",),
+        help="write linear layers as float8 with a scale for each block, as DeepSeek-V3 is published",
+    )
     parser.add_argument(
         "--max-shard-size", type=_size, metavar="SIZE", help="largest size of a file, such as 500MiB (5GB if not given)"
     )
@@ -72,6 +83,16 @@ def add_to(subparsers: Subparsers) -> None:
         "--is-value-model",
         action="store_true",
         help="state that the model is a critic; it is an error if the tensors contradict",
+    )
+    parser.add_argument(
+        "--adapters",
+        choices=("merge", "beside", "only"),
+        help="LoRA adapters: merge them into the weights (the default; if the checkpoint has only adapters, into those "
+        "in --hf_model_path), write them beside the unchanged weights in PEFT's form (lora_adapter/; the default for "
+        "FSDP shards, as in verl), or write only them, in PEFT's form",
+    )
+    parser.add_argument(
+        "--lora-alpha", type=_alpha, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
     )
     parser.add_argument(
         "--hf_upload_path", "--hf-upload-path", metavar="REPO", help="then upload to this HuggingFace repository"
@@ -114,29 +135,44 @@ def run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> MergeRequest:
     import torch
 
+    from mcore_ckpt.formats import with_revision
     from mcore_ckpt.tools.merge import MergeRequest
 
+    if args.revision is not None and args.hf_model_path is None:
+        raise InvalidArgumentError("--revision is that of a model on the hub: give --hf_model_path, too")
     request = MergeRequest(
         source=_one_of(args, "source", "--local_dir"),
         target=_one_of(args, "target", "--target_dir"),
         step=args.step,
         role=args.role,
         backend=args.backend,
-        hf_model_path=args.hf_model_path,
+        hf_model_path=None if args.hf_model_path is None else with_revision(args.hf_model_path, args.revision),
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         allow_nan=args.allow_nan,
         tied=True if args.tie_word_embedding else None,
         value=True if args.is_value_model else None,
         ignore=tuple(args.ignore),
+        fp8_blocks=args.quantize == "fp8-block",
+        adapters=args.adapters,
+        lora_alpha=args.lora_alpha,
     )
     return replace(request, max_shard_bytes=args.max_shard_size) if args.max_shard_size else request
 
 
 def _one_of(args: argparse.Namespace, name: str, flag: str) -> Path:
     given: list[Path] = [path for path in (getattr(args, name), getattr(args, f"{name}_flag")) if path is not None]
+    if not given and hasattr(args, f"default_{name}"):
+        given.append(getattr(args, f"default_{name}"))
     if len(given) != 1:
         raise InvalidArgumentError(f"{name}: give it once, either by position or as {flag}")
     return given[0]
+
+
+def _alpha(text: str) -> float:
+    alpha = float(text)
+    if not 0 < alpha < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return alpha
 
 
 def _size(text: str) -> int:
@@ -149,7 +185,8 @@ def _size(text: str) -> int:
 
 def _show(report: MergeReport) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}", markup=False)
+    how = "" if report.adapters is None else f", {_HOW[report.adapters]}"
+    console.print(f"{report.target}: {report.model}, {str(report.dtype).removeprefix('torch.')}{how}", markup=False)
     speed = report.nbytes / report.seconds / 1e9
     console.print(
         f"{report.nbytes / 1e9:.2f} GB in {report.files} files, {report.seconds:.1f} s ({speed:.2f} GB/s)",
@@ -167,5 +204,6 @@ def as_json(report: MergeReport) -> dict[str, Any]:
         "files": report.files,
         "bytes": report.nbytes,
         "multi_token_prediction": report.has_mtp,
+        **({} if report.adapters is None else {"adapters": report.adapters}),
         "seconds": report.seconds,
     }

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from mcore_ckpt.cli.arguments import add_ignore, add_ignored_flags, add_json, check_patterns, expanded_path
+from mcore_ckpt.cli.arguments import (
+    add_ignore,
+    add_ignored_flags,
+    add_json,
+    add_revision,
+    check_patterns,
+    expanded_path,
+    folder_or_model,
+)
 from mcore_ckpt.cli.progress import progress_of_bytes
 from mcore_ckpt.errors import InvalidArgumentError
 
@@ -32,16 +40,23 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `test`."""
     parser = subparsers.add_parser("test", help="compare a merged model with a reference", description=DESCRIPTION)
-    parser.add_argument("merged", type=expanded_path, nargs="?", help="folder of the model to check")
+    parser.add_argument(
+        "merged",
+        type=folder_or_model,
+        nargs="?",
+        help="folder of the model to check, or the name of a model on the hub",
+    )
     parser.add_argument(
         "--reference",
         "--test_hf_dir",
         "--test-hf-dir",
-        type=expanded_path,
-        metavar="DIR",
+        type=folder_or_model,
+        metavar="MODEL",
         required=True,
-        help="folder of the model to compare with: safetensors or pytorch_model.bin, in one file or several",
+        help="the model to compare with: a folder with safetensors or pytorch_model.bin, in one file or several, or "
+        "the name of a model on the hub (owner/name, owner/name@revision)",
     )
+    add_revision(parser, "--reference")
     parser.add_argument(
         "--atol",
         type=float,
@@ -74,11 +89,14 @@ def add_to(subparsers: Subparsers) -> None:
     checkpoint.add_argument(
         "--hf_model_path",
         "--hf-model-path",
-        type=expanded_path,
-        metavar="DIR",
-        help="folder with config.json (the checkpoint's own if not given)",
+        type=folder_or_model,
+        metavar="MODEL",
+        help="folder with config.json, or a model on the hub that has it (the checkpoint's own if not given)",
     )
     checkpoint.add_argument("--dtype", choices=_DTYPES, help="dtype to convert the weights to (as saved if not given)")
+    checkpoint.add_argument(
+        "--lora-alpha", type=float, metavar="X", help="alpha of the adapters, if the checkpoint does not say it"
+    )
     checkpoint.add_argument("--tie-word-embedding", action="store_true", help="state that the embeddings are tied")
     checkpoint.add_argument("--is-value-model", action="store_true", help="state that the model is a critic")
     add_ignored_flags(parser)
@@ -89,10 +107,11 @@ def run(args: argparse.Namespace) -> int:
     """Compares two models. Returns 0 if they are the same, otherwise 1."""
     _check(args)
     # `--help` must not wait for the import of torch, which takes a second.
+    from mcore_ckpt.formats import with_revision
     from mcore_ckpt.tools.compare import Tolerance, compare, open_folder
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
-    ours, reference = _ours(args), open_folder(args.reference)
+    ours, reference = _ours(args), open_folder(with_revision(args.reference, args.revision))
     with progress_of_bytes(args.json) as bar:
         task = bar.add_task("compare", total=None)
         comparison = compare(
@@ -131,6 +150,7 @@ def _ours(args: argparse.Namespace) -> Weights:
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         tied=True if args.tie_word_embedding else None,
         value=True if args.is_value_model else None,
+        lora_alpha=args.lora_alpha,
     )
     return open_job(prepare(request, find(request)))
 

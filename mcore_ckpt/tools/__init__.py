@@ -16,4 +16,5 @@ __all__ = [
     "push_to_hub",
     "reshard",
     "verify",
+    "way_back",
 ]

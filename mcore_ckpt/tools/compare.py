@@ -17,16 +17,22 @@ from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, C
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
 from mcore_ckpt.formats.huggingface.elements import Elements, Scratch, fill
 from mcore_ckpt.formats.huggingface.export_plan import FileTensor
+from mcore_ckpt.formats.huggingface.hub import find_folder
+from mcore_ckpt.formats.huggingface.reader import spelled_by_table
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder, read_weight_map
-from mcore_ckpt.formats.shard_reader import ShardReader, safetensors_reader, stored_shard
+from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
+from mcore_ckpt.formats.shard_reader import ShardReader, stored_shard
 from mcore_ckpt.formats.torch_save_files import PtTensor, read_pt
 from mcore_ckpt.io import tuning
+from mcore_ckpt.models.architecture import read_config
+from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD
 from mcore_ckpt.sharding.plan import StoredShard
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.tools.merge import MergeJob
 
+_EMBEDDINGS = (HF_EMBEDDING, "model.language_model.embed_tokens.weight")
 _BIN_FILE, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 # The number of bytes of each tensor that a thread compares at a time. If elements differ, their fp64 copies need a few
@@ -49,6 +55,12 @@ class Weights:
     where: Path
     reader: CheckpointReader
     tensors: Mapping[str, FileTensor]
+
+    @property
+    def embedding(self) -> FileTensor | None:
+        """The embedding of a language model, or of a vision-language model's language model. None if there is none."""
+        found = (self.tensors.get(name) for name in _EMBEDDINGS)
+        return next((tensor for tensor in found if tensor is not None), None)
 
 
 @dataclass(frozen=True)
@@ -141,25 +153,44 @@ class Comparison:
         return sorted(notable, key=_badness, reverse=True)
 
 
-def open_folder(folder: Path) -> Weights:
-    """Opens the folder of a HuggingFace model.
+def open_folder(name: str | Path) -> Weights:
+    """Opens the folder of a HuggingFace model, or a model of the hub, which is first downloaded into the cache.
 
-    The weights are in one or several safetensors files, or, in an old folder, in `pytorch_model*.bin`.
+    The weights are in one or several safetensors files, or, in an old folder, in `pytorch_model*.bin`. Quantized
+    weights in safetensors files are dequantized. Of a model on the hub, only safetensors are read.
 
     Raises:
-        CheckpointNotFoundError: the folder has no weights.
+        CheckpointNotFoundError: the folder has no weights, or there is no such model.
+        RemoteError: the hub does not answer, refuses access, or answers with an error.
         CheckpointCorruptError: a file is missing or damaged, or holds values that are not tensors.
     """
+    folder = find_folder(name, "model")
     try:
-        reader = safetensors_reader(folder, read_folder(folder))
+        reader: ShardReader = DequantizingReader(folder, _config(folder), read_folder(folder))
     except CheckpointNotFoundError:
         reader = _open_bins(folder)
-    return Weights(folder, reader, {name: _unchanged(name, info) for name, info in weights_of(reader).items()})
+    unchanged = {name: _unchanged(name, info) for name, info in weights_of(reader).items()}
+    return Weights(folder, reader, spelled_by_table(_config_in(folder), unchanged))
+
+
+def _config_in(folder: Path) -> HfConfig:
+    try:
+        return read_config(folder)
+    except CheckpointNotFoundError:
+        return {}  # without it, names are compared as they are
 
 
 def open_job(job: MergeJob) -> Weights:
     """Opens a checkpoint as the model that a merge of it would write."""
     return Weights(job.where, job.reader, {tensor.name: tensor for file in job.plan.files for tensor in file.tensors})
+
+
+def _config(folder: Path) -> HfConfig:
+    """Returns the folder's config, or an empty one. Plain weights can be compared without."""
+    try:
+        return read_config(folder)
+    except CheckpointNotFoundError:
+        return {}
 
 
 def compare(
@@ -292,9 +323,9 @@ class _Pair:
     def of(name: str, ours: Weights, reference: Weights) -> _Pair:
         left, right = ours.tensors.get(name), reference.tensors.get(name)
         remark = ""
-        if name == HF_HEAD and left is None and (left := ours.tensors.get(HF_EMBEDDING)):
+        if name == HF_HEAD and left is None and (left := ours.embedding):
             remark = "tied in the model under test: compared with its embedding"
-        elif name == HF_HEAD and right is None and (right := reference.tensors.get(HF_EMBEDDING)):
+        elif name == HF_HEAD and right is None and (right := reference.embedding):
             remark = "tied in the reference: compared with its embedding"
         return _Pair(name, ours, reference, left, right, remark)
 

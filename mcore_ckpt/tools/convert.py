@@ -15,12 +15,14 @@ import torch
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
 from mcore_ckpt.errors import CheckpointMismatchError
 from mcore_ckpt.formats.huggingface.assets import check_code
-from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, all_of, read_contents
+from mcore_ckpt.formats.huggingface.hub import find_folder_together
+from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.cuts import Cut
-from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.sharding.plan import MODEL, ReadRange
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sharding.towers import in_tower
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes that this process has written so far, and the number that it will write in all."""
@@ -45,36 +47,43 @@ class ConversionReport:
     seconds: float
 
 
-def open_folder(agreement: Agreement, source: Path, ignore: Sequence[str] = ()) -> HuggingFaceReader:
+def open_folder(
+    agreement: Agreement, source: str | Path, ignore: Sequence[str] = (), dtype: torch.dtype | None = None
+) -> HuggingFaceReader:
     """Opens a HuggingFace folder on all processes and checks that each of them sees the same files.
+
+    A model of the hub is first downloaded into the cache, by one process of each node.
 
     Args:
         agreement: connects this process with the other processes that share the work.
-        source: the folder.
+        source: the folder, or the name of a model on the hub.
         ignore: regular expressions of HuggingFace tensors to leave out.
+        dtype: the dtype of weights that are quantized in the folder; None takes the one that `config.json` states.
 
     Raises:
-        CheckpointError: the folder is damaged, or its model cannot be converted. All processes raise it.
+        CheckpointError: the folder is damaged, the hub does not give the model, or the model cannot be converted. All
+            processes raise it.
     """
+    folder = find_folder_together(agreement, source, "all").absolute()
     contents = FolderContents.from_record(
-        source, decide(agreement, f"opening {source}", dict, lambda _: read_contents(source).to_record())
+        folder, decide(agreement, f"opening {folder}", dict, lambda _: read_contents(folder).to_record())
     )
     found: list[HuggingFaceReader] = []
 
     def work() -> Record:
-        found.append(HuggingFaceReader(contents, ignore))
+        found.append(HuggingFaceReader(contents, ignore, dtype))
         found[0].check_visible(contents.sizes)
         return {}
 
     def combine(_: Sequence[Record]) -> Record:
         found[0].check_left_out()
-        check_code(source, found[0].model.config)
+        check_code(folder, found[0].model.config)
         if found[0].model.architecture.rules:
             # If megatron cannot build the model, the error must come now and not when a trainer loads the checkpoint.
             to_mcore_config(found[0].model)
         return {}
 
-    decide(agreement, f"checking {source}", work, combine)
+    decide(agreement, f"checking {folder}", work, combine)
     return found[0]
 
 
@@ -82,9 +91,10 @@ def whole_region(reader: HuggingFaceReader, name: str) -> Region:
     """Returns the region of a whole tensor, divided into the pieces in which megatron stores it on a single rank."""
     shape = reader.parts_of(name)[0].region.global_shape
     sections = tuple(section.rows for section in reader.sections_of(name))
-    if ".linear_fc1." in name:
-        # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`). Every supported architecture has gated
-        # linear units.
+    is_gated = reader.model.architecture.table.gated and not in_tower(name)
+    # A tower that is gated has gate and up in two tensors.
+    if ".linear_fc1." in name and (is_gated or len(reader.parts_of(name)) > 1):
+        # Megatron cuts gate and up separately (`apply_swiglu_sharded_factory`).
         sections = (1, 1)
     return Cut(0, sections).region(shape, 0, 1) if sections else Region.whole(shape)
 
@@ -103,7 +113,7 @@ def check_written(reader: HuggingFaceReader, names: Iterable[str], read: Callabl
     for name in names:
         for shard in reader.parts_of(name):
             wanted = torch.empty(prod(shard.region.local_shape), dtype=torch_dtype(shard.dtype))
-            reader.read([(all_of(shard), wanted)])
+            reader.read([(ReadRange.whole(shard), wanted)])
             found = read(name, shard.region)
             if found.dtype != wanted.dtype or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
                 raise CheckpointMismatchError(

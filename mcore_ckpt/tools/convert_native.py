@@ -48,7 +48,7 @@ class _NewCheckpoint:
 
 
 def convert_to_native(
-    source: Path,
+    source: str | Path,
     root: Path,
     wanted: WantedLayout,
     agreement: Agreement,
@@ -56,6 +56,7 @@ def convert_to_native(
     test: bool = False,
     progress: Progress = lambda done, total: None,
     ignore: Sequence[str] = (),
+    dequantized: torch.dtype | None = None,
 ) -> ConversionReport:
     """Writes `root/global_steps_0/<role>`, which appears only when it is complete. Every process must call it.
 
@@ -63,7 +64,7 @@ def convert_to_native(
     the size of the model.
 
     Args:
-        source: the folder of the HuggingFace model; every process must see it.
+        source: the folder of the HuggingFace model, which every process must see, or the name of a model on the hub.
         root: the folder of all steps; a checkpoint of this role at step 0 in it is replaced.
         wanted: the layout of the new checkpoint.
         agreement: connects this process with the other processes that share the work.
@@ -71,6 +72,7 @@ def convert_to_native(
         test: True to read everything back and compare it before the checkpoint appears.
         progress: called with the number of bytes that this process has written, and the number that it will write.
         ignore: regular expressions of HuggingFace tensors to leave out.
+        dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
 
     Raises:
         InvalidArgumentError: the sizes contradict each other.
@@ -78,8 +80,8 @@ def convert_to_native(
             written. All processes raise it, and `root` is as it was.
     """
     started = time.monotonic()
-    source, role_dir = source.absolute(), file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
-    reader = open_folder(agreement, source, ignore)
+    role_dir = file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
+    reader = open_folder(agreement, source, ignore, dequantized)
     target, files = _plan(reader, wanted)
     attempt = _open(agreement, role_dir)
     staging = file_names.staging_dir(role_dir, attempt)
@@ -92,7 +94,7 @@ def convert_to_native(
         if agreement.is_coordinator:
             commit.discard(staging)
         raise
-    return ConversionReport(source, role_dir, reader.model.describe(), nbytes, time.monotonic() - started)
+    return ConversionReport(reader.place, role_dir, reader.model.describe(), nbytes, time.monotonic() - started)
 
 
 def folder_tensors(reader: HuggingFaceReader) -> Iterator[SavedTensor]:

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from forks import Start, forked, separate
+from quantized_folders import FP8_CONFIG, fp8, publish
 from safetensors.torch import load_file, save_file
 from tiny_models import make_hf_folder
 
@@ -30,9 +32,11 @@ def convert(source: Path, output: Path, *more: str) -> int:
 # whose layers differ, or whose experts are many tensors of a layer.
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "qwen2-tied", "qwen3-value", "qwen2_moe", "deepseek_v3-mtp", "gpt_oss"), "native"),
+    **dict.fromkeys(("seed_oss", "deepseek_v2", "qwen3_5_text-mtp"), "native"),
     **dict.fromkeys(
         ("qwen3_moe-sparse", "mixtral", "deepseek_v3-no-q-lora", "glm4_moe-mtp", "qwen3_next"), "torch_dist"
     ),
+    **dict.fromkeys(("qwen3_5_moe_text-mtp", "minimax_m2"), "torch_dist"),
 }
 
 
@@ -77,6 +81,23 @@ def test_a_checkpoint_of_megatrons(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     assert (tmp_path / "out" / "huggingface" / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_published_fp8_goes_in_and_out(form: str, tmp_path: Path) -> None:
+    config = {**FP8_CONFIG, "weight_block_size": [8, 8]}
+    folder = publish(make_hf_folder(tmp_path / "hf", "qwen3", dtype="bfloat16"), partial(fp8, block=(8, 8)), config)
+    assert convert(folder, tmp_path / "out", "--format", form, "--dequantize-to", "float32", "--test") == 0
+    for quantize in ((), ("--quantize", "fp8-block")):
+        assert main(["merge", str(tmp_path / "out"), str(tmp_path / f"merged{len(quantize)}"), *quantize]) == 0
+    # In float32 nothing was rounded, so the scales come back, too.
+    stored, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "merged2"))
+    for name, tensor in stored.items():
+        close = torch.allclose(merged[name].float(), tensor.float(), rtol=1e-6, atol=0)
+        assert close if name.endswith("_scale_inv") else torch.equal(merged[name].float(), tensor.float()), name
+    plain = load_file(tmp_path / "merged0" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in plain.items() if name.endswith("proj.weight")} == {torch.float32}
+    assert plain.keys() == {name for name in stored if not name.endswith("_scale_inv")}
 
 
 @pytest.mark.parametrize("start", [forked, pytest.param(separate, marks=pytest.mark.full)])
@@ -154,11 +175,17 @@ def test_layouts_that_do_not_fit(
     assert words in capsys.readouterr().err
 
 
-def test_heads_of_linear_attention_must_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "field", "what"),
+    [("qwen3_next", "linear_num_key_heads", "key heads"), ("nemotron_h", "n_groups", "Mamba groups")],
+)
+def test_heads_of_mixers_must_divide(
+    name: str, field: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rows would: two heads of 8."""
-    folder = make_hf_folder(tmp_path / "hf", "qwen3_next", linear_num_key_heads=2)
+    folder = make_hf_folder(tmp_path / "hf", name, **{field: 2})
     assert convert(folder, tmp_path / "out", "--tp", "4") == 1
-    assert "2 key heads cannot be divided among tp = 4" in capsys.readouterr().err
+    assert f"2 {what} cannot be divided among tp = 4" in capsys.readouterr().err
     assert convert(folder, tmp_path / "out", "--tp", "2", "--test") == 0
 
 
@@ -287,5 +314,5 @@ def test_layers_of_different_dtypes_are_not_one_tensor(tmp_path: Path, capsys: p
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].half()}, folder / "model.safetensors")
     assert convert(folder, tmp_path / "out", "--format", "torch_dist") == 1
-    assert "megatron stores all layers as one tensor" in capsys.readouterr().err
+    assert "megatron stores both as one tensor" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

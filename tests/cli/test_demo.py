@@ -92,7 +92,8 @@ def test_killed_training_comes_back_as_if_nothing_had_happened(
     assert result["text"].startswith("def ")
     assert len(result["text"]) > len("def ")
 
-    assert_loads_with_transformers_4(tmp_path / result["checkpoint"] / "actor" / "huggingface")
+    if run_demo is demo:
+        assert_loads_with_transformers_4(tmp_path / result["checkpoint"] / "actor" / "huggingface")
 
     assert not old.exists()
     checkpoint = tmp_path / result["checkpoint"]

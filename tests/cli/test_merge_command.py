@@ -36,7 +36,12 @@ ASSETS = {
     "generation_config.json": b"{}",
     "tokenizer.json": b'{"of": "the tokenizer"}',
     "merges.txt": b"a b\n",
+    "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    # Of a vision-language model's processor, in the files that transformers 4 and 5 have for it.
+    "preprocessor_config.json": b'{"patch_size": 14}',
+    "video_preprocessor_config.json": b'{"fps": 2}',
+    "processor_config.json": b'{"image_processor": {}}',
 }
 NO_ASSETS = ("pytorch_model.bin", "model.safetensors.index.json", ".hidden.json")
 

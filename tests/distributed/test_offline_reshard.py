@@ -42,13 +42,10 @@ IN_CI = {
     "dp2-to-tp2-to-pp2",
     "ep2-to-tp2-bf16",
     "tied-pp2-to-tp2",
-    "replicated-optimizer",
-    "mtp",
     "expert-bias",
     "stages-to-tp2-pp2",
-    "two-instances",
     "hybrid",
-    "etp2-to-tp2-etp1",
+    "tower-vpp2-to-tp2-bf16",
 }
 
 TWO, FOUR = Layout(2), Layout(4)
@@ -106,6 +103,19 @@ CASES = {
         Layout(4, tp=1, ep=2, etp=2, precision="bf16", **MIXTURE),
         Layout(4, ep=4, precision="bf16", **MIXTURE),
         Layout(4, pp=2, ep=2, precision="bf16", **MIXTURE),
+    ),
+    "tower-dp2-to-tp2-to-pp2": Case(
+        Layout(2, tower="transformers"), Layout(2, tp=2, tower="transformers"), Layout(2, pp=2, tower="transformers")
+    ),
+    "tower-vpp2-to-tp2-bf16": Case(
+        Layout(2, pp=2, vpp=2, tower="megatron", precision="bf16", **DEEP),
+        Layout(2, tp=2, tower="megatron", precision="bf16", **DEEP),
+        Layout(2, tower="megatron", precision="bf16", **DEEP),
+    ),
+    "tower-tp2-pp2-to-ep2": Case(
+        Layout(4, tp=2, pp=2, tower="transformers", tied_embeddings=True, **MIXTURE),
+        Layout(4, ep=2, tower="transformers", tied_embeddings=True, **MIXTURE),
+        Layout(4, pp=2, ep=2, tower="transformers", tied_embeddings=True, **MIXTURE),
     ),
     "two-instances": Case(Layout(4, optimizer_instances=2), Layout(4, tp=2), FOUR),
 }

@@ -12,6 +12,7 @@ from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.synonyms import synonyms
+from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows
 
 PADDING = 5
 """Rows behind the vocabulary, and what they hold: it must not get into any file."""
@@ -38,8 +39,8 @@ def mcore_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def pad_vocabulary(tensors: dict[str, torch.Tensor]) -> None:
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in tensors and tensors[name].shape[0] > 1:
+    for name in [name for name in tensors if has_vocabulary_rows(name)]:
+        if tensors[name].shape[0] > 1:
             rows = torch.full((PADDING, *tensors[name].shape[1:]), 7.0, dtype=tensors[name].dtype)
             tensors[name] = torch.cat([tensors[name], rows])
 

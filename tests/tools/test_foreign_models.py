@@ -156,14 +156,23 @@ def test_verl_ranks(name: str, tp: int, ep: int, stages: str, tmp_path: Path) ->
     assert_same_model(tmp_path / "merged", hf)
 
 
-@pytest.mark.parametrize("replicated", [True, False])
-def test_latent_attention_is_cut_or_not(replicated: bool, tmp_path: Path) -> None:
-    """`TELinear` duplicates the down-projections, the local spec cuts them: no name says which."""
-    hf = make_hf_folder(tmp_path / "hf", "deepseek_v3")
+@pytest.mark.parametrize(
+    ("model", "words", "replicated"),
+    [
+        ("deepseek_v3", ("_down_proj",), True),
+        ("deepseek_v3", ("_down_proj",), False),
+        ("minimax_m2", (".q_layernorm", ".k_layernorm"), False),
+    ],
+)
+def test_what_is_cut_or_not(model: str, words: tuple[str, ...], replicated: bool, tmp_path: Path) -> None:
+    """No name says which. `TELinear` duplicates the down-projections of latent attention, the local spec cuts them.
+    Norms of queries and keys are whole, except those that cover all heads.
+    """
+    hf = make_hf_folder(tmp_path / "hf", model)
     tensors = mcore_of(hf)
 
     def by_spec(name: str) -> bool:
-        return "_down_proj" in name
+        return any(word in name for word in words)
 
     saved = {
         name: tensor.chunk(2)[0] if by_spec(name) and not replicated else tensor for name, tensor in tensors.items()

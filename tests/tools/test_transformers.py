@@ -14,7 +14,7 @@ import pytest
 import torch
 from load_with_transformers import NEW_TOKENS, PROMPT, SPECIAL
 from mcore_checkpoints import make_checkpoint
-from tiny_models import LAYERS, NAMES, make_hf_folder
+from tiny_models import NAMES, architecture_of, make_hf_folder, mtp_prefix
 
 from mcore_ckpt.cli.demo.huggingface import byte_tokenizer
 from mcore_ckpt.formats.huggingface.assets import save_assets, write_config
@@ -42,8 +42,24 @@ REPEATED = frozenset(
         "qwen3_moe",
         "deepseek_v3",
         "glm4_moe-mtp",
+        "seed_oss-value",
+        "qwen3_5_text",
+        "qwen3_5_moe_text-mtp",
+        "deepseek_v2-lite",
+        "deepseek_v2-yarn",
+        "deepseek_v2",
+        "deepseek_v32",
+        "deepseek_v32-mtp",
+        "glm_moe_dsa-shared",
+        "nemotron_h-latent",
+        "nemotron_h-mtp",
+        "qwen2_5_vl-tied",
+        "qwen3_vl-tied",
+        "seed_oss",
     }
 )
+# 4.57 does not scale the softmax by mscale_all_dim (DeepseekV2Attention), 5 and megatron do.
+COMPUTED_OTHERWISE_BY_4 = frozenset({"deepseek_v2-yarn"})
 
 # Of no model: each version says its own, and where it lies.
 NOT_COMPARED = {"transformers_version", "_name_or_path"}
@@ -61,6 +77,17 @@ def models(*names: str) -> pytest.MarkDecorator:
     """Runs a test for each of these models, in CI without those that repeat what another shows."""
     marks = {name: pytest.mark.full if name in REPEATED else () for name in names}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+# transformers 4.57 has no class for these.
+ONLY_IN_5 = frozenset({"nemotron_h", "deepseek_v32", "glm_moe_dsa", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2"})
+
+
+@pytest.fixture(autouse=True)
+def _only_what_the_version_knows(request: pytest.FixtureRequest) -> None:
+    values = request.node.callspec.params
+    if values.get("version", "4") == "4" and architecture_of(IN_BF16.get(values["name"], values["name"])) in ONLY_IN_5:
+        pytest.skip("transformers 4 does not know this model")
 
 
 @dataclass(frozen=True)
@@ -151,21 +178,22 @@ def differences(one: Found, other: Found, fields: Set[str]) -> dict[str, tuple[A
 
 @versions
 @models(*ALL)
-def test_an_export_loads_whole(version: str, name: str, load: Load) -> None:
+def test_an_export_loads_whole(version: str, name: str, load: Load, folders: dict[str, Folders]) -> None:
     found, made = load(version, name), load("source", name)
     assert found["class"] == made["class"]
     assert found["different"] == []
     assert found["dtypes"] == ["torch.bfloat16" if name in IN_BF16 else "torch.float32"]
-    # In transformers 5 all experts of a layer are one tensor, and Mixtral's router has another name: whether these are
-    # right is seen by what they compute.
-    renamed = (".experts.", ".block_sparse_moe.gate.") if version == "5" else ()
+    # In transformers 5 all experts of a layer are one tensor, and the routers of Mixtral and MiniMax have other names:
+    # whether these are right is seen by what they compute.
+    renamed = (".experts.", ".block_sparse_moe.") if version == "5" else ()
     absent = [tensor for tensor in found["absent"] if not any(part in tensor for part in renamed)]
     if name.endswith("-mtp"):
-        # transformers reads no multi-token prediction: by its design these are left over, and nothing else is.
-        extra = f"model.layers.{LAYERS}."
+        # transformers reads no multi-token prediction: by its design these are left over, and nothing else is. It
+        # knows that of Qwen and Nemotron by name, and does not tell.
+        extra = mtp_prefix(folders[name].source)
         assert absent
-        assert found["wrong"].keys() == {"unexpected_keys"}
-        assert all(tensor.startswith(extra) for tensor in [*absent, *found["wrong"]["unexpected_keys"]])
+        assert found["wrong"].keys() == (set() if extra == "mtp." else {"unexpected_keys"})
+        assert all(tensor.startswith(extra) for tensor in [*absent, *found["wrong"].get("unexpected_keys", ())])
     else:
         assert absent == []
         assert found["wrong"] == {}
@@ -179,9 +207,10 @@ def test_an_export_loads_whole(version: str, name: str, load: Load) -> None:
 def test_an_export_computes_what_its_source_does(version: str, name: str, load: Load) -> None:
     found, made = load(version, name), load("source", name)
     # Of the same version bit for bit; the versions add up the experts' outputs in different orders.
-    assert furthest(found, made, "logits") <= (0.0 if version == "5" else 1e-4)
+    if version == "5" or name not in COMPUTED_OTHERWISE_BY_4:
+        assert furthest(found, made, "logits") <= (0.0 if version == "5" else 1e-4)
     # As rotary embeddings came out of all that says how they are scaled.
-    assert furthest(found, made, "inv_freq") == 0.0
+    assert found["inv_freq"] == made["inv_freq"]
     assert found["attention_scaling"] == made["attention_scaling"]
 
 
@@ -192,14 +221,15 @@ def test_an_export_writes_text_with_its_tokenizer(version: str, name: str, load:
     assert bytes(written["tokens"][:-NEW_TOKENS]) == PROMPT.encode()
     assert written["text"] == bytes(written["tokens"]).decode(errors="replace")
     assert written["special"] == [ord("a"), 256, 257, ord("b")]
-    if name not in IN_BF16:
+    if name not in IN_BF16 and not (version == "4" and name in COMPUTED_OTHERWISE_BY_4):
         assert written == load("source", name)["written"]
 
 
+@pytest.mark.full
 @needs_4
 @models(*ALL)
 def test_both_versions_understand_the_same_by_config_json(name: str, load: Load) -> None:
-    four, five = load("4", name)["config"], load("5", name)["config"]
+    four, five = (of_language_model(load(version, name)["config"]) for version in ("4", "5"))
     both = four.keys() & five.keys() - NOT_COMPARED
     assert differences(four, five, both) == {}
     # These are in both, or the comparison would be of little.
@@ -211,11 +241,18 @@ def test_both_versions_understand_the_same_by_config_json(name: str, load: Load)
     assert kind_of(four["rope_scaling"] or {"rope_type": "default"}) == kind_of(rope)
 
 
+def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, with the fields of a vision-language model's language model as a language model has them."""
+    whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config")}
+    return {**(config.get("text_config") or {}), **{name: value for name, value in whole.items() if value is not None}}
+
+
 def kind_of(rope: dict[str, Any]) -> dict[str, Any]:
     """How rotary embeddings are scaled, of which theta and the part of a head are apart in transformers 4."""
     return {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
 
 
+@pytest.mark.full
 @needs_4
 @models(*NAMES)
 def test_what_transformers_4_makes_of_a_config_is_exported_for_5(name: str, load: Load, tmp_path: Path) -> None:
@@ -223,8 +260,11 @@ def test_what_transformers_4_makes_of_a_config_is_exported_for_5(name: str, load
 
     # As a trainer with transformers 4 hands it over.
     given = dict(load("4", name)["config"])
-    del given["rope_parameters"]  # a field that it has read without knowing it
+    # A field that it has read without knowing it.
+    if "text_config" in given:
+        given["text_config"] = {n: v for n, v in given["text_config"].items() if n != "rope_parameters"}
+    given.pop("rope_parameters", None)
     write_config(tmp_path, model_from_config(given), torch.float32, has_mtp=name.endswith("-mtp"))
     found = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
-    wanted = load("source", name)["config"]
+    found, wanted = of_language_model(found), of_language_model(load("source", name)["config"])
     assert differences(found, wanted, wanted.keys() - NOT_COMPARED) == {}

@@ -18,6 +18,7 @@ from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
 # that gives their number.
 _HEADS = {
     "linear_qkv.weight": {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"},
+    "mixer.in_proj.weight": {"Mamba heads": "mamba_num_heads", "Mamba groups": "n_groups"},
     "self_attention.in_proj.weight": {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"},
 }
 
@@ -27,7 +28,8 @@ def check_heads(config: Mapping[str, Any], tensors: Collection[SavedTensor], sav
 
     A size that divides the rows of a weight does not always divide its heads. megatron requires that the size divides
     the number of attention heads, and that it divides the number of key-value heads or is a multiple of that number. In
-    linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1).
+    linear attention, the size must divide the numbers of key heads and of value heads (TransformerConfig, 0.16.1), and
+    in a Mamba mixer those of heads and of groups (MambaMixer, 0.18).
 
     Args:
         config: the model's HuggingFace configuration. A number that is not in the configuration is not checked.

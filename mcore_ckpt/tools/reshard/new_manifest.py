@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, StageRecord, WrittenFile
+from mcore_ckpt.checkpoint.manifest import AdapterSettings, FileRecord, Manifest, StageRecord, WrittenFile
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.ranks.topology import coordinates_of
 from mcore_ckpt.sharding.names import natural_order
@@ -34,6 +34,7 @@ class Identity:
     attempt: str
     contents: tuple[str, ...]
     versions: Mapping[str, str]
+    adapters: AdapterSettings | None = None
 
 
 def build_manifest(
@@ -66,6 +67,7 @@ def build_manifest(
         stages=tuple(StageRecord(pp, vp, held.decoder, held.mtp) for (pp, vp), held in sorted(target.stages.items())),
         tensors=names,
         files=(*records, *(_record(file, rank, ()) for rank, file in small)),
+        adapters=identity.adapters,
     )
 
 

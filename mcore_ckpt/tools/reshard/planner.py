@@ -21,6 +21,7 @@ from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.placement import PipelinePlacement, even_ranges
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey
 from mcore_ckpt.sharding.regions import Region
+from mcore_ckpt.sharding.towers import split_language_model
 from mcore_ckpt.sharding.vocabulary import has_vocabulary_rows, padded_rows
 from mcore_ckpt.tools.reshard.saved_tensors import SavedTensor
 from mcore_ckpt.tools.reshard.target import SavedLayout, Target, WantedLayout
@@ -120,7 +121,8 @@ class Regions:
     def _cut(self, tensor: SavedTensor, saved: int) -> Cut:
         if tensor.name not in self._cuts:
             # A value head has the output layer's name, but it has few rows, and each rank holds all of them.
-            is_value_head = tensor.name.startswith("output_layer.") and tensor.shape[0] != self._saved_rows
+            is_head = split_language_model(tensor.name)[1].startswith("output_layer.")
+            is_value_head = is_head and tensor.shape[0] != self._saved_rows
             self._cuts[tensor.name] = find_cut(
                 tensor.name, tensor.seen, saved, replicated=is_value_head and self._saved_rows is not None
             )

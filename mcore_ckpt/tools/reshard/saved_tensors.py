@@ -8,7 +8,7 @@ from math import prod
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.sharding.names import is_expert
+from mcore_ckpt.sharding.names import expert_of, is_expert
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ShardKey, StoredShard
 from mcore_ckpt.sharding.regions import Region, Shape
 
@@ -81,15 +81,23 @@ def _saved_tensor(reader: NativeReader, name: str) -> SavedTensor | None:
         return None
     shown = shards or main
     pp = min(reader.manifest.ranks[file.rank].pp for file in (model_files if shards else files))
-    seen = {} if model == OPAQUE else _local_regions(reader, shown, is_expert(name))
+    seen = {} if model == OPAQUE else _local_regions(reader, name, shown)
     return SavedTensor(name, model, moments, bool(main) or aliased, aliased, seen, pp, shown[0].file)
 
 
-def _local_regions(reader: NativeReader, shards: Iterable[StoredShard], expert: bool) -> dict[int, Region]:
-    """Returns the whole local region of each tensor-parallel rank. A stored shard may hold only a part of it."""
+def _local_regions(reader: NativeReader, name: str, shards: Iterable[StoredShard]) -> dict[int, Region]:
+    """Returns the whole local region of each tensor-parallel rank. A stored shard may hold only a part of it.
+
+    Raises UnsupportedError: the tensor is cut among the expert-parallel ranks.
+    """
+    expert = is_expert(name)
     seen: dict[int, Region] = {}
     for shard in shards:
         at = reader.manifest.ranks[reader.file(shard.file).rank]
         region = shard.region.with_flat(0, prod(shard.region.local_shape))
-        seen.setdefault(at.etp if expert else at.tp, region)
+        if seen.setdefault(at.etp if expert else at.tp, region) != region and expert_of(name) is None and expert:
+            raise UnsupportedError(
+                f"{reader.place}: tensor {name}: is cut among the expert-parallel ranks: load the checkpoint directly "
+                "under the new layout"
+            )
     return seen

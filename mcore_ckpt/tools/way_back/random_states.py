@@ -1,0 +1,65 @@
+"""Makes the random states that Megatron-LM, verl and AReaL load, of those that each rank has saved.
+
+Megatron stores them by pipeline and tensor rank (`get_rng_state`), so data-parallel ranks continue alike. Only with
+`--data-parallel-random-init` each of them takes its own from the list of an entry for each data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import InvalidStateError
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.torch_dist.writer import saved_object
+
+
+def rng_objects(reader: NativeReader) -> dict[str, bytes]:
+    """Returns the sharded objects with the random states; empty if they were not saved, or only their seed was.
+
+    A checkpoint that was resharded has a seed instead of states, from which only this package can start.
+
+    Raises:
+        CheckpointCorruptError: a file is missing or damaged.
+        InvalidStateError: NumPy is not installed, without which megatron's form cannot be written.
+    """
+    if not reader.manifest.files_of("rng"):
+        return {}
+    sizes = reader.manifest.topology
+    objects = {}
+    for pp in range(sizes.pp):
+        for tp in range(sizes.tp):
+            states = [reader.plain(file_names.rng_file(pp, tp, 0, dp)) for dp in range(sizes.dp)]
+            if any("seed" in state for state in states):
+                return {}
+            key = f"rng_state/shard_{pp}.{tp}_{sizes.pp}.{sizes.tp}"
+            objects[key] = saved_object([_in_megatrons_form(state) for state in states])
+    return objects
+
+
+def _in_megatrons_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    # A run without CUDA has no state of a device, but megatron wants one.
+    device = state["torch"] if state["device"] is None else state["device"]
+    version, words, gauss = state["python"]
+    return {
+        "random_rng_state": (version, tuple(words), gauss),
+        "np_rng_state": _numpy_state(state),
+        "torch_rng_state": state["torch"],
+        "cuda_rng_state": device,
+        "rng_tracker_states": dict(state["megatron"]),
+    }
+
+
+def _numpy_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    try:
+        import numpy
+    except ImportError:
+        raise InvalidStateError("megatron's random states contain NumPy's: pip install numpy") from None
+    saved = state["numpy"]
+    if saved is None:
+        # The training did not use NumPy.
+        name, keys, *rest = numpy.random.RandomState(0).get_state()
+        return (name, keys, *rest)
+    keys = saved["keys"].numpy().astype("uint32")
+    return (saved["name"], keys, saved["position"], saved["has_gauss"], saved["cached"])

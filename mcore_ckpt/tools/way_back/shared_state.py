@@ -1,0 +1,223 @@
+"""Makes what all ranks share, in megatron's form: optimizer, LR scheduler, counters and arguments.
+
+The shared state of an optimizer differs between megatron's classes (megatron-core 0.16 to 0.19), and a checkpoint of
+this package does not say which class it is of. So one dict has the fields of all three, and each class takes its own:
+
+- `DistributedOptimizer.load_state_dict`: `optimizer.param_groups` with a `step` in each group,
+  `param_state_sharding_type`, `grad_scaler`
+- `Float16OptimizerWithFloat16Params.load_state_dict`: `optimizer.param_groups`, `optimizer.state.common_step`,
+  `grad_scaler`
+- `FP32Optimizer.load_state_dict`: `param_groups`, `state.common_step`
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mcore_config import to_mcore_config
+from mcore_ckpt.sharding.names import is_expert
+
+# The form of `DistributedOptimizer.sharded_state_dict` that loads under any layout. 0.16 to 0.19 accept it.
+SHARDING_TYPE = "fully_reshardable"
+# Trainers build their `sharded_state_dict` with the flags that the checkpoint names (Megatron-LM's `load_checkpoint`,
+# verl's `_load_content_metadata`). `non_homogeneous_layers` gives each layer its own keys, whatever its neighbours are.
+CONTENT_METADATA: Mapping[str, Any] = {
+    "distrib_optim_sharding_type": SHARDING_TYPE,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "non_homogeneous_layers": True,
+}
+# The key of our `save_checkpoint` in extra_state (integrations/megatron).
+LOOP = "megatron"
+_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+# For `set_checkpoint_version`: below 3.0 Megatron-LM would reorder query, key and value.
+_CHECKPOINT_VERSION = 3.0
+# `get_megatron_optimizer` makes them without an `init_state_fn`, which `sharded_state_dict(is_loading=True)` calls.
+_NOT_LOADED = {"SGD", "FusedSGD"}
+# Whether the group's parameters are experts that have process groups of their own.
+_EXPERT_FIELD = "is_expert_parallel"
+# The fields by which param groups show whose they are: torch's own optimizers have the first, FusedAdam the second.
+# Groups with neither are of HybridDeviceOptimizer, whose own fields are not saved (`own_fields`).
+_TORCHS_FIELD, _FUSED_FIELD = "foreach", "bias_correction"
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """What all ranks share.
+
+    Attributes:
+        optimizer: megatron's dict, or one dict for each optimizer of a chain, by number; None if it was not saved.
+        was_offloaded: whether a part of it was a HybridDeviceOptimizer.
+        scheduler: the LR scheduler's `state_dict()`; None without.
+    """
+
+    optimizer: dict[Any, Any] | None
+    scheduler: Mapping[str, Any] | None
+    was_offloaded: bool = False
+
+
+def read_shared_state(reader: NativeReader) -> SharedState:
+    """Reads `common.pt`.
+
+    Raises:
+        CheckpointCorruptError: it is damaged.
+        UnsupportedError: megatron cannot load an optimizer of this kind.
+    """
+    if "optimizer" not in reader.manifest.contents:
+        return SharedState(None, None)
+    common = reader.plain(file_names.COMMON_FILE)
+    if refused := sorted({each["kind"] for each in common["optimizers"]} & _NOT_LOADED):
+        raise UnsupportedError(
+            f"{reader.place}: has the state of {', '.join(refused)}, of which megatron (0.16 to 0.19) loads no "
+            "torch_dist checkpoint, not even its own: take the weights with mcore-ckpt merge"
+        )
+    saved = _of_layout(reader, common["optimizers"])
+    parts = [_optimizer_state(each) for each in saved]
+    adams = (each for each in common["optimizers"] if each["kind"] == "Adam")
+    groups = (group for each in adams for group in each["param_groups"])
+    was_offloaded = any(not {_TORCHS_FIELD, _FUSED_FIELD} & {*group} for group in groups)
+    # `ChainedOptimizer.load_state_dict` wants the state itself if there is one optimizer in the chain.
+    optimizer = parts[0] if len(parts) == 1 else dict(enumerate(parts))
+    return SharedState(optimizer, common["lr_scheduler"], was_offloaded)
+
+
+def _of_layout(reader: NativeReader, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns one state for each optimizer that megatron chains under the layout of the checkpoint.
+
+    Experts have an optimizer of their own under expert parallelism. A checkpoint that was resharded can still have the
+    optimizers of the layout before (`_get_param_groups`, 0.16.1, puts the flag into each group).
+    """
+    sizes = reader.manifest.topology
+    adams = [each for each in saved if each["param_groups"]]
+    has_experts = any(is_expert(name) for name in reader.manifest.tensors)
+    are_apart = any(group.get(_EXPERT_FIELD) for each in adams for group in each["param_groups"])
+    if has_experts and sizes.ep > 1 and not are_apart and len(adams) == 1:
+        return [adams[0], _with_experts(adams[0], True)]
+    if are_apart and sizes.ep == 1 and sizes.etp == sizes.tp and len(adams) == 2:
+        dense, experts = sorted(adams, key=lambda each: any(g.get(_EXPERT_FIELD) for g in each["param_groups"]))
+        groups = [*dense["param_groups"], *_with_experts(experts, False)["param_groups"]]
+        unlike = [group for number, group in enumerate(groups) if group not in groups[:number]]
+        return [{**dense, "param_groups": unlike}]
+    return saved
+
+
+def _with_experts(saved: Mapping[str, Any], are_experts: bool) -> Mapping[str, Any]:
+    return {**saved, "param_groups": [{**group, _EXPERT_FIELD: are_experts} for group in saved["param_groups"]]}
+
+
+def _optimizer_state(saved: Mapping[str, Any]) -> dict[str, Any]:
+    step = saved["step"]
+    groups = [dict(group) for group in saved["param_groups"]]
+    state: dict[str, Any] = {}
+    if saved["kind"] == "Adam" and groups:
+        step = 0 if step is None else int(step)
+        if _TORCHS_FIELD in groups[0]:
+            state["common_step"] = torch.tensor(float(step))
+        else:
+            # FusedAdam counts in its groups, and would take a `step` in the state for a tensor of its own. In torch's
+            # groups, it would stay at this number for ever.
+            groups = [{_FUSED_FIELD: True, **group, "step": step} for group in groups]
+    elif step is not None:
+        state["common_step"] = step
+    return {
+        "optimizer": {"param_groups": groups, "state": state},
+        "param_groups": deepcopy(groups),
+        "state": dict(state),
+        "param_state_sharding_type": SHARDING_TYPE,
+        **({} if saved["grad_scaler"] is None else {"grad_scaler": saved["grad_scaler"]}),
+    }
+
+
+def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], has_rng: bool) -> dict[str, Any]:
+    """Returns the counters and arguments that Megatron-LM's `load_checkpoint` reads, besides optimizer and scheduler.
+
+    Args:
+        reader: the reader of the checkpoint.
+        model: returns the model of the checkpoint's `config.json`; None if there is none. It is called only if our
+            `save_checkpoint` of Megatron's loop has not saved the arguments of the run.
+        has_rng: whether the checkpoint has random states that Megatron-LM can load.
+
+    Raises:
+        CheckpointMismatchError: neither the checkpoint nor `config.json` has the arguments that Megatron-LM compares.
+    """
+    loop = read_loop_state(reader)
+    manifest, sizes = reader.manifest, reader.manifest.topology
+    arguments = {
+        **_compared(reader, loop, model),
+        **{name: loop.get(name, 0) for name in _COUNTERS},
+        # Random states are loaded only if these are the sizes of the run.
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "world_size": sizes.world_size,
+        "data_parallel_size": sizes.dp,
+        "no_save_optim": "optimizer" not in manifest.contents,
+        "no_save_rng": not has_rng,
+        "ckpt_format": "torch_dist",
+        "async_save": False,
+    }
+    return {
+        "args": argparse.Namespace(**arguments),
+        "checkpoint_version": _CHECKPOINT_VERSION,
+        "iteration": int(loop.get("iteration", manifest.step)),
+        "num_floating_point_operations_so_far": loop.get("num_floating_point_operations_so_far", 0),
+    }
+
+
+def read_loop_state(reader: NativeReader) -> Mapping[str, Any]:
+    """Returns what our `save_checkpoint` of Megatron's loop has saved on rank 0; empty if it did not save this."""
+    record = reader.by_path.get(file_names.extra_file(0, 0, 0, 0))
+    if record is None:
+        return {}
+    state = reader.plain(record.path).get(LOOP)
+    return state if isinstance(state, Mapping) else {}
+
+
+def _compared(reader: NativeReader, loop: Mapping[str, Any], model: Callable[[], HfModel | None]) -> dict[str, Any]:
+    """Returns the arguments that `check_checkpoint_args` compares with those of the run (megatron/training)."""
+    saved = loop.get("arguments")
+    if isinstance(saved, Mapping) and "num_attention_heads" in saved:
+        return dict(saved)
+    described = model()
+    if described is None:
+        raise CheckpointMismatchError(
+            f"{reader.place}: Megatron-LM compares num_layers, hidden_size and num_attention_heads with its own "
+            "arguments, but this checkpoint has neither these nor a config.json: name a folder that has config.json "
+            "with --hf_model_path"
+        )
+    if not described.architecture.rules:
+        raise UnsupportedError(
+            f"{reader.place}: config.json names an architecture that this package does not know, so the arguments that "
+            "Megatron-LM compares with its own are unknown: save once with save_checkpoint of "
+            "mcore_ckpt.integrations.megatron"
+        )
+    config = to_mcore_config(described)
+    names = ("num_layers", "hidden_size", "num_attention_heads")
+    found: dict[str, Any] = {name: config.transformer[name] for name in names}
+    # 0.19 takes a checkpoint without it for that of a GPTModel.
+    found["hybrid_layer_pattern"] = config.gpt.get("hybrid_layer_pattern")
+    return {**found, "add_position_embedding": config.gpt.get("position_embedding_type") == "learned_absolute"}
+
+
+def left_out(reader: NativeReader, extra: Sequence[str]) -> str | None:
+    """Returns a sentence that says what of `extra_state` other trainers do not get; None if all of it is converted.
+
+    Args:
+        reader: the reader of the checkpoint.
+        extra: the keys of `extra_state` that are converted.
+    """
+    record = reader.by_path.get(file_names.extra_file(0, 0, 0, 0))
+    keys = [] if record is None else sorted({*map(str, reader.plain(record.path))} - {*extra})
+    if not keys:
+        return None
+    return f"extra_state ({', '.join(keys)}) is this trainer's own: it stays in {reader.place}/{file_names.EXTRA_DIR}"
