@@ -1,8 +1,10 @@
-"""What the documents name is there."""
+"""What the documents name is there, and the tests have every example of the documents that we were built from."""
 
+import os
 import re
 from pathlib import Path
 
+import document_examples
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
@@ -20,3 +22,28 @@ def test_the_tests_that_a_document_names_are_there(document: Path) -> None:
         assert path in (known if "/" in path else known | by_name), f"{document.name} names {path}"
         if function:
             assert f"def {function}(" in (REPOSITORY / "tests" / path).read_text(), f"{document.name} names {function}"
+
+
+# The folder of the documents of others, which are no part of this repository.
+OF_OTHERS = Path(os.environ.get("MCORE_CKPT_DOCUMENTS", "/nowhere"))
+
+# What an example's line looks like in a page's text: a command and its continuations, a usage, an assignment, an
+# import, a call, and a field of YAML whose value is no sentence.
+_EXAMPLE = re.compile(
+    r"python .*|usage: .*|\[--.*|--\w.*(\\|/path/to/\w+|  # .*)|\w+ = .*|from \w+ import .*|\"/.*\"|\)"
+    r"|[a-z_]+:|[a-z_]+: *(?!.*\b(the|to be|are)\b)[^ ]+( +#.*)?|# [A-Z]\w+ \w+ (configuration|parameters|defaults).*"
+)
+# Prose of that form.
+_NO_EXAMPLES = re.compile(r"[a-z_]+: [A-Z].*|options:")
+
+
+@pytest.mark.parametrize("name", document_examples.BY_DOCUMENT)
+def test_every_example_of_a_document_is_a_test(name: str) -> None:
+    if not OF_OTHERS.is_dir():
+        pytest.skip("MCORE_CKPT_DOCUMENTS does not name the folder of the documents")
+    lines = [line.strip() for line in (OF_OTHERS / name).read_text().splitlines()]
+    examples = [line.strip() for text in document_examples.BY_DOCUMENT[name] for line in text.splitlines()]
+    assert [line for line in examples if line not in lines] == [], "the examples are as the document prints them"
+    found = [line for line in lines if _EXAMPLE.fullmatch(line) and not _NO_EXAMPLES.fullmatch(line)]
+    assert found
+    assert [line for line in found if line not in examples] == []

@@ -37,6 +37,12 @@ from mcore_ckpt.steps import listing as steps
 SAMPLES, OPERATIONS = 8, 1.5e12  # of one iteration
 PLAIN, DP2 = LAYOUTS["plain"], LAYOUTS["dp2-bf16"]
 CONFIG = CheckpointConfig(timeout_s=40.0)
+# --optimizer-cpu-offload and --use-precision-aware-optimizer, as most large runs have them; --fp8-param-gather.
+OPTIMIZER_SWITCHES: dict[str, dict[str, Any]] = {
+    "offloaded": {"offload": 0.5, "precision_aware": True},
+    "remainders": {"precision_aware": True, "remainders": True, "moment_dtypes": ("bf16", "fp16")},
+    "quantized": {"quantized": "blockwise"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +90,10 @@ def arguments(root: Path, **more: Any) -> SimpleNamespace:
         pytest.param(PLAIN, id="plain", marks=pytest.mark.world(1)),
         pytest.param(DP2, id="dp2-bf16", marks=pytest.mark.world(2)),
         pytest.param(LAYOUTS["tp2-pp2"], id="tp2-pp2", marks=marks(4, in_ci=False)),
+        *(
+            pytest.param(replace(DP2, **switches), id=name, marks=marks(2, in_ci=False))
+            for name, switches in OPTIMIZER_SWITCHES.items()
+        ),
     ],
 )
 def test_a_plain_loop_goes_on_bit_for_bit(layout: Layout, async_save: bool, shared_path: Path) -> None:

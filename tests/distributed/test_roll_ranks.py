@@ -6,6 +6,7 @@ A whole trainer of ROLL's, on one rank, is in tests/integrations/test_roll.py.
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from mcore_ckpt.integrations.roll.strategy import CheckpointStrategy
 pytestmark = pytest.mark.world(2)
 
 DP2 = LAYOUTS["dp2-bf16"]
+BF16: dict[str, Any] = {"precision": "bf16"}
 
 
 class Strategy(CheckpointStrategy):
@@ -71,11 +73,22 @@ def complete_step(root: Path, step: int, tmp_path: Path) -> None:
     dist.barrier()
 
 
-def test_a_checkpoint_of_its_ranks_loads_under_another_layout(shared_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "switches",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(BF16 | {"offload": 0.5, "precision_aware": True}, id="offloaded", marks=pytest.mark.full),
+        pytest.param(BF16 | {"precision_aware": True, "remainders": True}, id="remainders", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_of_its_ranks_loads_under_another_layout(
+    switches: dict[str, Any], shared_path: Path, tmp_path: Path
+) -> None:
     """ROLL's torch_dist format, which is asked for here, cannot be resumed from under any."""
     root = shared_path / "root"
-    with parallel(Layout(2, **SAME)):
-        first = build(Layout(2, **SAME), seed=1)
+    layout = Layout(2, **SAME, **switches)
+    with parallel(layout):
+        first = build(layout, seed=1)
         train(first, 0, 2)
         strategy = Strategy(first, root)
         metrics = strategy.save_checkpoint("unused", 2, "checkpoint-2", is_last_step=True)
@@ -86,10 +99,11 @@ def test_a_checkpoint_of_its_ranks_loads_under_another_layout(shared_path: Path,
             assert metrics.keys() == {"load", "save"}
             assert not strategy.offloaded
             assert [status.step for status in steps.complete_steps(root)] == [2]
-    with parallel(Layout(2, **SAME, tp=2)):
+    layout = replace(layout, tp=2)
+    with parallel(layout):
         # An actor is handed the checkpoint, a critic its own folder in it.
         for name in ("checkpoint-2", "checkpoint-2/actor_train"):
-            second = build(Layout(2, **SAME, tp=2), seed=2)
+            second = build(layout, seed=2)
             poison(second)
             strategy = Strategy(second, root)
             strategy.load_checkpoint(str(root / name))

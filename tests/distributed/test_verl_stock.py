@@ -18,7 +18,7 @@ DP2 = LAYOUTS["dp2-bf16"]
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("version", ["0.7", "0.9"])
+@pytest.mark.parametrize("version", [pytest.param("0.7", marks=pytest.mark.full), "0.9"])
 def test_a_run_of_the_stock_manager_goes_on(version: str, shared_path: Path) -> None:
     """Its defaults: HuggingFace weights beside megatron's optimizer; ours is told apart by its manifest."""
     layout = DP2

@@ -13,7 +13,7 @@ REPOSITORY = HERE.parents[2]
 
 
 def test_areal_in_one_process(run_python: Callable[..., str], inner_pytest: list[str]) -> None:
-    names = ("contract", "recovering", "moving", "exporting", "killing", "several_ranks")
+    names = ("contract", "recovering", "moving", "exporting", "killing", "several_ranks", "documented")
     files = [HERE / f"{name}.py" for name in names]
     run_python("-W", "ignore", *inner_pytest, "-p", "with_areal", *files, path=[HERE])
 

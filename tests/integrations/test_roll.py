@@ -11,6 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from document_examples import (
+    ROLL_CHECKPOINTS,
+    ROLL_COMPLETE,
+    ROLL_NO_RESUME,
+    ROLL_RESUME,
+    ROLL_RESUME_COMPLETE,
+    ROLL_SAVE_STEPS,
+    relocated,
+)
 
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
@@ -366,3 +376,45 @@ def test_a_worker_that_loads_nothing_is_loaded(trainers: Trainers, tmp_path: Pat
     report = trainers.train(root, roles=roles, resume=True)
     assert report["resumed"] == 2
     assert seen(report) == seen(whole)
+
+
+@pytest.mark.parametrize("scale", [pytest.param(1, marks=pytest.mark.full), 50])
+def test_the_documents_examples(trainers: Trainers, tmp_path: Path, scale: int) -> None:
+    """As printed, but for the type, which says whose checkpoints they are, and for folders outside of the test.
+
+    In CI all numbers of steps are divided by 50.
+    """
+    values = yaml.safe_load(relocated(ROLL_COMPLETE, tmp_path))
+    # ROLL writes there before it uploads; the trainer has folders of its own for that.
+    for scratch in ("output_dir", "logging_dir"):
+        assert values.pop(scratch).startswith("./output")
+    for small in (ROLL_SAVE_STEPS, ROLL_NO_RESUME, ROLL_CHECKPOINTS):
+        assert yaml.safe_load(relocated(small, tmp_path)).items() <= values.items()
+    checkpoints, resume = values.pop("checkpoint_config"), values.pop("resume_from_checkpoint")
+    assert checkpoints.pop("type") == "file_system"
+    # ROLL's configuration resolves it, as Hydra does.
+    root = Path(checkpoints.pop("output_dir").replace("${exp_name}", values["exp_name"]))
+    assert not checkpoints
+
+    for steps_of in ("max_steps", "save_steps"):
+        values[steps_of] //= scale
+    last = values["max_steps"] - 1
+
+    def train(root: Path, resume: bool | str, **more: Any) -> dict[str, Any]:
+        return trainers.train(root, resume=resume, roles=["actor_train"], config=values, **more)
+
+    def path_in(example: str) -> str:
+        path: str = yaml.safe_load(relocated(example, tmp_path))["resume_from_checkpoint"]
+        start, _, step = path.rpartition("-")
+        return f"{start}-{int(step) // scale}"
+
+    assert train(root, resume, stop_after=300 // scale)["resumed"] == -1
+    assert complete(root) == [step // scale for step in (100, 200, 300)]
+    assert train(root, path_in(ROLL_RESUME_COMPLETE))["resumed"] == 300 // scale
+    assert complete(root) == [*(step // scale for step in (100, 200, 300, 400)), last]
+    assert verify(root).is_sound
+
+    # Another run, which is long enough for the other example.
+    values |= {"max_steps": last + 3, "exp_name": "exp_name"}
+    train(root.parent / "exp_name", str(root / f"checkpoint-{last}"), stop_after=last + 1)
+    assert train(root.parent / "exp_name", path_in(ROLL_RESUME))["resumed"] == 500 // scale

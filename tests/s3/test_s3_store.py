@@ -177,7 +177,7 @@ _CHILD = [0]
 
 @pytest.mark.parametrize(
     ("first", "second", "points"),
-    [pytest.param(7, 9, 5, id="some"), pytest.param(1, 3, 20, id="all", marks=pytest.mark.full)],
+    [pytest.param(14, 18, 3, id="some"), pytest.param(1, 3, 20, id="all", marks=pytest.mark.full)],
 )
 def test_a_process_killed_at_any_request_leaves_a_newest_step_that_loads(
     proxy: Proxy, direct: RemoteSteps, remote: RemoteSteps, root: Path, first: int, second: int, points: int

@@ -11,10 +11,17 @@ VERSIONS = TESTED
 
 @dataclass(frozen=True)
 class Cases:
-    """Tests of one file of tests/distributed. `chosen` is what CI runs of them, an expression for `pytest -k`."""
+    """Tests of one file of tests/distributed, which the table in README.md counts.
+
+    Attributes:
+        file: the file.
+        chosen: the cases that show what the row says, as an expression for `pytest -k`.
+        in_ci: whether CI runs them with each version. The others do not depend on what differs between versions.
+    """
 
     file: str
     chosen: str
+    in_ci: bool = False
 
     @property
     def path(self) -> str:
@@ -22,18 +29,22 @@ class Cases:
 
 
 CASES = {
-    "a killed training goes on bit for bit": Cases("test_resume", "pp2-tied-bf16 or pp2-vpp2-hybrid"),
-    "loads under any other layout": Cases("test_reshard", "before and tied-mtp2"),
+    "a killed training goes on bit for bit": Cases("test_resume", "pp2-tied-bf16 or pp2-vpp2-hybrid", in_ci=True),
+    "loads under any other layout": Cases("test_reshard", "before and tied-mtp2", in_ci=True),
     "optimizer offloaded to the host": Cases("test_offload", "killed and half-overlap"),
     "precision-aware optimizer": Cases("test_precision_aware", "killed and tp2-remainders"),
+    "weights in FP8 and MXFP8": Cases("test_quantized", "killed and (delayed or overlap-mxfp8 or overlap-blockwise)"),
     "Muon, each parameter with its owner": Cases("test_muon", "killed and owners-ep2"),
     "process groups of the trainer's own": Cases("test_process_groups", "never_had"),
-    "HuggingFace in and out": Cases("test_hf_round_trip", "shared-expert or vpp2 or hybrid-mtp"),
+    "HuggingFace in and out": Cases("test_hf_round_trip", "vpp2 or hybrid-mtp", in_ci=True),
     "HuggingFace as `torch_dist`, loaded by Megatron": Cases("test_load_hf", "dist_checkpoint and dense-tp2"),
-    "Megatron's `torch_dist`": Cases("test_foreign", "resumed and (ep2-dp_reshardable or pp2-vpp2-fully)"),
-    "Megatron's own loop": Cases("test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2 and async)"),
-    "refuses experts whose replicas drift apart": Cases("test_refusals", "drift_apart"),
-    "`HybridModel`, and `GPTModel` to it and back": Cases("test_hybrid", "returns"),
+    "Megatron's `torch_dist`": Cases("test_foreign", "resumed and ep2-dp_reshardable", in_ci=True),
+    "Megatron's own loop": Cases(
+        "test_megatron_loop", "run_of_megatron_lm or (plain_loop and dp2-bf16 and async)", in_ci=True
+    ),
+    "back to Megatron-LM, by its own `load_checkpoint`": Cases("test_way_back", "goes_back and dp2-bf16-fused", in_ci=True),
+    "refuses experts whose replicas drift apart": Cases("test_refusals", "drift_apart", in_ci=True),
+    "`HybridModel`, and `GPTModel` to it and back": Cases("test_hybrid", "returns", in_ci=True),
 }
 
 

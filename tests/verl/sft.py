@@ -1,18 +1,24 @@
 """A run of verl's own SFT trainer, by its own configuration, small enough for a CPU."""
 
+import contextlib
 import json
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import engine_on_cpu
 import torch
+from fused_adam import fused_adam
 from hydra import compose, initialize_config_module
+from megatron.core import utils
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from packaging.version import Version
 from run import Run
+from simulated_device import simulated_device
 from torch.utils.data import Dataset
 from verl.trainer.sft_trainer import SFTTrainer
 
@@ -74,6 +80,10 @@ class SFTRun(Run):
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
         if self.held_at is not None:
             hold_commit(f"global_step_{self.held_at}")
+        with _stand_in(config.optim.override_optimizer_config or {}):
+            return self._train(config)
+
+    def _train(self, config: Any) -> dict[str, Any]:
         trainer = self.trainer(config)
         # Of its own: an iterator begins by drawing a number, here from the generator that the dropout has, too. On a
         # GPU the dropout has the GPU's.
@@ -84,6 +94,33 @@ class SFTRun(Run):
             trainer.ckpt_handler.save_checkpoint = lambda step: None
         trainer.fit()
         return {"model": trainer.engine}
+
+
+@contextlib.contextmanager
+def _stand_in(options: Any) -> Iterator[None]:
+    """What verl's switches of the optimizer need that no CPU has."""
+    called: set[str] = set()
+    if options.get("optimizer_cpu_offload"):
+        utils.get_te_version = lambda: Version("0.0")  # None without transformer-engine, which 0.16 compares
+        # What saves and loads is to see tensors as they are.
+        for name in ("__init__", "step"):
+            setattr(HybridDeviceOptimizer, name, _on_device(getattr(HybridDeviceOptimizer, name), called))
+        yield
+        assert called == {"__init__", "step"}
+    elif options.get("use_precision_aware_optimizer"):
+        with fused_adam():
+            yield
+    else:
+        yield
+
+
+def _on_device(method: Callable[..., Any], called: set[str]) -> Callable[..., Any]:
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        called.add(method.__name__)
+        with simulated_device():
+            return method(*args, **kwargs)
+
+    return on_device
 
 
 def configuration(root: Path, model: Path, overrides: Sequence[str]) -> Any:

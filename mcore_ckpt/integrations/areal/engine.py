@@ -45,9 +45,13 @@ class CheckpointedEngine(_Engine):
 
     def _create_optimizer(self, ft_spec: FinetuneSpec) -> None:
         super()._create_optimizer(ft_spec)
-        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model) or with adapters.
-        if self.checkpointer is not None:
+        # Like AReaL, make no checkpointer for an engine without an optimizer (the reference model). With adapters AReaL
+        # makes none either, because its own needs a distributed optimizer.
+        has_adapters = self.config.use_lora and self.optimizer is not None
+        if self.checkpointer is not None or has_adapters:
             config = dataclasses.replace(self.checkpoint_config, async_save=self.mcore_config.async_save)
+            if has_adapters:  # the engine fills the base model from its own files
+                config = dataclasses.replace(config, skip_frozen=True)
             self.checkpointer = Checkpointer(
                 self.model,
                 self.optimizer,

@@ -180,6 +180,7 @@ def save_checkpoint(
             **{name: args[name] for name in COUNTERS},
             "no_save_rng": bool(args["no_save_rng"]),
             "layout": _layout(trainer),
+            "arguments": args.plain(),
             "rerun_state_machine": read_rerun_state(train_data_iterator),
             "dataloader_state_dict": _read_dataloader_state(train_data_iterator, args),
         }

@@ -10,6 +10,7 @@ from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, Unsupport
 
 # The other formats are torch and torch_dist. Saves have this package's format instead of both.
 _FSDP_FORMATS = ("torch_dcp", "fsdp_dtensor")
+_PLAIN = (bool, int, float, str, type(None))
 # Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out.
 _DEFAULTS: dict[str, Any] = {
     "save": None,
@@ -79,6 +80,16 @@ class Arguments:
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._namespace, name, value)
 
+    def plain(self) -> dict[str, Any]:
+        """Returns all arguments that are numbers, strings, booleans or None, or lists of these.
+
+        They are saved, because Megatron-LM compares some of them when it loads a checkpoint (`check_checkpoint_args`),
+        and `mcore-ckpt convert` makes such a checkpoint.
+        """
+        # `configure` takes any object, and one with `__slots__` has no `__dict__`.
+        own = getattr(self._namespace, "__dict__", {})
+        return {name: value for name, value in sorted(own.items()) if _is_plain(value)}
+
     def folder(self, name: str) -> str:
         """Returns the folder that an argument names. Raises InvalidArgumentError if the argument is empty."""
         if not self[name]:
@@ -118,3 +129,9 @@ class Arguments:
                 "have no folder of their own here. Save just as often with args.async_save and configure(config="
                 "CheckpointConfig(max_to_keep=1, keep_every=...)), which deletes each of them after the next commit"
             )
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(type(each) in _PLAIN for each in value)
+    return type(value) in _PLAIN

@@ -47,12 +47,12 @@ class MegatronCheckpointManager:
         frees_memory: True if parameters or optimizer state are offloaded between the phases of a step. Then
             `save_checkpoint` returns only after it has copied them, whatever `async_mode` is.
         peft_cls: given for a model with LoRA adapters. Only the adapters are then saved and loaded, because the trainer
-            loads the base model from its own files.
+            loads the base model from its own files. `hf_model` writes them in PEFT's form into `huggingface/adapter/`.
         use_megatron_fsdp: must be False.
         of_verl: other arguments that verl passes. They are ignored, because a checkpoint does not need them.
 
     Raises:
-        UnsupportedError: `use_megatron_fsdp` is True, or a model with adapters is to be saved as `hf_model`.
+        UnsupportedError: `use_megatron_fsdp` is True.
         InvalidArgumentError: options contradict each other or have impossible values.
     """
 
@@ -81,11 +81,6 @@ class MegatronCheckpointManager:
             contents = tuple(checkpoint_contents)
             self._options = {"save_contents": contents, "load_contents": contents, **self._options}
         self._options["skip_frozen"] = peft_cls is not None
-        if peft_cls is not None and "hf_model" in self._options.get("save_contents", ()):
-            raise UnsupportedError(
-                "save_contents has 'hf_model', but the model has adapters, and saves cannot write adapters in "
-                "HuggingFace's format: leave 'hf_model' out, and export the adapters with the bridge's save_hf_adapter"
-            )
         if frees_memory:
             self._options["async_mode"] = "snapshot"
         self._trainer = {

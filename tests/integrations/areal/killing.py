@@ -277,6 +277,6 @@ def _attempts(step: Path) -> dict[str, str]:
 
 
 @SAMPLES
-@pytest.mark.parametrize("left", ["a damaged unit", "half a unit"])
+@pytest.mark.parametrize("left", ["a damaged unit", pytest.param("half a unit", marks=pytest.mark.full)])
 def test_a_unit_is_never_of_two_saves(tmp_path: Path, left: str, every: int) -> None:
     in_child(saved_again_over_what_is_left, tmp_path, left, every)

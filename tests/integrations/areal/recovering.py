@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import simulated
+import torch
+from adapters import FROZEN, with_adapters
 from areal.utils import logging as areal_logging
+from bridge_peft import BRIDGE
 from children import in_child
 from simulated import STEPS_PER_EPOCH, Engine, Trainer
 from snapshot import assert_same
@@ -103,6 +107,35 @@ def test_a_training_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> Non
     assert_same(found["state"], wanted["state"])
     # The one before goes when the next is begun: until then nobody asks whether the newest has become complete.
     assert complete(tmp_path / "run") == ([1, 3] if async_save else [3])
+
+
+@pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"no Megatron-Bridge in {BRIDGE}")
+def test_adapters_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AReaL itself refuses to save a training with `use_lora`. The base is the same at each start, as if it were filled
+    from the model's files."""
+    with_adapters(monkeypatch)
+    config: dict[str, Any] = {
+        "roles": ("default",),
+        "layout": replace(LAYOUT, frozen=FROZEN, distributed_optimizer=False),
+    }
+    wanted = in_child(trained, tmp_path / "reference", 5, **config)
+    in_child(trained, tmp_path / "run", 3, **config)
+    found = in_child(trained, tmp_path / "run", 5, **config)
+    assert found["start"] == 2
+    assert_same(found["state"], wanted["state"])
+    (file,) = units_of(tmp_path / "run").glob("global_steps_3/default/model/*/model_states.pt")
+    assert all(".adapter." in name for name in torch.load(file, weights_only=True))
+
+
+@pytest.mark.full
+def test_areals_switch_for_moments_of_16_bits(tmp_path: Path) -> None:
+    """AReaL sets it after OptimizerConfig has decided who keeps the main parameters, so megatron does."""
+    layout = replace(LAYOUT, precision_aware=True, moment_dtypes=("bf16", "fp16"))
+    wanted = in_child(trained, tmp_path / "reference", 5, layout=layout)
+    in_child(trained, tmp_path / "run", 3, layout=layout)
+    found = in_child(trained, tmp_path / "run", 5, seed=7, layout=layout)
+    assert found["start"] == 2
+    assert_same(found["state"], wanted["state"])
 
 
 def test_what_is_on_disk_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

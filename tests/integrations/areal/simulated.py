@@ -6,6 +6,7 @@ is that of PPOTrainer (1.0.4).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from areal.engine import megatron_engine
 from areal.utils import recover as stock_recover
 from areal.utils import saver as stock_saver
 from areal.utils.evaluator import Evaluator
+from fused_adam import fused_adam
 from snapshot import poison, snapshot
 from training import DTYPES, Layout, Training, build, train
 
@@ -48,13 +50,21 @@ class BareEngine(megatron_engine.MegatronEngine):
     def __init__(self, layout: Layout, seed: int, async_save: bool = False, hf_config: Any = None) -> None:
         optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps_proportion=0.25)
         ddp = SimpleNamespace(use_distributed_optimizer=layout.distributed_optimizer)
+        exp_avg, exp_avg_sq = (str(DTYPES[name]).removeprefix("torch.") for name in layout.moment_dtypes)
+        megatron = MegatronEngineConfig(
+            ddp=ddp,
+            async_save=async_save,
+            use_precision_aware_optimizer=layout.precision_aware,
+            exp_avg_dtype=exp_avg,
+            exp_avg_sq_dtype=exp_avg_sq,
+        )
         super().__init__(
             SimpleNamespace(
                 dtype={"fp32": "float32", "bf16": "bfloat16"}[layout.precision],
                 optimizer=optimizer,
-                megatron=MegatronEngineConfig(ddp=ddp, async_save=async_save),
+                megatron=megatron,
                 enable_tree_training=False,
-                use_lora=False,
+                use_lora=layout.frozen is not None,
                 is_critic=False,
             )
         )
@@ -63,7 +73,8 @@ class BareEngine(megatron_engine.MegatronEngine):
         self.hf_config, self.tokenizer = hf_config, None
         self.model = build(layout, seed).model
         self.dtype = DTYPES[layout.precision]
-        self._create_optimizer(ft_spec())
+        with fused_adam() if layout.precision_aware else contextlib.nullcontext():
+            self._create_optimizer(ft_spec())
 
     @property
     def training(self) -> Training:

@@ -1,6 +1,6 @@
 """verl's own SFT trainer, killed and started again with our checkpoints, is as one that was never stopped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +64,28 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callab
     assert tracker.read_tracker(root) == 6
 
 
+OPTIONS = "++optim.override_optimizer_config"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "switches",
+    [
+        pytest.param(("optimizer_cpu_offload", "use_precision_aware_optimizer"), id="offloaded"),
+        pytest.param(("use_precision_aware_optimizer", "store_param_remainders"), id="remainders"),
+    ],
+)
+def test_a_killed_run_with_verls_own_switches_goes_on(model: Path, tmp_path: Path, switches: Sequence[str]) -> None:
+    options = (*(f"{OPTIONS}.{switch}=True" for switch in switches), f"{OPTIONS}.optimizer_offload_fraction=0.5")
+    reference = SFTRun(2, model, tmp_path / "reference", tmp_path / "none", options, saves=False)
+    assert reference.start() == [0, 0], reference.log
+    killed = SFTRun(2, model, tmp_path / "killed", tmp_path / "root", (*options, OURS), killed_at=5)
+    assert -9 in killed.start(), killed.log
+    resumed = replace(killed, folder=tmp_path / "resumed", killed_at=None)
+    assert resumed.start() == [0, 0], resumed.log
+    check_went_on(resumed, reference, since=4)
+
+
 def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterrupted: Callable[[int], SFTRun]) -> None:
     root = tmp_path / "root"
     killed = SFTRun(2, model, tmp_path / "killed", root, (*LAYOUTS[2], OURS, ASYNC), killed_at=5, held_at=4)
@@ -80,7 +102,8 @@ def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterr
     assert [status.step for status in steps.complete_steps(root)] == [2, 4, 6]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_was_saved_at_an_epochs_end_goes_on_with_the_next(model: Path, tmp_path: Path, world: int) -> None:
     """verl's own trainer would end at once, with exit code 0."""
     four_an_epoch = (*LAYOUTS[2], "data.train_batch_size=16", "data.micro_batch_size_per_gpu=8")
