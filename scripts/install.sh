@@ -41,7 +41,8 @@ build=$!
 trap 'kill "$build" 2>/dev/null || true' EXIT
 trap 'exit 130' INT TERM
 status=0
-"${pip[@]}" -r requirements.txt || status=$?
+# requirements.txt lists all that is needed, so that nothing has to be resolved.
+"${pip[@]}" --no-deps -r requirements.txt || status=$?
 wait "$build" || status=$?
 [ "$status" -eq 0 ] || exit "$status"
 echo "$wanted" >"$stamp"

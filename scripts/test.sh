@@ -24,6 +24,11 @@ done
 unset PYTHONDONTWRITEBYTECODE
 # torch's TCPStore asks the name servers for the name of 127.0.0.1 at each connection. A lost answer would cost 5 s.
 export RES_OPTIONS="timeout:1 attempts:1"
+# On a CPU nothing is compiled (megatron_on_cpu.py), but without this each process that imports megatron imports the
+# compiler, too: 2 of 8 seconds.
+export TORCHDYNAMO_DISABLE=1
+# Two workers have two cores. Threads that wait for each other spin.
+export OMP_NUM_THREADS=1
 
 bash scripts/install.sh --only-venv
 
@@ -73,7 +78,7 @@ packages() {
 # All tests run with the newest megatron-core, and some with the other versions (tests/test_versions.py).
 newest=megatron-0.19
 wanted=("$newest" triton emerging)
-[ "$tier" = quick ] || wanted+=(megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 remote verl areal)
+[ "$tier" = quick ] || wanted+=(megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote verl areal bridge)
 for name in "${wanted[@]}"; do
     beside "packages-$name" packages "$name"
 done
