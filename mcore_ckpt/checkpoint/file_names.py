@@ -22,7 +22,8 @@ MODEL_FILE = "model_states.pt"
 HUGGINGFACE_DIR = "huggingface"
 # In HUGGINGFACE_DIR, where verl (0.9) has it, too.
 ADAPTER_DIR = "adapter"
-
+# In a merged model, where verl's merger (0.9) has it, too.
+MERGED_ADAPTER_DIR = "lora_adapter"
 OPTIMIZER_DIR = "optim"
 RNG_DIR = "rng_states"
 EXTRA_DIR = "extra_state"

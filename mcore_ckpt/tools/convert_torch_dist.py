@@ -14,7 +14,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError
+from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.formats.huggingface.assets import copy_assets
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
@@ -36,7 +36,8 @@ from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, plan_reads
 from mcore_ckpt.sharding.regions import Piece, Region, Shape
-from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps import commit
+from mcore_ckpt.steps.new_folder import open_new_folder
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder
 
 # With two threads, one file is read while another is written.
@@ -81,8 +82,9 @@ def convert_to_torch_dist(
         dequantized: the dtype of weights that are quantized in the folder; None takes the one in its `config.json`.
 
     Raises:
-        CheckpointError: the HuggingFace folder is damaged, `path` is not empty, or `path` cannot be written. All
-            processes raise it, and `path` is as it was.
+        InvalidArgumentError: `path` is not empty.
+        CheckpointError: the HuggingFace folder is damaged, or `path` cannot be written. All processes raise it, and
+            `path` is as it was.
     """
     started = time.monotonic()
     path = path.absolute()
@@ -171,15 +173,7 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
 
 
 def _open(agreement: Agreement, path: Path) -> str:
-    def combine(_: Sequence[Record]) -> Record:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointMismatchError(f"{path}: exists already and is not empty: name another folder, or remove it")
-        leftovers.remove_leftovers_beside(path)
-        attempt = commit.new_attempt()
-        commit.open_staging(path, attempt)
-        return {"attempt": attempt}
-
-    return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
+    return str(decide(agreement, f"opening {path}", dict, lambda _: {"attempt": open_new_folder(path)})["attempt"])
 
 
 # -- write ------------------------------------------------------------------------------------------------

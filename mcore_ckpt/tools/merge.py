@@ -24,14 +24,13 @@ from mcore_ckpt.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CommitError,
-    InvalidArgumentError,
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
-from mcore_ckpt.formats.fsdp.reader import fsdp_tensors, read_copied_model
+from mcore_ckpt.formats.fsdp.reader import read_copied_model
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, write_adapter_config, write_adapter_folder
 from mcore_ckpt.formats.huggingface.assets import check_code, copy_assets, write_config
-from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportPlan, plan_export, plan_tensors
+from mcore_ckpt.formats.huggingface.export_plan import MAX_SHARD_BYTES, ExportOptions, ExportPlan
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
@@ -40,7 +39,6 @@ from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.io.files import FOLDER_MODE, sync_dir
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
-from mcore_ckpt.models.mapping import HfTensor, hf_mtp_prefix
 from mcore_ckpt.models.reconcile import reconcile
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.meeting import rendezvous_at
@@ -48,10 +46,10 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.steps import commit, leftovers
+from mcore_ckpt.steps.new_folder import check_unused
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
 from mcore_ckpt.tools.merge_adapters import (
-    ADAPTER_DIR,
     AdapterMerge,
     Adapters,
     adapter_settings,
@@ -59,6 +57,7 @@ from mcore_ckpt.tools.merge_adapters import (
     has_base,
     plan_with_adapters,
 )
+from mcore_ckpt.tools.merge_plan import plan_model
 
 Progress = Callable[[int, int], None]
 
@@ -188,9 +187,7 @@ def merge(
     """
     started = time.monotonic()
     target = request.target.resolve()
-    # A model that is already in the folder may be somebody's only copy, or the one that this merge reads.
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InvalidArgumentError(f"{target}: exists already and is not empty: name another folder, or remove it")
+    check_unused(target)
     found = find(request)
     request = _with_local_config(request, agreement)
     with reading([found.path]):  # a trainer that still runs could delete the step
@@ -265,7 +262,7 @@ def _merge(
 def _write_adapter_beside(job: MergeJob, staging: Path, allow_nan: bool) -> list[WrittenFile]:
     if job.adapters != "beside" or job.adapter is None:
         return []
-    folder = staging / ADAPTER_DIR
+    folder = staging / file_names.MERGED_ADAPTER_DIR
     folder.mkdir(FOLDER_MODE)
     files = write_adapter_folder(job.adapter, job.reader, folder, allow_nan=allow_nan)
     sync_dir(folder)
@@ -371,14 +368,19 @@ def prepare(request: MergeRequest, found: FoundCheckpoint, ranks: int = 1) -> Me
         # Main parameters are fp32, so they do not show the dtype of the model.
         if dtype is None and reader.weight_kind == PARAM:
             dtype = _configured_dtype(model.config)
-        blocks = Fp8Blocks.like(config) if request.fp8_blocks else None
+        options: ExportOptions = {
+            "dtype": dtype,
+            "max_shard_bytes": request.max_shard_bytes,
+            "least_files": ranks,
+            "blocks": Fp8Blocks.like(config) if request.fp8_blocks else None,
+        }
         if adapters:
             how = request.adapters or ("beside" if found.has_hf_names and has_base(found, tensors) else "merge")
             settings = adapter_settings(found, request.lora_alpha)
-            to_merge = AdapterMerge(how, settings, config_dir, dtype, request.max_shard_bytes, ranks, blocks)
+            to_merge = AdapterMerge(how, settings, config_dir, options)
             adapted = plan_with_adapters(to_merge, found, model, reader, tensors)
             return MergeJob(adapted.reader, found.path, config_dir, model, adapted.plan, how, adapted.adapter)
-        plan = _plan(found, model, reader, tensors, request.max_shard_bytes, ranks, dtype, blocks)
+        plan = plan_model(options, found, model, reader, tensors)
     except (CheckpointMismatchError, UnsupportedError) as error:
         raise type(error)(f"{found.path}, read with {config_dir / 'config.json'}: {error}") from error
     return MergeJob(reader, found.path, config_dir, model, plan)
@@ -398,29 +400,6 @@ def _weights(found: FoundCheckpoint, config_dir: Path, tensors: Mapping[str, Ten
 def _without(patterns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
     left_out = [re.compile(pattern) for pattern in patterns]
     return {name: info for name, info in tensors.items() if not any(p.fullmatch(name) for p in left_out)}
-
-
-def _plan(
-    found: FoundCheckpoint,
-    model: HfModel,
-    reader: CheckpointReader,
-    tensors: Mapping[str, TensorInfo],
-    most: int,
-    ranks: int,
-    dtype: torch.dtype | None,
-    blocks: Fp8Blocks | None,
-) -> ExportPlan:
-    if not found.has_hf_names:
-        return plan_export(model, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, blocks=blocks)
-    copied = fsdp_tensors(reader, model)
-    has_mtp = _has_mtp(model, copied)
-    return plan_tensors(
-        copied, tensors, dtype=dtype, max_shard_bytes=most, least_files=ranks, has_mtp=has_mtp, blocks=blocks
-    )
-
-
-def _has_mtp(model: HfModel, tensors: Sequence[HfTensor]) -> bool:
-    return any(tensor.name.startswith(hf_mtp_prefix(model)) for tensor in tensors)
 
 
 def _reconciled(

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import (
@@ -20,11 +18,9 @@ from mcore_ckpt.errors import (
     UnsupportedError,
 )
 from mcore_ckpt.formats.contract import CheckpointReader, TensorInfo, weights_of
-from mcore_ckpt.formats.fsdp.adapters import adapted_weights, is_peft_adapter, with_peft_adapters
-from mcore_ckpt.formats.fsdp.reader import fsdp_tensors
+from mcore_ckpt.formats.fsdp.adapters import adapted_weights, is_peft_adapter
 from mcore_ckpt.formats.huggingface.adapter_folder import AdapterFolder, plan_adapter_folder
-from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, plan_export, plan_tensors
-from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
+from mcore_ckpt.formats.huggingface.export_plan import ExportOptions, ExportPlan
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.joined_reader import JoinedReader
@@ -33,16 +29,14 @@ from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small
 from mcore_ckpt.models.adapters import has_adapter, with_adapters
 from mcore_ckpt.models.architecture import HfModel
-from mcore_ckpt.models.mapping import HfTensor, Slab, hf_mtp_prefix, hf_tensors, hf_tensors_in
+from mcore_ckpt.models.mapping import HfTensor, Slab, hf_tensors, hf_tensors_in
 from mcore_ckpt.sharding.adapters import is_adapter, permuted_in_bridge
 from mcore_ckpt.sharding.plan import ShardKey
 from mcore_ckpt.sharding.regions import Region, Shape
 from mcore_ckpt.tools.find import FoundCheckpoint
+from mcore_ckpt.tools.merge_plan import plan_copies, plan_model
 
 Adapters = Literal["merge", "beside", "only"]
-
-ADAPTER_DIR = "lora_adapter"
-"""The folder in the target that verl's merger (0.9) writes adapters to, in PEFT's form."""
 
 # verl (0.5 to 0.9) writes alpha and the rank here: FSDP's manager beside the shards, and the SFT trainer into the step.
 _LORA_META = "lora_train_meta.json"
@@ -134,17 +128,13 @@ class AdapterMerge:
             write "only" the adapters.
         settings: the adapters' settings.
         base_dir: the folder of the base model, whose weights are needed if the checkpoint has only adapters.
-        dtype, most, ranks, blocks: as in `plan_export`: the dtype to write, the size limit of a file, the least number
-            of files, and the form in which linear layers are quantized.
+        options: the form of the files.
     """
 
     how: Adapters
     settings: AdapterSettings
     base_dir: Path
-    dtype: torch.dtype | None
-    most: int
-    ranks: int
-    blocks: Fp8Blocks | None = None
+    options: ExportOptions
 
 
 def plan_with_adapters(
@@ -180,38 +170,8 @@ def plan_with_adapters(
             )
         return _onto_base(job, found, model, reader, tensors)
     adapter = _adapter_folder(job, found, model, tensors) if job.how == "beside" else None
-    return AdaptedPlan(reader, _plan(job, found, model, reader, tensors), adapter)
-
-
-def _plan(
-    job: AdapterMerge,
-    found: FoundCheckpoint,
-    model: HfModel,
-    reader: CheckpointReader,
-    tensors: Mapping[str, TensorInfo],
-) -> ExportPlan:
-    alpha, merges = job.settings.alpha, job.how == "merge"
-    if found.has_hf_names:
-        copied = fsdp_tensors(reader, model)
-        return _plan_copies(job, model, with_peft_adapters(copied, tensors, alpha) if merges else copied, tensors)
-    wanted = {name: info for name, info in tensors.items() if merges or not is_adapter(name)}
-    options = {"dtype": job.dtype, "max_shard_bytes": job.most, "least_files": job.ranks, "blocks": job.blocks}
-    return plan_export(model, wanted, alpha=alpha, **options)  # type: ignore[arg-type]
-
-
-def _plan_copies(
-    job: AdapterMerge, model: HfModel, copied: Sequence[HfTensor], tensors: Mapping[str, TensorInfo]
-) -> ExportPlan:
-    first_mtp = hf_mtp_prefix(model)
-    return plan_tensors(
-        copied,
-        tensors,
-        dtype=job.dtype,
-        max_shard_bytes=job.most,
-        least_files=job.ranks,
-        blocks=job.blocks,
-        has_mtp=any(tensor.name.startswith(first_mtp) for tensor in copied),
-    )
+    alpha = job.settings.alpha if job.how == "merge" else None
+    return AdaptedPlan(reader, plan_model(job.options, found, model, reader, tensors, alpha), adapter)
 
 
 def _adapter_folder(
@@ -219,7 +179,7 @@ def _adapter_folder(
 ) -> AdapterFolder:
     base = model.config.get("_name_or_path") or None
     adapted = _adapted(job, found, model, tensors, hf_tensors(model) if not found.has_hf_names else ())
-    return plan_adapter_folder(model, adapted, tensors, job.settings, dtype=job.dtype, base=base)
+    return plan_adapter_folder(model, adapted, tensors, job.settings, dtype=job.options["dtype"], base=base)
 
 
 def _adapted(
@@ -269,7 +229,7 @@ def _onto_base(
             merged.append(own)  # a buffer that changes in training, such as a router's bias
         else:
             merged.append(_of_base(name, each.shape, own))
-    plan = _plan_copies(job, model, merged, {**tensors, **stored})
+    plan = plan_copies(job.options, model, merged, {**tensors, **stored})
     return AdaptedPlan(JoinedReader(reader, base), plan, None)
 
 

@@ -9,6 +9,7 @@ from tiny_models import make_config
 from mcore_ckpt.checkpoint.manifest import AdapterSettings
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.contract import TensorInfo
+from mcore_ckpt.formats.huggingface.export_plan import ExportOptions
 from mcore_ckpt.formats.shard_reader import ShardReader
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.plan import MODEL, ShardKey, StoredShard
@@ -41,7 +42,8 @@ def test_rows_that_bridge_permutes_are_refused(adapters: dict[str, Shape], piece
         return [StoredShard(ShardKey(name, MODEL), region, "float32", "f", 0, 0, None)] * pieces
 
     found = FoundCheckpoint(Path("ckpt"), "torch_dist")
-    job = AdapterMerge("only", AdapterSettings(8), Path(), None, 10**9, 1)
+    options: ExportOptions = {"dtype": None, "max_shard_bytes": 10**9, "least_files": 1, "blocks": None}
+    job = AdapterMerge("only", AdapterSettings(8), Path(), options)
     arguments = job, found, model_from_config(make_config("qwen3")), ShardReader(Path("ckpt"), infos, shards), infos
     if is_refused:
         with pytest.raises(UnsupportedError, match="only its own tensor-parallel size can read"):

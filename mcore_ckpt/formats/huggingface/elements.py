@@ -167,7 +167,8 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
                 reads.append(RegionRead(slab.mcore, _part(slab.region, start, stop), its_memory))
             else:
                 changes.append(_Change(slab, start, stop, its_memory))
-    parts = [(name, region, _dtype_of(reader, name)) for change in changes for name, region in change.parts()]
+    needed = [change.parts() for change in changes]
+    parts = [(name, region, _dtype_of(reader, name)) for its_parts in needed for name, region in its_parts]
     read_first = [
         memory.view(dtype)
         for memory, (_, _, dtype) in zip(
@@ -177,8 +178,8 @@ def fill(reader: CheckpointReader, wanted: Iterable[Elements], scratch: Scratch)
     reads += (RegionRead(name, region, memory) for (name, region, _), memory in zip(parts, read_first, strict=True))
     read_regions(reader, reads)
     values = iter(read_first)
-    for change in changes:
-        change.apply(*itertools.islice(values, len(change.parts())))
+    for change, its_parts in zip(changes, needed, strict=True):
+        change.apply(*itertools.islice(values, len(its_parts)))
 
 
 def _dtype_of(reader: CheckpointReader, name: str) -> torch.dtype:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -46,6 +46,14 @@ class QuantizedPart:
     is_scales: bool
     source: torch.dtype
 
+    def name_of(self, tensor: HfTensor) -> str:
+        """Returns the part's name in the file."""
+        return tensor.name + SCALE_SUFFIX if self.is_scales else tensor.name
+
+    def shape_of(self, tensor: HfTensor) -> Shape:
+        """Returns the part's shape in the file."""
+        return self.blocks.grid(tensor.shape) if self.is_scales else tensor.shape
+
 
 @dataclass(frozen=True)
 class FileTensor:
@@ -63,14 +71,12 @@ class FileTensor:
 
     @property
     def name(self) -> str:
-        is_scales = self.quantized is not None and self.quantized.is_scales
-        return self.tensor.name + SCALE_SUFFIX if is_scales else self.tensor.name
+        return self.tensor.name if self.quantized is None else self.quantized.name_of(self.tensor)
 
     @property
     def shape(self) -> Shape:
         """The shape in the file."""
-        is_scales = self.quantized is not None and self.quantized.is_scales
-        return self.quantized.blocks.grid(self.tensor.shape) if self.quantized and is_scales else self.tensor.shape
+        return self.tensor.shape if self.quantized is None else self.quantized.shape_of(self.tensor)
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +116,15 @@ class ExportPlan:
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
         return sum(file.nbytes for file in self.files)
+
+
+class ExportOptions(TypedDict):
+    """The form of the files of an export: arguments that `plan_export` and `plan_tensors` share."""
+
+    dtype: torch.dtype | None
+    max_shard_bytes: int
+    least_files: int
+    blocks: Fp8Blocks | None
 
 
 def plan_export(

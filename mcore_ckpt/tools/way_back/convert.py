@@ -24,7 +24,8 @@ from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import inside, make_folders, read_small, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
-from mcore_ckpt.steps import commit, leftovers, tracker
+from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps.new_folder import open_new_folder
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.convert import Progress
 from mcore_ckpt.tools.find import Selection, select
@@ -207,11 +208,8 @@ def _sizes(plan: Plan) -> list[_Size]:
 
 def _open(agreement: Agreement, job: _Job, path: Path) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InvalidArgumentError(f"{path}: exists already and is not empty: name another folder, or remove it")
-        leftovers.remove_leftovers_beside(path)
-        attempt = commit.new_attempt()
-        staging = commit.open_staging(path, attempt)
+        attempt = open_new_folder(path)
+        staging = file_names.staging_dir(path, attempt)
         for folder in (*(tree.folder for tree in job.plan.trees), *(export.folder for export in job.plan.exports)):
             make_folders(staging, f"{folder}/x")
         return {"attempt": attempt}
