@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from agreement import error_of, everywhere, raised_everywhere
+from checkpointing import manager_of
 from snapshot import assert_same, snapshot
 from training import Training
 
@@ -19,6 +22,15 @@ def refused(training: Training, load: Callable[[], object], expected: type[Check
     with everywhere():
         assert_same(after, before)
     return messages
+
+
+def refused_load(training: Training, root: Path, expected: type[CheckpointError], **choice: Any) -> list[str]:
+    """Each rank's message of a manager's load from this root, which must fail; `choice` are arguments of `load`."""
+    manager = manager_of(training, root)
+    try:
+        return refused(training, lambda: manager.load(**choice), expected)
+    finally:
+        manager.close()
 
 
 def assert_names(messages: list[str], *patterns: str) -> None:

@@ -10,7 +10,7 @@ from checkpointing import files_of, manager_of, save
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
 from layouts import HAS_HYBRID
-from refusals import assert_names, refused
+from refusals import assert_names, refused, refused_load
 from snapshot import poison
 from training import Layout, Training, build, parallel, train
 
@@ -164,15 +164,7 @@ def test_layers_that_do_not_match_are_listed(pattern: str, said: str, shared_pat
     hybrid = replace(HYBRID, pattern=pattern, mtp_layers=pattern.count("/") or None)
     with parallel(hybrid):
         training = build(hybrid, seed=2)
-
-        def load() -> None:
-            manager = manager_of(training, shared_path)
-            try:
-                manager.load()
-            finally:
-                manager.close()
-
-        assert_names(refused(training, load, CheckpointMismatchError), said)
+        assert_names(refused_load(training, shared_path, CheckpointMismatchError), said)
 
 
 @pytest.mark.world(2)

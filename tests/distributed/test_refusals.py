@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import refusals
 import torch
 import torch.distributed as dist
 from agreement import error_of, everywhere, gather, raised_everywhere
 from checkpointing import TIMEOUT_S, manager_of, save
 from layouts import HAS_HYBRID, LAYOUTS, REDUCES_EXPERTS_APART
 from megatron.core import parallel_state
-from refusals import assert_names
+from refusals import assert_names, refused_load
 from tiers import pairs
-from training import Layout, Training, build, build_chunks, parallel, train
+from training import Layout, build, build_chunks, parallel, train
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.errors import (
@@ -35,14 +34,6 @@ MODEL = "model/mp_rank_00_000/model_states.pt"
 OPTIMIZER = "optim/distrib_optim_pp0_tp0_cp0_dp1.pt"
 COMMON = "optim/common.pt"
 RNG = "rng_states/rng_states_pp0_tp0_cp0_dp1.pt"
-
-
-def refused(training: Training, root: Path, expected: type[CheckpointError], **choice: Any) -> list[str]:
-    manager = manager_of(training, root)
-    try:
-        return refusals.refused(training, lambda: manager.load(**choice), expected)
-    finally:
-        manager.close()
 
 
 @pytest.mark.world(2)
@@ -67,7 +58,7 @@ def test_another_model(loading: Layout, patterns: tuple[str, ...], shared_path: 
     with parallel(loading):
         training = build(loading, seed=2)
         train(training, 0, 1)
-        assert_names(refused(training, shared_path, CheckpointMismatchError), *patterns)
+        assert_names(refused_load(training, shared_path, CheckpointMismatchError), *patterns)
         # Refused alike, so the ranks are still in step.
         train(training, 1, 2)
 
@@ -110,7 +101,7 @@ def test_damaged_file(damage: Callable[[Path], None], file: str, shared_path: Pa
         with everywhere():
             if dist.get_rank() == 0:
                 damage(shared_path / "global_steps_1" / "actor" / file)
-        assert_names(refused(training, shared_path, CheckpointCorruptError), re.escape(file))
+        assert_names(refused_load(training, shared_path, CheckpointCorruptError), re.escape(file))
 
 
 @pytest.mark.world(2)
@@ -124,14 +115,14 @@ def test_folder_without_manifest_is_not_a_checkpoint(shared_path: Path) -> None:
                 (role / "manifest.json").unlink()
         choices: list[dict[str, Any]] = [{}, {"step": 1}, {"step": 9}, {"path": role}]
         for choice in choices:
-            refused(training, shared_path, CheckpointNotFoundError, **choice)
+            refused_load(training, shared_path, CheckpointNotFoundError, **choice)
 
 
 @pytest.mark.world(2)
 def test_empty_root(shared_path: Path) -> None:
     with parallel(DP2):
         training = build(DP2, seed=1)
-        messages = refused(training, shared_path, CheckpointNotFoundError)
+        messages = refused_load(training, shared_path, CheckpointNotFoundError)
         assert_names(messages, re.escape(str(shared_path)))
 
 
@@ -140,7 +131,7 @@ def test_what_was_not_saved_cannot_be_loaded(shared_path: Path) -> None:
     with parallel(DP2):
         training = build(DP2, seed=1)
         save(training, shared_path, 1, save_contents=("model", "extra"))
-        messages = refused(training, shared_path, CheckpointMismatchError)
+        messages = refused_load(training, shared_path, CheckpointMismatchError)
         assert_names(messages, "optimizer")
 
 
@@ -260,7 +251,7 @@ def test_another_frozen_layer(frozen_then: bool, precision: Any, shared_path: Pa
     with parallel(loading):
         training = build(loading, seed=2)
         train(training, 0, 1)
-        messages = refused(training, shared_path, CheckpointMismatchError)
+        messages = refused_load(training, shared_path, CheckpointMismatchError)
         assert_names(messages, r"distrib_optim_", r"decoder\.layers\.1\.", "frozen")
 
 
@@ -269,4 +260,4 @@ def test_a_checkpoint_without_the_schedule(shared_path: Path) -> None:
     with parallel(DP2):
         training = build(DP2, seed=1)
         save(replace(training, scheduler=None), shared_path, 1)
-        assert_names(refused(training, shared_path, CheckpointMismatchError), "LR scheduler")
+        assert_names(refused_load(training, shared_path, CheckpointMismatchError), "LR scheduler")

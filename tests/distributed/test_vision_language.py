@@ -9,7 +9,7 @@ from agreement import everywhere
 from checkpointing import manager_of, save
 from global_state import global_state
 from layouts import LAYOUTS
-from refusals import assert_names, refused
+from refusals import assert_names, refused_load
 from snapshot import poison
 from training import Layout, build, parallel, train
 
@@ -72,12 +72,5 @@ def test_a_language_model_alone_is_told_of_the_tower(shared_path: Path) -> None:
     with parallel(alone):
         training = build(alone, seed=2)
 
-        def load() -> None:
-            manager = manager_of(training, shared_path)
-            try:
-                manager.load()
-            finally:
-                manager.close()
-
         # Its own tensors are found: only the tower's are left.
-        assert_names(refused(training, load, CheckpointMismatchError), r"visual\.")
+        assert_names(refused_load(training, shared_path, CheckpointMismatchError), r"visual\.")

@@ -129,6 +129,22 @@ def first_saved(layout: Layout, fused: bool, root: Path) -> tuple[Any, list[floa
         return state, loss_and_norm(train(first, STEP, STEP + 1)[0])
 
 
+def goes_on(before: Layout, after: Layout, fused: bool, root: Path) -> None:
+    state, losses = first_saved(before, fused, root)
+    with parallel(after), adam(fused):
+        assert_goes_on(after, root, state, losses, rel=0 if before == after else 1e-2)
+
+
+def assert_goes_on(layout: Layout, root: Path, state: Any, losses: list[float], rel: float) -> None:
+    """Megatron-LM resumes with the same state, and its next step is the same, or nearly under another layout."""
+    second, _ = loaded(layout, root / "theirs")
+    found = global_state(second)
+    resumed = loss_and_norm(train(second, STEP, STEP + 1)[0])
+    with everywhere():
+        assert_same_state(found, state)
+        assert resumed == (pytest.approx(losses, rel=rel) if rel else losses)
+
+
 PLAIN = Layout(2, precision="bf16", num_layers=4, **SIZES)
 MOVES = {
     "tp-to-pp": (replace(PLAIN, tp=2), replace(PLAIN, pp=2, vpp=2)),
@@ -147,14 +163,7 @@ MOVES = {
 @pytest.mark.parametrize("move", [pytest.param(m, marks=() if m == "tp-to-pp" else pytest.mark.full) for m in MOVES])
 def test_any_layout_loads_it(move: str, shared_path: Path) -> None:
     before, after = MOVES[move]
-    state, losses = first_saved(before, True, shared_path)
-    with parallel(after), adam(True):
-        second, _ = loaded(after, shared_path / "theirs")
-        found = global_state(second)
-        resumed = loss_and_norm(train(second, STEP, STEP + 1)[0])
-        with everywhere():
-            assert_same_state(found, state)
-            assert resumed == pytest.approx(losses, rel=1e-2)
+    goes_on(before, after, True, shared_path)
 
 
 AWARE = replace(PLAIN, precision_aware=True, moment_dtypes=("bf16", "fp16"))
@@ -172,14 +181,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) for name in OTHERS])
 def test_other_settings_of_adam(name: str, shared_path: Path) -> None:
     before, after = OTHERS[name]
-    state, losses = first_saved(before, True, shared_path)
-    with parallel(after), adam(True):
-        second, _ = loaded(after, shared_path / "theirs")
-        found = global_state(second)
-        resumed = loss_and_norm(train(second, STEP, STEP + 1)[0])
-        with everywhere():
-            assert_same_state(found, state)
-            assert resumed == pytest.approx(losses, rel=0 if before == after else 1e-2)
+    goes_on(before, after, True, shared_path)
 
 
 @pytest.mark.full
@@ -192,15 +194,7 @@ def test_other_optimizers(name: str, shared_path: Path) -> None:
     if not exists(layout):
         pytest.skip("this megatron-core does not have it")
     # Beside Muon there may be a DistributedOptimizer, which needs it.
-    fused = layout.layer_wise == "layout"
-    state, losses = first_saved(layout, fused, shared_path)
-    with parallel(layout), adam(fused):
-        second, _ = loaded(layout, shared_path / "theirs")
-        found = global_state(second)
-        resumed = loss_and_norm(train(second, STEP, STEP + 1)[0])
-        with everywhere():
-            assert_same_state(found, state)
-            assert resumed == losses
+    goes_on(layout, layout, layout.layer_wise == "layout", shared_path)
 
 
 @pytest.mark.world(2)
@@ -243,12 +237,7 @@ def test_a_resharded_step_has_the_optimizers_of_its_layout(before: int, after: i
         report = converted(shared_path / "resharded", shared_path / "theirs")
         assert any("--no-load-rng" in note for note in report.notes)
     with parallel(layouts[after]), adam(True):
-        second, _ = loaded(layouts[after], shared_path / "theirs")
-        found = global_state(second)
-        resumed = loss_and_norm(train(second, STEP, STEP + 1)[0])
-        with everywhere():
-            assert_same_state(found, state)
-            assert resumed == pytest.approx(losses, rel=1e-2)
+        assert_goes_on(layouts[after], shared_path, state, losses, rel=1e-2)
 
 
 @pytest.mark.world(2)
