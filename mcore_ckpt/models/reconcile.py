@@ -11,7 +11,7 @@ from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_mtp_prefix
 from mcore_ckpt.sharding.regions import Shape
 from mcore_ckpt.sharding.synonyms import found_as
-from mcore_ckpt.sharding.towers import LANGUAGE_MODEL, in_tower
+from mcore_ckpt.sharding.towers import in_tower, split_language_model
 
 _HF_VALUE, _HF_BIAS = "score.weight", "score.bias"
 
@@ -46,7 +46,7 @@ def reconcile(
     """
     ignored = [re.compile(pattern) for pattern in model.ignored]
     there = {name: shape for name, shape in tensors.items() if not any(p.fullmatch(name) for p in ignored)}
-    is_mcore = any(name.startswith(("embedding.", "decoder.", LANGUAGE_MODEL)) for name in there)
+    is_mcore = any(split_language_model(name)[1].startswith(("embedding.", "decoder.")) for name in there)
     if is_mcore:
         model = with_tower_of(model, there)
     hf_head = model.architecture.table.hf_head

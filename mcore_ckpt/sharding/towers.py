@@ -1,8 +1,8 @@
 """Tells apart, by name, the language model and the vision tower of a vision-language model.
 
-Megatron-Bridge and mbridge keep the language model as `language_model` and the tower as `visual` or `vision_model`,
-both in one module. ROLL keeps the language model's own modules beside the tower, without a prefix. A tower is on the
-first pipeline stage, beside the embedding, so the pipeline does not cut its layers.
+Megatron-Bridge and mbridge keep the language model as `language_model` and the tower as `visual`, `vision_model` or
+`vision_tower`, both in one module. ROLL keeps the language model's own modules beside the tower, without a prefix. A
+tower is on the first pipeline stage, beside the embedding, so the pipeline does not cut its layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ LANGUAGE_MODEL = "language_model."
 VISUAL, VISION_MODEL = "visual.", "vision_model."
 """The beginnings of the names of a tower's tensors."""
 
-_TOWER = re.compile(r"(?:visual|vision_model|vision_projection)\..+")
+VISION_TOWER, PROJECTOR = "vision_tower.", "mm_projector."
+"""The same of Kimi-K2.5, whose projector is beside its tower. Both are modules of the model's own Python files."""
+
+_TOWER = re.compile(r"(?:visual|vision_model|vision_projection|vision_tower|mm_projector)\..+")
 _OF_LANGUAGE_MODEL = re.compile(r"(?:embedding|decoder|mtp|output_layer)\..+")
 # The tensors of a tower that consists of megatron's modules (Bridge's and mbridge's Qwen models). Only these are cut.
 _OF_MEGATRON = re.compile(r"vision_model\.(?:decoder|projection|merger\.patch_norm)\..+|vision_projection\..+")

@@ -64,6 +64,9 @@ CASES: dict[str, tuple[str, Shape]] = {
     "tower-of-transformers-tp2": ("qwen3_vl", Shape(2, tp=2, tower="transformers")),
     "tower-mixture-ep2": ("qwen3_vl_moe", Shape(2, ep=2)),
     "tower-linear-attention-tp2": ("qwen3_5", Shape(2, tp=2)),
+    "tower-linear-attention-ep2": ("qwen3_5_moe", Shape(2, ep=2)),
+    "tower-of-its-own-tp2": ("kimi_k25", Shape(2, tp=2)),
+    "tower-of-its-own-pp2-vpp2": ("kimi_k25", Shape(2, pp=2, vpp=2)),
     "tied-tp2-bf16": ("qwen2-tied", Shape(2, tp=2, dtype=torch.bfloat16)),
     "value-tp2": ("qwen3-value", Shape(2, tp=2)),
     "vpp2": ("qwen3", Shape(2, pp=2, vpp=2)),
@@ -124,6 +127,7 @@ IN_CI = {
     "tower-tp2",
     "tower-of-mbridge-tp2",
     "tower-mixture-tp2-pp2-ep2",
+    "tower-of-its-own-tp2",
 }
 
 

@@ -1,6 +1,8 @@
 """A HuggingFace folder, read as parts of megatron's tensors."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import make_config, make_hf_folder
+from tiny_models import AS_TRANSFORMERS_WRITES_KIMI, make_config, make_hf_folder
 
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.huggingface.reader import FolderContents, HuggingFaceReader, read_contents
@@ -223,6 +225,51 @@ def test_both_spellings_of_qwen2_5_vl_are_read(tmp_path: Path) -> None:
     assert "model.language_model.layers.0.mlp.up_proj.weight" in spelled
     save_file(spelled, file, {"format": "pt"})
     assert_reads_as(folder, wanted)
+
+
+def test_kimi_k2_5_is_read_under_the_names_and_the_config_of_both_its_programs(tmp_path: Path) -> None:
+    """As published, with Python files of its own, and as transformers 5.23 writes it."""
+    folder = make_hf_folder(tmp_path / "hf", "kimi_k25")
+    wanted, file, path = all_tensors(folder), folder / "model.safetensors", folder / "config.json"
+    config = json.loads(path.read_text())
+    published = copy.deepcopy(config)
+    published["architectures"] = ["KimiK25ForConditionalGeneration"]
+    published["text_config"]["model_type"] = "kimi_k2"
+    vision = {key: config["vision_config"][key] for key in ("patch_size", "merge_kernel_size")}
+    renamed = {"hidden_size": "vt_hidden_size", "intermediate_size": "vt_intermediate_size"}
+    renamed |= {"num_hidden_layers": "vt_num_hidden_layers"}
+    renamed |= {f"pos_emb_{side}": f"init_pos_emb_{side}" for side in ("height", "width")}
+    published["vision_config"] = vision | {new: config["vision_config"][old] for old, new in renamed.items()}
+    path.write_text(json.dumps(published))
+    assert_reads_as(folder, wanted)
+    assert to_mcore_config(model_from_config(published)) == to_mcore_config(model_from_config(config))
+
+    tensors = load_file(file)
+    for old, new in AS_TRANSFORMERS_WRITES_KIMI.items():
+        for name in [name for name in tensors if name.startswith(new)]:
+            tensors[old + name.removeprefix(new)] = tensors.pop(name)
+    assert "language_model.model.blocks.0.mlp.up_proj.weight" in tensors
+    save_file(tensors, file, {"format": "pt"})
+    assert_reads_as(folder, wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vision_config": None}, "vision_config is None"),
+        ({"merge_kernel_size": 2}, "merge_kernel_size is 2, not two numbers"),
+        ({"merge_kernel_size": [2, 0]}, "merge_kernel_size is 0"),
+        ({"hidden_size": None}, "vt_hidden_size is None"),
+    ],
+)
+def test_a_tower_of_kimi_k2_5_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    config = make_config("kimi_k25")
+    if "vision_config" in fields:
+        config |= fields
+    else:
+        config["vision_config"] = {**config["vision_config"], **fields}
+    with pytest.raises(UnsupportedError, match=re.escape(words)):
+        model_from_config(config)
 
 
 def test_a_config_as_qwen2_5_vl_was_published_is_read(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ REPEATED = frozenset(
         "nemotron_h-latent",
         "qwen2_5_vl-tied",
         "qwen3_5_moe_text",
+        "qwen3_5_moe",
         "qwen3_5_text",
         "qwen3_5_text-mtp",
         "qwen3_vl",

@@ -118,6 +118,24 @@ def test_blocks_at_the_edges_are_smaller(form: str, folders: dict[str, Path], tm
     assert_same(HuggingFaceReader(read_contents(folder)), HuggingFaceReader(read_contents(tmp_path / "plain")))
 
 
+def test_experts_of_kimi_k2_5_are_integers_and_its_text_config_says_so(tmp_path: Path) -> None:
+    def is_expert(name: str, tensor: torch.Tensor) -> bool:
+        return ".mlp.experts." in name
+
+    folder = make(tmp_path / "kimi", ("kimi_k25", functools.partial(published.int4, group=8), SMALL_INT4, is_expert))
+    outside = read_contents(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    path.write_text(json.dumps(config))
+    ours = HuggingFaceReader(read_contents(folder))
+    assert_same(ours, HuggingFaceReader(outside))
+    plain = HuggingFaceReader(read_contents(make_hf_folder(tmp_path / "plain", "kimi_k25", dtype="bfloat16")))
+    for name in ours.names:
+        found, wanted = whole(ours, name), whole(plain, name)
+        assert torch.allclose(found, wanted, atol=0.06) if ".experts." in name else torch.equal(found, wanted), name
+
+
 def copy(folder: Path, target: Path, tensors: Parts, **config: Any) -> Path:
     """A folder with these tensors, and the config of another one without its quantization, changed."""
     target.mkdir()

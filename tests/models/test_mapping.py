@@ -76,6 +76,10 @@ def numbered(tensors: list[HfTensor]) -> dict[str, torch.Tensor]:
     return made
 
 
+# A list of their config says what each layer is.
+LISTED = ("nemotron_h", "glm_moe_dsa-shared")
+OF_LAYERS = ("num_hidden_layers", "layer_types")
+
 # Of the other models, an architecture has the same tensors as of one that runs in CI, or lacks a part of what that has.
 IN_CI = frozenset(
     {
@@ -112,6 +116,8 @@ IN_CI = frozenset(
 @settings(max_examples=15)
 @given(overrides=sizes())
 def test_every_element_is_covered_once_and_comes_back(name: str, overrides: dict[str, Any]) -> None:
+    if name.startswith(LISTED):
+        overrides = {field: value for field, value in overrides.items() if field not in OF_LAYERS}
     model = model_from_config(make_config(name, **overrides))
     tensors = hf_tensors(model)
     assert len({tensor.name for tensor in tensors}) == len(tensors)

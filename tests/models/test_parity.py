@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import NAMES, architecture_of, has_tower, megatron_has
+from tiny_models import NAMES, architecture_of, computes_images, megatron_has
 
 REPOSITORY = Path(__file__).parents[2]
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "qwen2_5_vl", "qwen3_vl")
+# Their logits, of up to 5, change by 1e-4 if the last bit of the embedding changes: each CPU adds in another order. A
+# tensor in a wrong place changes them by more than 1.
+DELTA_NETS = ("qwen3_next", "qwen3_5")
 
 # Megatron builds the projection before and after experts only with transformer-engine (MoELayer, 0.16 to 0.19).
 NEEDS_TE = frozenset({"nemotron_h-latent"})
@@ -37,6 +40,7 @@ REPEATED = frozenset(
         "seed_oss-value",
         "qwen3_5_text",
         "qwen3_5_moe_text-mtp",
+        "qwen3_5_moe",
         "deepseek_v2-lite",
         "qwen2_5_vl-tied",
         "qwen3_vl",
@@ -65,12 +69,14 @@ def differences(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFa
     "name", [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in COMPUTED]
 )
 def test_logits_are_those_of_transformers(differences: dict[str, float], name: str) -> None:
-    assert differences[name] <= (1e-5 if architecture_of(name) in DENSE else 2e-5)
+    architecture = architecture_of(name)
+    most = 1e-5 if architecture in DENSE else 2e-4 if architecture.startswith(DELTA_NETS) else 2e-5
+    assert differences[name] <= most
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in NAMES if has_tower(name)],
+    [pytest.param(name, marks=pytest.mark.full if name in REPEATED else ()) for name in NAMES if computes_images(name)],
 )
 def test_images_are_to_it_what_they_are_to_transformers(differences: dict[str, float], name: str) -> None:
     assert differences[f"{name} image"] <= 1e-5

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from global_tensors import to_mcore
 from safetensors.torch import load_file
-from tiny_models import IMAGE_TOKEN, VOCAB, has_tower, make_hf_folder, make_hf_model, read_config
+from tiny_models import IMAGE_TOKEN, VOCAB, computes_images, has_tower, make_hf_folder, make_hf_model, read_config
 
 from mcore_ckpt.cli.demo.megatron_on_cpu import enable_cpu
 from mcore_ckpt.models.architecture import HfModel
+from mcore_ckpt.models.mapping import hf_tensors
 from mcore_ckpt.models.mcore_config import check_model, to_mcore_config
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.sharding.synonyms import canonical
@@ -40,7 +41,7 @@ def main(root: Path, names: list[str]) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     references = {name: reference(root / name, name) for name in names}
-    images = {name: image_reference(name) for name in names if has_tower(name)}
+    images = {name: image_reference(name) for name in names if computes_images(name)}
     enable_cpu()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -50,14 +51,16 @@ def main(root: Path, names: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(0, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+def tokens(has_tower: bool = False) -> torch.Tensor:
+    """Words. Kimi-K2.5 puts others in the place of tokens that stand for images, with or without an image."""
+    words = IMAGE_TOKEN if has_tower else VOCAB
+    return torch.randint(0, words, (2, TOKENS), generator=torch.Generator().manual_seed(3))
 
 
 def reference(folder: Path, name: str) -> torch.Tensor:
     make_hf_folder(folder, name)
     with torch.no_grad():
-        logits: torch.Tensor = make_hf_model(name)(input_ids=tokens()).logits
+        logits: torch.Tensor = make_hf_model(name)(input_ids=tokens(has_tower(name))).logits
     return logits
 
 
@@ -130,7 +133,7 @@ def difference(folder: Path, wanted: torch.Tensor) -> float:
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).expand(2, 1, TOKENS, TOKENS)
     with torch.no_grad():
-        logits = model(tokens(), positions, mask)
+        logits = model(tokens("vision_config" in hf_model.config), positions, mask)
     return largest(logits[..., : wanted.shape[-1]], wanted)
 
 
@@ -186,8 +189,14 @@ def with_tower(hf_model: HfModel, config: Any, model: Any, kind: str | None = No
     if vision is None:
         return model
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from vision_language import TOWER_NAMES, VisionLanguageModel, tower_of
+    from vision_language import TOWER_NAMES, NamedTensors, VisionLanguageModel, tower_of
 
+    if hf_model.architecture.model_type == "kimi_k25":
+        whole = VisionLanguageModel(config, model, None, "vision_tower")
+        for part in ("vision_tower", "mm_projector") if model.pre_process else ():
+            shapes = {t.name: t.shape for t in hf_tensors(hf_model) if t.name.startswith(f"{part}.")}
+            whole.add_module(part, NamedTensors({name[len(part) + 1 :]: shape for name, shape in shapes.items()}))
+        return whole
     kind = kind or ("transformers" if "hf_tower" in hf_model.facts else "megatron")
     is_first = model.pre_process
     tower = tower_of(kind, str(hf_model.config["model_type"]), vision, config, WrappedTorchNorm) if is_first else None

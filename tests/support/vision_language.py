@@ -9,7 +9,7 @@ those of the inner layers (Qwen3-VL's "deepstack") are added to them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,6 +139,22 @@ def tower_of(kind: str, model_type: str, vision: Mapping[str, Any], language: An
     if kind == "transformers":
         return transformers_tower(model_type, vision)
     return MegatronTower2_5(vision, language, norm) if "2_5" in model_type else MegatronTower(vision, language)
+
+
+class NamedTensors(torch.nn.Module):
+    """Parameters of given names and shapes, in the place of modules that come with a model. It computes nothing."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        inner: dict[str, dict[str, Sequence[int]]] = {}
+        for name, shape in shapes.items():
+            first, _, rest = name.partition(".")
+            if rest:
+                inner.setdefault(first, {})[rest] = shape
+            else:
+                self.register_parameter(first, torch.nn.Parameter(torch.zeros(*shape)))
+        for name, own in inner.items():
+            self.add_module(name, NamedTensors(own))
 
 
 TOWER_NAMES = {"transformers": "visual", "megatron": "vision_model"}

@@ -45,6 +45,7 @@ REPEATED = frozenset(
         "seed_oss-value",
         "qwen3_5_text",
         "qwen3_5_moe_text-mtp",
+        "qwen3_5_moe",
         "deepseek_v2-lite",
         "deepseek_v2-yarn",
         "deepseek_v2",
@@ -80,7 +81,12 @@ def models(*names: str) -> pytest.MarkDecorator:
 
 
 # transformers 4.57 has no class for these.
-ONLY_IN_5 = frozenset({"nemotron_h", "deepseek_v32", "glm_moe_dsa", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m2"})
+ONLY_IN_5 = frozenset(
+    {
+        *("nemotron_h", "deepseek_v32", "glm_moe_dsa", "minimax_m2", "kimi_k25"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+    }
+)
 
 
 @pytest.fixture(autouse=True)
@@ -243,8 +249,9 @@ def test_both_versions_understand_the_same_by_config_json(name: str, load: Load)
 
 def of_language_model(config: dict[str, Any]) -> dict[str, Any]:
     """A config, with the fields of a vision-language model's language model as a language model has them."""
+    language = config.get("text_config") or {}
     whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config")}
-    return {**(config.get("text_config") or {}), **{name: value for name, value in whole.items() if value is not None}}
+    return {**language, **{name: value for name, value in whole.items() if value is not None or name not in language}}
 
 
 def kind_of(rope: dict[str, Any]) -> dict[str, Any]:

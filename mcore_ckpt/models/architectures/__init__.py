@@ -10,6 +10,7 @@ from mcore_ckpt.models.architectures import (
     deepseek_v2,
     glm,
     gpt_oss,
+    kimi_k25,
     llama,
     minimax,
     mixtral,
@@ -37,5 +38,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *gpt_oss.ARCHITECTURES,
     *nemotron_h.ARCHITECTURES,
     *qwen_vl.ARCHITECTURES,
+    *kimi_k25.ARCHITECTURES,
     *refused.ARCHITECTURES,
 )

@@ -68,7 +68,7 @@ LATENT_ROWS = (
     Row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "heads*kv_dim kv_rank"}),
     Row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden heads*value_dim"}),
 )
-_TABLE = Table(
+DEEPSEEK_TABLE = Table(
     MODEL,
     (*NORMS, *LATENT_ROWS, *DENSE_MLP, *EXPERTS, *shared_experts("shared_experts")),
     mtp=MTP,
@@ -79,6 +79,6 @@ DEEPSEEK_RULES = (*LATENT_ATTENTION, *SIGMOID_ROUTER, Refused("attention_bias", 
 
 # Kimi-K2 has the architecture of DeepSeek-V3 under another model_type.
 ARCHITECTURES = tuple(
-    Architecture(model_type, _CLASSES, _TABLE, read_deepseek, DEEPSEEK_RULES)
+    Architecture(model_type, _CLASSES, DEEPSEEK_TABLE, read_deepseek, DEEPSEEK_RULES)
     for model_type in ("deepseek_v3", "kimi_k2")
 )

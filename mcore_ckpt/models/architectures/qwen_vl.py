@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE and Qwen3.5: a Qwen decoder beside a vision tower.
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5, and the mixtures of the last two: a Qwen decoder beside a vision tower.
 
 The language model is in `language_model`. Its fields are in `text_config`, or in `config.json` itself (Qwen2.5-VL as
 published). The tower is either transformers' own, whose tensors are the same on both sides (`visual`; Megatron-Bridge's
@@ -29,8 +29,15 @@ from mcore_ckpt.models.architectures.common import (
 )
 from mcore_ckpt.models.architectures.gpt_oss import Transposed
 from mcore_ckpt.models.architectures.qwen import moe_sizes
-from mcore_ckpt.models.architectures.qwen3_5 import DENSE_RULES, DENSE_TABLE, read_dense
-from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Same
+from mcore_ckpt.models.architectures.qwen3_5 import (
+    DENSE_RULES,
+    DENSE_TABLE,
+    MOE_RULES,
+    MOE_TABLE,
+    read_dense,
+    read_moe,
+)
+from mcore_ckpt.models.config_fields import Constant, HfConfig, Refused, Rule, Same
 from mcore_ckpt.models.config_rules import DENSE, EXPERT_COUNT, SlidingWindow, SparseStep, is_sparse
 from mcore_ckpt.models.rope_rules import MultimodalRope, Rope
 from mcore_ckpt.models.table import Row, RowRange, Sizes, Table
@@ -209,7 +216,15 @@ def _read_3_moe(config: HfConfig) -> ModelFacts:
 
 
 def _read_3_5(config: HfConfig) -> ModelFacts:
-    known, vision = read_dense(language_config(config, _SECTION)), _vision(config)
+    return _with_tower_3_5(config, read_dense(language_config(config, _SECTION)))
+
+
+def _read_3_5_moe(config: HfConfig) -> ModelFacts:
+    return _with_tower_3_5(config, read_moe(language_config(config, _SECTION)))
+
+
+def _with_tower_3_5(config: HfConfig, known: ModelFacts) -> ModelFacts:
+    vision = _vision(config)
     positions = {"v_positions": integer(vision, "num_position_embeddings"), "v_deepstack": 0}
     return replace(known, sizes={**known.sizes, **_tower_sizes(vision), **positions})
 
@@ -252,8 +267,24 @@ _RULES_3 = (
     Refused("attention_bias", False),
 )
 
+
 # Its tower is Qwen3-VL's without mergers of inner features.
-_RULES_3_5 = tuple(MultimodalRope(10000.0, (11, 11, 10), 0.25) if isinstance(r, Rope) else r for r in DENSE_RULES)
+def _table_3_5(language: Table) -> Table:
+    return _table(
+        language.layer,
+        _TOWER_3,
+        "model.language_model.",
+        mtp=language.mtp,
+        hf_mtp_layer=language.hf_mtp_layer,
+        hf_mtp_decoder=language.hf_mtp_decoder,
+        stacked=language.stacked,
+    )
+
+
+def _rules_3_5(language: Iterable[Rule]) -> tuple[Rule, ...]:
+    rope = MultimodalRope(10000.0, (11, 11, 10), 0.25)
+    return tuple(rope if isinstance(rule, Rope) else rule for rule in language)
+
 
 ARCHITECTURES = (
     Architecture(
@@ -291,16 +322,17 @@ ARCHITECTURES = (
     Architecture(
         "qwen3_5",
         ("Qwen3_5ForConditionalGeneration",),
-        _table(
-            DENSE_TABLE.layer,
-            _TOWER_3,
-            "model.language_model.",
-            mtp=DENSE_TABLE.mtp,
-            hf_mtp_layer=DENSE_TABLE.hf_mtp_layer,
-            hf_mtp_decoder=DENSE_TABLE.hf_mtp_decoder,
-        ),
+        _table_3_5(DENSE_TABLE),
         _read_3_5,
-        _RULES_3_5,
+        _rules_3_5(DENSE_RULES),
+        _SECTION,
+    ),
+    Architecture(
+        "qwen3_5_moe",
+        ("Qwen3_5MoeForConditionalGeneration",),
+        _table_3_5(MOE_TABLE),
+        _read_3_5_moe,
+        _rules_3_5(MOE_RULES),
         _SECTION,
     ),
 )
