@@ -25,6 +25,7 @@ from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import commit, leftovers, tracker
+from mcore_ckpt.steps.new_folder import check_space
 from mcore_ckpt.tools.convert import ConversionReport, Progress, check_written, open_folder, whole_region
 from mcore_ckpt.tools.reshard.attention_heads import check_heads
 from mcore_ckpt.tools.reshard.new_manifest import Identity, build_manifest
@@ -83,7 +84,7 @@ def convert_to_native(
     role_dir = file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
     reader = open_folder(agreement, source, ignore, dequantized)
     target, files = _plan(reader, wanted)
-    attempt = _open(agreement, role_dir)
+    attempt = _open(agreement, role_dir, sum(file.nbytes for file in files))
     staging = file_names.staging_dir(role_dir, attempt)
     try:
         nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, attempt, target), progress)
@@ -118,8 +119,9 @@ def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list
         raise type(error)(f"{reader.place}: {error}") from error
 
 
-def _open(agreement: Agreement, role_dir: Path) -> str:
+def _open(agreement: Agreement, role_dir: Path, nbytes: int) -> str:
     def combine(_: Sequence[Record]) -> Record:
+        check_space(role_dir, nbytes)
         leftovers.remove_leftovers(role_dir.parent.parent, role_dir.name, alone=False)
         attempt = commit.new_attempt()
         commit.open_staging(role_dir, attempt)

@@ -90,7 +90,7 @@ def convert_to_torch_dist(
     path = path.absolute()
     reader = open_folder(agreement, source, ignore, dequantized)
     plan = _plan(reader)
-    attempt = _open(agreement, path)
+    attempt = _open(agreement, path, plan)
     staging = file_names.staging_dir(path, attempt)
     try:
         nbytes = _write(agreement, reader, plan, staging, progress)
@@ -172,8 +172,11 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
     return slices_of(ShardKey(name, MODEL), rows, first.region.global_shape, first.dtype)
 
 
-def _open(agreement: Agreement, path: Path) -> str:
-    return str(decide(agreement, f"opening {path}", dict, lambda _: {"attempt": open_new_folder(path)})["attempt"])
+def _open(agreement: Agreement, path: Path, plan: _Plan) -> str:
+    def combine(_: Sequence[Record]) -> Record:
+        return {"attempt": open_new_folder(path, sum(each.nbytes for file in plan.contents.files for each in file))}
+
+    return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
 
 
 # -- write ------------------------------------------------------------------------------------------------

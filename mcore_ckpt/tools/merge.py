@@ -46,7 +46,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.sharding.plan import PARAM
 from mcore_ckpt.steps import commit, leftovers
-from mcore_ckpt.steps.new_folder import check_unused
+from mcore_ckpt.steps.new_folder import check_space, check_unused
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Backend, FoundCheckpoint, find_checkpoint, open_reader
 from mcore_ckpt.tools.merge_adapters import (
@@ -292,7 +292,7 @@ def _open(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the files to write", CommitError)
-        _check_space(target, jobs[0].plan.nbytes)
+        check_space(target, jobs[0].plan.nbytes)
         leftovers.remove_leftovers_beside(target)
         commit.open_staging(target, attempt)
         return {"attempt": attempt}
@@ -425,16 +425,6 @@ def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 # -- target ------------------------------------------------------------------------------------------------
-
-
-def _check_space(target: Path, nbytes: int) -> None:
-    parent = next(folder for folder in target.parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if free < nbytes:
-        raise CommitError(
-            f"{target}: the model needs {nbytes} bytes, but only {free} are free there: free space, or name another "
-            "folder"
-        )
 
 
 def _publish(staging: Path, target: Path) -> None:

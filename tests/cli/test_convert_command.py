@@ -193,6 +193,17 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert convert(tmp_path / "nowhere", tmp_path / "out") == 2
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_too_little_room_is_told_before_a_byte_is_written(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
+    assert convert(folder, tmp_path / "out", "--format", form) == 1
+    assert "but only 1000 are free there" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_of_somebody_elses_is_replaced(tmp_path: Path) -> None:
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
     (tmp_path / "out").mkdir()

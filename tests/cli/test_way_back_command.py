@@ -68,6 +68,16 @@ def back(source: Path, output: Path, *more: str) -> int:
     return main(["convert", str(source), "--format", "torch_dist", "--output_path", str(output), *more])
 
 
+def test_too_little_room_is_told_before_a_byte_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(tmp_path, tensors_of())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
+    assert back(source, tmp_path / "theirs") == 1
+    assert "but only 1000 are free there" in capsys.readouterr().err
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_a_result_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = tensors_of(experts=True)
     source = saved(tmp_path, tensors)

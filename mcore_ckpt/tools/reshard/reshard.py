@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io.files import make_folders, sync_dir, write_file
 from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.steps import commit, leftovers, tracker
+from mcore_ckpt.steps.new_folder import check_space
 from mcore_ckpt.steps.read_lock import reading
 from mcore_ckpt.tools.find import Selection
 from mcore_ckpt.tools.reshard.attention_heads import check_heads, config_beside
@@ -177,7 +177,7 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
 def _write_all(
     jobs: Sequence[_Job], copies: Sequence[_FilesRole], root: Path, step: int, progress: Progress
 ) -> list[RoleReport]:
-    _check_space(jobs, root)
+    check_space(root, sum(job.nbytes + job.small.nbytes for job in jobs))
     total = sum(job.nbytes for job in jobs)
     done = [0]
 
@@ -219,17 +219,6 @@ def _copy_files(role: _FilesRole, staging: Path) -> None:
     for file in role.manifest.files:
         make_folders(staging, file.path)
         write_file(staging / file.path, checked_bytes(role.source, file))
-
-
-def _check_space(jobs: Sequence[_Job], root: Path) -> None:
-    needed = sum(job.nbytes + job.small.nbytes for job in jobs)
-    parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise CommitError(
-            f"{root}: the checkpoint needs {needed} bytes, but only {free} are free there: free space, or name another "
-            "folder"
-        )
 
 
 def _write_role(
