@@ -1,7 +1,8 @@
 """Reads the names of low-rank adapters' tensors, as Megatron-Bridge's wrappers give them (0.3 to 0.6).
 
 A wrapper (`AdapterWrapper`) keeps a layer as `to_wrap` and the layer's adapter as `adapter`. Its `state_dict` lists the
-layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`.
+layer's tensors under the wrapper's own name, and the adapter's tensors under `adapter.`. HuggingFace's PEFT, with which
+ROLL trains, has other names for the same tensors; on disk there are those of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -30,6 +31,58 @@ class AdapterKey(NamedTuple):
 
     module: str
     component: str = ""
+
+
+_BASE_LAYER = ".base_layer."
+_OF_PEFT = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.(?P<rest>weight|_extra_state)")
+# Modules that PEFT puts in, whose tensors have no counterpart in Megatron-Bridge's wrappers.
+_ONLY_IN_PEFT = re.compile(r"\.(?:lora_\w+|modules_to_save|original_module)\.")
+
+
+class PeftMatrix(NamedTuple):
+    """One of the two matrices of an adapter in a layer that PEFT has wrapped.
+
+    Attributes:
+        module: the name of the wrapped layer.
+        is_a: True for A, [rank, columns], and False for B, [rows, rank].
+    """
+
+    module: str
+    is_a: bool
+
+    @property
+    def weight(self) -> str:
+        """The name of the weight that the adapter belongs to."""
+        return f"{self.module}{_BASE_LAYER}weight"
+
+
+def peft_matrix(name: str) -> PeftMatrix | None:
+    """Returns which matrix of PEFT's a tensor is; None for any other tensor."""
+    match = _OF_PEFT.fullmatch(name)
+    return None if match is None or match["rest"] != "weight" else PeftMatrix(match["module"], match["matrix"] == "A")
+
+
+def without_peft(name: str) -> str:
+    """Returns the name that a tensor has in Megatron-Bridge's wrappers. Names without PEFT's modules stay.
+
+    Raises:
+        ValueError: the tensor belongs to a module of PEFT that has no counterpart.
+
+    Example:
+        >>> without_peft("layers.0.mlp.linear_fc2.base_layer.weight")
+        'layers.0.mlp.linear_fc2.weight'
+        >>> without_peft("layers.0.mlp.linear_fc2.lora_A.default.weight")
+        'layers.0.mlp.linear_fc2.adapter.linear_in.weight'
+    """
+    if match := _OF_PEFT.fullmatch(name):
+        part = "linear_in" if match["matrix"] == "A" else "linear_out"
+        return f"{match['module']}{_MARK}{part}.{match['rest']}"
+    if _ONLY_IN_PEFT.search(name):
+        raise ValueError(
+            f"tensor {name}: of PEFT's modules only the matrices A and B of a layer's LoRA can be saved: leave grouped "
+            "experts (lora_target) and whole modules (additional_target) out, and biases and DoRA off"
+        )
+    return name.replace(_BASE_LAYER, ".")
 
 
 _PERMUTED = re.compile(

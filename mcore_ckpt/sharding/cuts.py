@@ -46,11 +46,13 @@ _MIXER_ROW = re.compile(rf"{_MIXER}out_proj\.weight")
 # Megatron-Bridge has for MiniMax-M2, which cover all heads and are cut as the heads are.
 _BY_SPEC = re.compile(r"(?:.*\.)?(?:linear_(?:q|kv)_down_proj|self_attention\.[qk]_layernorm)\.weight")
 # Low-rank adapters are column-parallel layers, except A of a row-parallel layer (`ParallelLinearAdapter` of
-# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight.
+# Megatron-Bridge). The magnitude of DoRA has one element per row of the weight. Under PEFT, the matrix that does not
+# touch what the layer cuts is whole on all ranks: A of a column-parallel layer, and B of a row-parallel one.
 _ADAPTER_ROW = re.compile(
-    r".*\.(?:linear_proj|linear_fc2|out_proj)\.adapter\.(?:(?P<cut>linear_in\.weight)|weight_magnitude)"
+    r".*\.(?:linear_proj|linear_fc2|out_proj)\.adapter\."
+    r"(?:(?P<a>linear_in\.weight)|(?P<b>linear_out\.weight)|weight_magnitude)"
 )
-_ADAPTER_COLUMN = re.compile(r".*\.adapter\.(?:\w+\.)?(?:linear_in\.weight|linear_out\.weight|weight_magnitude)")
+_ADAPTER_COLUMN = re.compile(r".*\.adapter\.(?:\w+\.)?(?:(?P<a>linear_in\.weight)|linear_out\.weight|weight_magnitude)")
 
 _ONE = (1,)
 
@@ -113,9 +115,9 @@ def axes_of(name: str) -> tuple[int | None, ...]:
         ((1,), (None,))
     """
     if match := _ADAPTER_ROW.fullmatch(name):
-        return (1,) if match["cut"] else (None,)
-    if _ADAPTER_COLUMN.fullmatch(name):
-        return (0,)
+        return (1,) if match["a"] else (0, None) if match["b"] else (None,)
+    if match := _ADAPTER_COLUMN.fullmatch(name):
+        return (0, None) if match["a"] else (0,)
     if is_replicated(name):
         return (None,)
     if may_be_replicated(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -39,11 +40,27 @@ def adapter_settings(records: Iterable[Sequence[Record]]) -> AdapterSettings | N
 
 
 def _read(chunk: torch.nn.Module) -> Iterator[AdapterSettings]:
-    """Yields the settings of each adapter in the wrappers of Megatron-Bridge (`AdapterWrapper`)."""
+    """Yields the settings of each adapter in the wrappers of Megatron-Bridge (`AdapterWrapper`) or of PEFT."""
     for module in chunk.modules():
+        if is_peft_layer(module):
+            yield from _read_peft(module)
+            continue
         adapter = getattr(module, "adapter", None)
         if isinstance(adapter, torch.nn.Module) and hasattr(module, "to_wrap"):
             # CanonicalLoRA has a ModuleDict of adapters.
             for part in adapter.values() if isinstance(adapter, torch.nn.ModuleDict) else (adapter,):
                 if (alpha := getattr(part, "alpha", None)) is not None:
                     yield AdapterSettings(float(alpha), float(getattr(getattr(part, "dropout", None), "p", 0.0)))
+
+
+def is_peft_layer(module: torch.nn.Module) -> bool:
+    """Returns True for a layer that HuggingFace's PEFT has wrapped (`LoraLayer`)."""
+    return isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict) and hasattr(module, "base_layer")
+
+
+def _read_peft(module: Any) -> Iterator[AdapterSettings]:
+    for name in module.lora_A:
+        alpha, rank, scale = module.lora_alpha[name], module.r[name], module.scaling[name]
+        # With use_rslora the scale is alpha / sqrt(rank).
+        alpha = alpha if scale == alpha / rank else scale * rank
+        yield AdapterSettings(float(alpha), float(getattr(module.lora_dropout[name], "p", 0.0)))

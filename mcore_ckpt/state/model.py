@@ -16,7 +16,14 @@ from mcore_ckpt.errors import InvalidTypeError, UnsupportedError
 from mcore_ckpt.ranks.process_groups import ProcessGroups, find_process_groups
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
-from mcore_ckpt.sharding.adapters import is_adapter, is_magnitude, permuted_in_bridge
+from mcore_ckpt.sharding.adapters import (
+    PeftMatrix,
+    is_adapter,
+    is_magnitude,
+    peft_matrix,
+    permuted_in_bridge,
+    without_peft,
+)
 from mcore_ckpt.sharding.counterparts import Layers, layers_of
 from mcore_ckpt.sharding.names import ChunkNames, ExpertNumbers, LayerNumber, expert_of, is_expert
 from mcore_ckpt.sharding.pipeline import StageLayers
@@ -31,10 +38,21 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module."""
-    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+    """Returns the model inside wrappers that keep it as `module`, such as DistributedDataParallel and Float16Module.
+
+    HuggingFace's `PeftModel` keeps it elsewhere. It has replaced layers in it by its own, which have the layer inside.
+    """
+    while (inner := _inside(chunk)) is not None:
         chunk = inner
     return chunk
+
+
+def _inside(wrapper: Any) -> torch.nn.Module | None:
+    inner = getattr(wrapper, "module", None)
+    if not isinstance(inner, torch.nn.Module) and hasattr(wrapper, "peft_config"):
+        # PEFT writes its settings into the model, too.
+        inner = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
+    return inner if isinstance(inner, torch.nn.Module) else None
 
 
 def language_model_of(module: Any) -> Any:
@@ -214,19 +232,26 @@ def _read_chunk(module: torch.nn.Module) -> Iterator[LocalShard]:
     for local_name, value in module.state_dict(keep_vars=True).items():
         if value is None:
             continue
+        try:
+            name = names.to_global(without_peft(local_name))
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
         if local_name.endswith(EXTRA_STATE):
             owner = owners[local_name.removesuffix(EXTRA_STATE).rstrip(".")]
-            yield _opaque_shard(names.to_global(local_name), value, _below_adapter(owner))
+            yield _opaque_shard(name, value, _below_adapter(owner))
         else:
-            shard = _tensor_shard(names.to_global(local_name), value, sharded.get(local_name))
+            shard = _tensor_shard(name, value, sharded.get(local_name))
             yield _in_order_of_weight(shard, sharded, local_name)
 
 
 def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_name: str) -> LocalShard:
     """Returns the shard of an adapter's tensor with the region that follows from the layer's weight.
 
-    The region that Megatron-Bridge gives it is another one where Bridge permutes rows (see `permuted_in_bridge`).
+    The region that Megatron-Bridge gives it is another one where Bridge permutes rows (see `permuted_in_bridge`). ROLL
+    gives B of `linear_fc1` a region without regard to the halves of the weight (2026-08).
     """
+    if (matrix := peft_matrix(local_name)) is not None:
+        return _cut_like_weight(shard, sharded, matrix)
     if is_magnitude(local_name):
         return _with_rows_of_weight(shard, sharded, local_name.partition(".adapter.")[0] + ".weight")
     if permuted_in_bridge(local_name) == "component":  # rows of the gate, or of up, alone: cut into equal parts
@@ -235,6 +260,30 @@ def _in_order_of_weight(shard: LocalShard, sharded: Mapping[str, Any], local_nam
         piece = Piece((0, 0), shape, (start, 0))
         return replace(shard, region=Region(shard.region.global_shape, shape, (piece,), shard.region.flat))
     return shard
+
+
+def _cut_like_weight(shard: LocalShard, sharded: Mapping[str, Any], matrix: PeftMatrix) -> LocalShard:
+    """Returns the shard of a matrix of PEFT's. B has the rows of the layer's weight, and A has its columns."""
+    weight = _region(matrix.weight, sharded[matrix.weight].data, sharded[matrix.weight])
+    axis = 1 if matrix.is_a else 0
+    rank = shard.tensor.shape[1 - axis]
+
+    def along(lengths: tuple[int, ...], other: int) -> tuple[int, int]:
+        return (other, lengths[1]) if matrix.is_a else (lengths[0], other)
+
+    # The halves of a gated linear unit have the same columns.
+    pieces = dict.fromkeys(
+        Piece(along(piece.local_offset, 0), along(piece.shape, rank), along(piece.global_offset, 0))
+        for piece in weight.pieces
+    )
+    local_shape = along(weight.local_shape, rank)
+    if local_shape != tuple(shard.tensor.shape):
+        raise UnsupportedError(
+            f"tensor {shard.key}: has shape {list(shard.tensor.shape)} on this rank, but its layer's weight has "
+            f"{list(weight.local_shape)}: the adapter is not cut as the weight is"
+        )
+    region = Region(along(weight.global_shape, rank), local_shape, tuple(pieces), Region.whole(local_shape).flat)
+    return replace(shard, region=region)
 
 
 def _with_rows_of_weight(shard: LocalShard, sharded: Mapping[str, Any], weight: str) -> LocalShard:

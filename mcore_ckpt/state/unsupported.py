@@ -14,6 +14,7 @@ from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.counterparts import Layers, decoder_layers
 from mcore_ckpt.sharding.names import expert_of
 from mcore_ckpt.sharding.plan import MODEL
+from mcore_ckpt.state.adapters import is_peft_layer
 from mcore_ckpt.state.model import language_model_of, unwrap
 from mcore_ckpt.state.optimizers.chain import optimizer_parts
 from mcore_ckpt.state.optimizers.kinds import KINDS, find_kind
@@ -59,6 +60,7 @@ def refuse_unsupported_model(chunks: Sequence[torch.nn.Module], groups: ProcessG
         for path, module in chunk.named_modules():
             _refuse(type(module), _MODULES, f"module {path or type(module).__name__}")
             _refuse_inference_copies(chunk, path, module)
+            _refuse_peft_layer(path, module)
         for name, parameter in chunk.named_parameters():
             if hasattr(parameter, "_local_tensor"):
                 raise UnsupportedError(f"parameter {name} is not supported: a DTensor; use DistributedDataParallel")
@@ -101,6 +103,22 @@ def _refuse_inference_copies(chunk: torch.nn.Module, path: str, module: torch.nn
         raise UnsupportedError(
             f"module {path} is not supported: InferenceGroupedMLP, whose weights leave DistributedDataParallel; train "
             "with TEGroupedMLP"
+        )
+
+
+def _refuse_peft_layer(path: str, module: Any) -> None:
+    """Refuses a layer wrapped by PEFT that has several adapters, or that hides where its weight's parts belong."""
+    if not is_peft_layer(module):
+        return
+    if len(module.lora_A) > 1:
+        raise UnsupportedError(
+            f"module {path} has the adapters {', '.join(module.lora_A)}: only a model with one adapter can be saved"
+        )
+    if not hasattr(module, "sharded_state_dict"):
+        # Megatron then takes each tensor for whole on every rank (sharded_state_dict_default).
+        raise UnsupportedError(
+            f"module {path} is a {type(module).__name__} without sharded_state_dict, so the places of its tensors are "
+            "unknown: use the layers of ROLL's mcore_adapter (apply_megatron_lora), or Megatron-Bridge's adapters"
         )
 
 

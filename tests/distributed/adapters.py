@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own adapters on the tests' models."""
+"""Adapters on the tests' models: Megatron-Bridge's own, and those of PEFT as ROLL has them."""
 
 import sys
 from pathlib import Path
@@ -12,14 +12,21 @@ from megatron.core import parallel_state
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from bridge_peft import import_peft
 
-# Everything but adapters, as Megatron-Bridge's `PEFT.freeze_model` does.
-FROZEN = r"^(?!.*adapter)"
+# Everything but adapters, as Megatron-Bridge's `PEFT.freeze_model` and PEFT do.
+FROZEN = r"^(?!.*(adapter|lora_))"
 ALPHA, DIM = 6, 4
 _MODULES = {"LoRA": "lora", "CanonicalLoRA": "canonical_lora", "DoRA": "dora"}
 
 
 def adapt(chunks: list[Any], kind: str = "LoRA", **arguments: Any) -> list[Any]:
-    """Puts adapters on a model's linear layers, and freezes all else."""
+    """Puts adapters on a model's linear layers, and freezes all else. Of kind "PEFT" they are as in ROLL."""
+    if kind == "PEFT":
+        from roll_peft import adapted_by_peft
+
+        targets = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]} | arguments
+        chunks = [adapted_by_peft(chunk, DIM, ALPHA, **targets) for chunk in chunks]
+        _randomize(chunks)
+        return chunks
     adapted = getattr(import_peft(_MODULES[kind]), kind)(dim=DIM, alpha=ALPHA, **arguments)
     chunks = adapted(chunks, training=True)
     _randomize(chunks)
@@ -38,7 +45,10 @@ def _randomize(chunks: list[Any]) -> None:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 generator = generators[2 if ".experts." in name else 0]
-                if name.endswith("linear_out.weight"):
+                if name.endswith("linear_out.weight") or ".lora_B." in name:
+                    is_cut = "linear_proj" not in name and "linear_fc2" not in name
+                    # PEFT keeps B of a row-parallel layer whole on each rank.
+                    generator = generators[0 if is_cut else 1] if ".lora_B." in name else generator
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
                 elif name.endswith("weight_magnitude"):
                     is_row = "linear_proj" in name or "linear_fc2" in name  # whole on each tensor-parallel rank

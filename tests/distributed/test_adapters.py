@@ -45,23 +45,24 @@ ALL = {"target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2
 # -- saved alone, and resumed ------------------------------------------------------------------------------
 
 RESUMED = {
-    "dp2": Layout(2, frozen=FROZEN),
-    "tp2-bf16": Layout(2, tp=2, precision="bf16", frozen=FROZEN),
-    "pp2": Layout(2, pp=2, num_layers=4, frozen=FROZEN),
-    "ep2": Layout(2, ep=2, experts=4, frozen=FROZEN),
-    "not-distributed": Layout(2, distributed_optimizer=False, frozen=FROZEN),
+    "dp2": ("LoRA", Layout(2, frozen=FROZEN)),
+    "tp2-bf16": ("LoRA", Layout(2, tp=2, precision="bf16", frozen=FROZEN)),
+    "pp2": ("LoRA", Layout(2, pp=2, num_layers=4, frozen=FROZEN)),
+    "ep2": ("LoRA", Layout(2, ep=2, experts=4, frozen=FROZEN)),
+    "not-distributed": ("LoRA", Layout(2, distributed_optimizer=False, frozen=FROZEN)),
+    "peft-tp2-bf16": ("PEFT", Layout(2, tp=2, precision="bf16", frozen=FROZEN)),
 }
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, id=name, marks=marks(2, name == "tp2-bf16")) for name, layout in RESUMED.items()],
+    ("kind", "layout"),
+    [pytest.param(*case, id=name, marks=marks(2, name == "tp2-bf16")) for name, case in RESUMED.items()],
 )
 def test_training_goes_on_as_if_never_stopped(
-    layout: Layout, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, layout: Layout, shared_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base is not in the checkpoint: it is what the model was built with, as if `load_hf` had filled it."""
-    with_adapters(monkeypatch, **ALL)
+    with_adapters(monkeypatch, kind, **ALL)
     with parallel(layout):
         training = build(layout, seed=1)
         train(training, 0, 2)
@@ -101,7 +102,7 @@ def restore(model: list[Any], values: dict[str, torch.Tensor]) -> None:
 
 # -- any layout --------------------------------------------------------------------------------------------
 
-# The kind of adapters, the model, and the layouts to save and to load under.
+# The kind of adapters, or those that save and those that load, the model, and the layouts to save and to load under.
 MOVED = {
     "lora": ("LoRA", "qwen3", Shape(2, tp=2), Shape(2, pp=2, first_stage_layers=1)),
     "canonical": ("CanonicalLoRA", "qwen3", Shape(2, tp=2), Shape(2)),
@@ -111,6 +112,9 @@ MOVED = {
     "latent": ("LoRA", "deepseek_v3", Shape(2, tp=2), Shape(2)),
     "experts-tp2-ep2": ("LoRA", "qwen3_moe", Shape(4, tp=2, ep=2), Shape(4, ep=4)),
     "vpp2": ("LoRA", "qwen3", Shape(2, pp=2, vpp=2), Shape(2, tp=2)),
+    "peft": ("PEFT", "qwen3", Shape(2, tp=2), Shape(2, pp=2, first_stage_layers=1)),
+    "peft-to-bridge": ("PEFT LoRA", "qwen3", Shape(2), Shape(2, tp=2)),
+    "bridge-to-peft": ("LoRA PEFT", "qwen3", Shape(2, tp=2), Shape(2, tp=2)),
 }
 MODEL_ONLY = CheckpointConfig(save_contents=("model",), load_contents=("model",), skip_frozen=True)
 COLUMN = ["linear_qkv", "linear_fc1"]
@@ -120,7 +124,7 @@ LATENT = ["linear_q_up_proj", "linear_kv_up_proj", "linear_proj"]
 @pytest.mark.parametrize(
     ("kind", "model", "first", "second"),
     [
-        pytest.param(*case, id=name, marks=marks(case[2].world, name in ("lora", "experts")))
+        pytest.param(*case, id=name, marks=marks(case[2].world, name in ("lora", "experts", "peft")))
         for name, case in MOVED.items()
     ],
 )
@@ -134,7 +138,7 @@ def test_adapters_go_from_layout_to_layout(
         {"target_modules": LATENT} if model == "deepseek_v3" else {"target_modules": COLUMN} if kind == "DoRA" else {}
     )
     with parallel(first.layout):
-        chunks = adapted_model(folder, first, kind, **more)
+        chunks = adapted_model(folder, first, kind.split()[0], **more)
         manager = CheckpointManager(shared_path / "first", chunks, config=MODEL_ONLY)
         manager.save(1).wait()
         manager.close()
@@ -144,7 +148,7 @@ def test_adapters_go_from_layout_to_layout(
     on_rank_0(lambda: reshard(select(shared_path / "first"), shared_path / "resharded", wanted_layout(second)))
     merged(shared_path / "resharded", folder, shared_path / "offline")
     with parallel(second.layout):
-        chunks = adapted_model(folder, second, kind, **more)
+        chunks = adapted_model(folder, second, kind.split()[-1], **more)
         poison_adapters(chunks)
         manager = CheckpointManager(shared_path / "second", chunks, config=MODEL_ONLY)
         manager.load(path=shared_path / "first" / "global_steps_1" / "actor")
@@ -199,7 +203,7 @@ def poison_adapters(chunks: Model) -> None:
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                if ".adapter." in name:
+                if ".adapter." in name or ".lora_" in name:
                     parameter.fill_(float("nan"))
 
 
@@ -281,6 +285,22 @@ def test_what_does_not_fit_is_refused_by_all_and_changes_nothing(shared_path: Pa
                     module.alpha += 1
             error = error_of(lambda: load_all(shared_path / "root", chunks))
             assert_names(raised_everywhere(CheckpointMismatchError if not change else UnsupportedError, error), words)
+
+
+@pytest.mark.world(2)
+def test_what_peft_has_beside_one_adapter_for_each_layer_is_refused(shared_path: Path) -> None:
+    from roll_peft import BareLinear
+
+    folder, shape = shared_path / "hf", Shape(2, tp=2)
+    on_rank_0(lambda: make_hf_folder(folder, "qwen3"))
+    with parallel(shape.layout):
+        for words, more in (
+            ("layers.0.* has the adapters default, second", {"adapters": ("default", "second")}),
+            ("is a BareLinear without sharded_state_dict", {"layer": BareLinear}),
+        ):
+            chunks = adapted_model(folder, shape, "PEFT", **more)
+            error = error_of(lambda: CheckpointManager(shared_path / "root", chunks, config=MODEL_ONLY))  # noqa: B023
+            assert_names(raised_everywhere(UnsupportedError, error), words)
 
 
 def load_all(root: Path, chunks: Model) -> None:

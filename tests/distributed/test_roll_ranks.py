@@ -12,17 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from adapters import ALPHA, DIM, FROZEN, with_adapters
 from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import TIMEOUT_S
 from global_state import assert_same_state, global_state
 from layouts import LAYOUTS
-from snapshot import assert_state, poison, snapshot
+from snapshot import assert_same, assert_state, poison, snapshot
 from test_reshard import SAME
 from training import Layout, Training, build, parallel, train
 from transformers import LlamaConfig
 
+from mcore_ckpt.checkpoint.manifest import AdapterSettings
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError, LockedError
+from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 
@@ -142,6 +147,44 @@ def test_hugging_face_weights_are_beside_the_checkpoint_if_roll_asks_for_them(
             folder = shared_path / "root" / "checkpoint-1" / "actor_train" / "huggingface"
             assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
             assert list(folder.glob("*.safetensors"))
+
+
+def test_adapters_are_saved_alone_and_resumed(
+    shared_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `lora_target` the model is a PeftModel. ROLL fills the base as it does without a checkpoint."""
+    root, layout = shared_path / "root", Layout(2, frozen=FROZEN)
+    with_adapters(monkeypatch, "PEFT", use_rslora=True)
+    with parallel(layout):
+        first = build(layout, seed=1)
+        train(first, 0, 2)
+        strategy = Strategy(first, root)
+        strategy.save_checkpoint("unused", 2, "checkpoint-2", is_last_step=True)
+        strategy.close()
+        complete_step(root, 2, tmp_path)
+        at_save = snapshot(first)
+        through = train(first, 2, 4)
+        with everywhere():
+            role = root / "checkpoint-2" / "actor_train"
+            assert read_manifest(role).adapters == AdapterSettings(ALPHA * DIM**0.5)
+            saved = list(NativeReader.open(role).names)
+            assert len(saved) == 4  # of two layers, A and B
+            assert all(".adapter.linear_" in name for name in saved)
+    with parallel(layout):
+        second = build(layout, seed=1)
+        train(second, 7, 8)
+        with torch.no_grad():
+            for chunk in second.model:
+                for parameter in (p for p in chunk.parameters() if p.requires_grad):
+                    parameter.fill_(float("nan"))
+        strategy = Strategy(second, root)
+        strategy.load_checkpoint(str(root / "checkpoint-2"))
+        strategy.close()
+        loaded = snapshot(second)
+        resumed = train(second, 2, 4)
+        with everywhere():
+            assert_same(loaded, at_save)
+            assert resumed == through
 
 
 def test_a_config_that_cannot_be_read_is_no_obstacle_unless_it_is_needed(shared_path: Path) -> None:

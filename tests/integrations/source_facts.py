@@ -83,6 +83,13 @@ ROLL_TEXTS = {
     "roll/configs/base_config.py": ('upload_type == "file_system"', 'self.checkpoint_config["async_upload"] = False'),
     "roll/distributed/executor/cluster.py": ("worker_cls = safe_import_class(worker_cls)",),
     "mcore_adapter/src/mcore_adapter/checkpointing.py": ('f.write("1")',),
+    "mcore_adapter/src/mcore_adapter/adapters/lora_layer.py": (
+        "class LoraParallelLinear(MegatronModule, LoraLayer):",
+        "self.lora_A[adapter_name] = lora_a",
+        'if k in [f"{prefix}base_layer.weight", f"{prefix}base_layer.bias"]:',
+        "r = r // self.config.moe_router_topk",
+    ),
+    "roll/models/model_providers.py": ("model.models[0] = setup_lora_training(", "model = get_peft_model("),
 }
 
 

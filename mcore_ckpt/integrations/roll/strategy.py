@@ -40,7 +40,6 @@ class CheckpointStrategy:
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Initializes the strategy. Also loads the checkpoint to resume from if the worker does not load it itself."""
         super().initialize(*args, **kwargs)  # type: ignore[misc]
-        self._refuse_adapters()  # the first save, hours later, would be too late
         resume = self.worker.pipeline_config.resume_from_checkpoint
         if not resume or not getattr(self.worker, "leaves_loading_to_strategy", False):
             return
@@ -144,7 +143,6 @@ class CheckpointStrategy:
     def _manager_of(self, options: RollOptions) -> CheckpointManager:
         """Returns the manager, which is made on first use, when the model exists, and kept to reuse its host memory."""
         if self._manager is None:
-            self._refuse_adapters()
             args = self.megatron_train_args
             contents = ("model",) if args.save_only_model else ("model", "optimizer", "extra")
             policy = options.policy(self.worker.pipeline_config)
@@ -154,6 +152,8 @@ class CheckpointStrategy:
                 keep_every=policy.keep_every,
                 save_contents=(*contents, "hf_model") if args.save_hf_model else contents,
                 async_save=options.async_upload,
+                # ROLL fills the base model from model_name_or_path, and its own strategy saves the adapters alone, too.
+                skip_frozen=options.config.skip_frozen or any(hasattr(m, "peft_config") for m in self.models_unwrapped),
             )
             self._manager = CheckpointManager(
                 options.root,
@@ -166,14 +166,6 @@ class CheckpointStrategy:
                 config=config,
             )
         return self._manager
-
-    def _refuse_adapters(self) -> None:
-        for model in self.models_unwrapped:
-            if hasattr(model, "peft_config"):
-                raise UnsupportedError(
-                    f"{self.worker.cluster_name} trains a {type(model).__name__}, but PEFT adapters are not supported "
-                    "in ROLL: save them with ROLL's own strategy"
-                )
 
     def _hf_config(self) -> Any:
         """Returns the published model's config, for `huggingface/`. mcore_adapter only has megatron's config."""
