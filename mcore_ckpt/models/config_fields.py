@@ -31,6 +31,11 @@ class MissingFieldError(UnsupportedError):
     """A `config.json` lacks a field that has no safe default."""
 
 
+def factor_or_none(factor: float | None) -> float | None:
+    """Returns a factor in the one form that rules know: None, and not 1.0, for a factor that changes nothing."""
+    return None if factor == 1 else factor
+
+
 class Rule(Protocol):
     """A translation between some fields of `config.json` and Megatron's values."""
 

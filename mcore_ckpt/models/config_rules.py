@@ -16,6 +16,7 @@ from mcore_ckpt.models.config_fields import (
     Refused,
     Rule,
     Same,
+    factor_or_none,
     needed,
 )
 from mcore_ckpt.models.rope_rules import LatentRope
@@ -294,7 +295,7 @@ class SigmoidScores:
         return {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": needed(hf, "routed_scaling_factor"),
+            "moe_router_topk_scaling_factor": factor_or_none(needed(hf, "routed_scaling_factor")),
             "moe_router_num_groups": groups,
             "moe_router_group_topk": chosen,
         }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, HfModel
-from mcore_ckpt.models.config_fields import MTP_FIELDS, HfConfig, MissingFieldError, Same
+from mcore_ckpt.models.config_fields import MTP_FIELDS, HfConfig, MissingFieldError, Same, factor_or_none
 
 if TYPE_CHECKING:
     import torch
@@ -241,8 +241,8 @@ def check_model(model: Any, hf_model: HfModel) -> None:
     if model.share_embeddings_and_output_weights != hf_model.is_tied and not hf_model.is_value:
         raise CheckpointMismatchError(
             f"the model's share_embeddings_and_output_weights is {model.share_embeddings_and_output_weights}, but "
-            f"tie_word_embeddings of this {hf_model.describe()} is {hf_model.is_tied}: build the model with "
-            "mcore_ckpt.models.to_mcore_config"
+            f"{hf_model.architecture.tied_field} of this {hf_model.describe()} is {hf_model.is_tied}: build the model "
+            "with mcore_ckpt.models.to_mcore_config"
         )
 
 
@@ -359,6 +359,10 @@ def _window_size(transformer: Any, size: Any) -> Any:
     return None if size is None else tuple(size)
 
 
+def _factor(transformer: Any, factor: Any) -> Any:
+    return factor_or_none(factor)
+
+
 # megatron accepts several forms of these values (get_gpt_decoder_layer_specs, is_layer_window_attention, 0.16.1). Rules
 # know only one form of each value. These functions convert the other forms to it before values are compared.
 _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
@@ -368,6 +372,7 @@ _NORMAL_FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "window_size": _window_size,
     "params_dtype": _params_dtype,
     "dsa_indexer_k_norm_epsilon": _dsa_indexer_k_norm_epsilon,
+    "moe_router_topk_scaling_factor": _factor,
     _PATTERN: _hybrid_layer_pattern,
 }
 

@@ -106,6 +106,17 @@ def test_a_config_can_be_made_without_a_source(name: str) -> None:
     assert model_from_config(fresh).known == model.known
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
+@pytest.mark.parametrize("live", [1.0, None])
+def test_a_factor_of_one_changes_nothing_in_either_form(name: str, live: float | None) -> None:
+    base = make_config(name, routed_scaling_factor=1.0)
+    model = model_from_config(base)
+    known = to_mcore_config(model)
+    assert known.transformer["moe_router_topk_scaling_factor"] is None
+    changed = {**known.transformer, "moe_router_topk_scaling_factor": live}
+    assert to_hf_config(model.architecture, changed, known.gpt, base)["routed_scaling_factor"] == 1.0
+
+
 def test_what_training_changed_is_patched_and_nothing_else() -> None:
     base = make_config("qwen3_moe", head_dim=16)
     model = model_from_config(base)

@@ -9,11 +9,12 @@ compute them, and otherwise what the tower makes of the image.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,25 @@ TOKENS = 24
 
 
 def main(root: Path, names: list[str]) -> None:
+    references = {name: reference(root / name, name) for name in names}
+    images = {name: image_reference(name) for name in names if computes_images(name)}
+    with one_rank():
+        differences = {name: difference(root / name, wanted) for name, wanted in references.items()}
+        differences |= {f"{name} image": image_difference(root / name, wanted) for name, wanted in images.items()}
+    (root / "differences.json").write_text(json.dumps(differences))
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Lets megatron compute on the CPU of this process. What has to compute without stand-ins for CUDA comes before."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     from megatron.core import parallel_state, tensor_parallel
 
-    references = {name: reference(root / name, name) for name in names}
-    images = {name: image_reference(name) for name in names if computes_images(name)}
     enable_cpu()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    differences = {name: difference(root / name, wanted) for name, wanted in references.items()}
-    differences |= {f"{name} image": image_difference(root / name, wanted) for name, wanted in images.items()}
-    (root / "differences.json").write_text(json.dumps(differences))
+    yield
     torch.distributed.destroy_process_group()
 
 
@@ -123,18 +131,35 @@ def largest(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def difference(folder: Path, wanted: torch.Tensor) -> float:
-    hf_model = model_from_config(read_config(folder))
+    config = read_config(folder)
+    words = tokens("vision_config" in config)
+    return largest(
+        logits_of_megatron(model_from_config(config), load_file(folder / "model.safetensors"), words), wanted
+    )
+
+
+def logits_of_megatron(hf_model: HfModel, tensors: Mapping[str, torch.Tensor], words: torch.Tensor) -> torch.Tensor:
+    """What megatron's model computes with a HuggingFace model's tensors, within `one_rank`.
+
+    Args:
+        hf_model: the model, of `VOCAB` tokens.
+        tensors: its tensors by HuggingFace's names, in float32.
+        words: [batch, `TOKENS`], such as `tokens()`.
+
+    Returns:
+        [batch, `TOKENS`, `VOCAB`], or one value for each token of a value model.
+    """
     model = build(hf_model)
     check_model(model, hf_model)
-    load(model, to_mcore(hf_model, load_file(folder / "model.safetensors")))
+    load(model, to_mcore(hf_model, tensors))
     # GPTModel.forward (0.16.1) wants labels where there is multi-token prediction, and then gives no logits.
     language = getattr(model, "language_model", model)
     language.mtp_process, language.config.mtp_num_layers = False, None
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1).expand(2, 1, TOKENS, TOKENS)
     with torch.no_grad():
-        logits = model(tokens("vision_config" in hf_model.config), positions, mask)
-    return largest(logits[..., : wanted.shape[-1]], wanted)
+        logits: torch.Tensor = model(words, positions, mask)
+    return logits[..., :VOCAB]
 
 
 def build(hf_model: HfModel) -> Any:
@@ -409,7 +434,7 @@ def load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     assert own.keys() == tensors.keys(), sorted(own.keys() ^ tensors.keys())
     for name, tensor in tensors.items():
         if own[name].shape != tensor.shape:
-            assert (tensor.shape[0], own[name].shape[0]) == (VOCAB, PADDED_VOCAB), name
+            assert (tensor.shape[0], own[name].shape[0]) == (VOCAB, PADDED_VOCAB), f"{name}: vocab_size is not {VOCAB}"
             own[name].data.zero_()
         own[name].data[: tensor.shape[0]] = tensor
 

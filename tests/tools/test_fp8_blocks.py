@@ -14,12 +14,14 @@ from quantized_folders import dequantize_with_transformers, is_linear, needs_acc
 from safetensors.torch import load_file
 from tiny_models import make_hf_folder
 
-from mcore_ckpt.errors import CheckpointMismatchError
-from mcore_ckpt.formats.contract import RegionRead
+from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
+from mcore_ckpt.formats.contract import RegionRead, TensorInfo
+from mcore_ckpt.formats.huggingface.export_plan import plan_tensors
 from mcore_ckpt.formats.huggingface.fp8_blocks import Fp8Blocks
 from mcore_ckpt.formats.huggingface.reader import HuggingFaceReader, read_contents
 from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.io import tuning
+from mcore_ckpt.models.mapping import HfTensor, Slab
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.sharding.plan import MODEL, ShardKey
 from mcore_ckpt.sharding.regions import Region
@@ -155,6 +157,13 @@ def test_values_without_a_scale_are_refused(value: float) -> None:
     values[4, 4] = value
     with pytest.raises(CheckpointMismatchError, match="tensor w: has a value that is NaN or infinite"):
         Fp8Blocks((2, 2)).quantize(values, "w")
+
+
+def test_a_model_without_a_weight_to_quantize_is_refused() -> None:
+    """Its config would say that it is quantized."""
+    tensor = HfTensor("blocks.0.attn.qkv.weight", (4, 4), (Slab(0, "a", Region.whole((4, 4))),))
+    with pytest.raises(UnsupportedError, match=r"no weight has a name that is quantized .* without --quantize"):
+        plan_tensors([tensor], {"a": TensorInfo(torch.bfloat16, (4, 4))}, blocks=Fp8Blocks())
 
 
 def test_a_quantized_folder_can_be_the_reference(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def plan_tensors(
 
     Raises:
         CheckpointMismatchError: the parts of a tensor have several dtypes.
-        UnsupportedError: safetensors files cannot store a tensor's dtype.
+        UnsupportedError: safetensors files cannot store a tensor's dtype, or no tensor would be quantized.
         ValueError: there are no tensors, or `max_shard_bytes` or `least_files` is below 1.
     """
     if not wanted or max_shard_bytes < 1 or least_files < 1:
@@ -225,6 +225,11 @@ def plan_tensors(
     written: list[FileTensor] = []
     for tensor, its_dtype in zip(wanted, dtypes, strict=True):
         written += _stored(tensor, main if its_dtype is None else its_dtype, blocks)
+    if blocks is not None and all(each.quantized is None for each in written):
+        raise UnsupportedError(
+            "no weight has a name that is quantized in block FP8 (*.layers.{n}.*_proj, w1 to w3): merge without "
+            "--quantize"
+        )
     parts = list(_in_files(written, max_shard_bytes, least_files))
     files = tuple(
         WeightFile(file_name(number, len(parts)), tuple(sorted(part, key=lambda tensor: -tensor.dtype.itemsize)))

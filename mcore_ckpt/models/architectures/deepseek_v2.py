@@ -16,7 +16,15 @@ from mcore_ckpt.models.architectures.common import (
     shared_experts,
 )
 from mcore_ckpt.models.architectures.deepseek import LATENT_ROWS, read_deepseek
-from mcore_ckpt.models.config_fields import HfConfig, HfFields, McoreValues, Refused, Same, needed
+from mcore_ckpt.models.config_fields import (
+    HfConfig,
+    HfFields,
+    McoreValues,
+    Refused,
+    Same,
+    factor_or_none,
+    needed,
+)
 from mcore_ckpt.models.config_rules import LATENT_ATTENTION, DenseFirst, SharedExperts
 from mcore_ckpt.models.table import Table
 
@@ -42,12 +50,11 @@ class SoftmaxOfGroups:
         ):
             rule.to_mcore(hf)
         groups, chosen = self._groups(hf)
-        scaling = hf.get("routed_scaling_factor")
         return {
             "moe_router_score_function": "softmax",
             "moe_router_pre_softmax": True,
             "moe_router_enable_expert_bias": False,
-            "moe_router_topk_scaling_factor": 1.0 if scaling is None else scaling,
+            "moe_router_topk_scaling_factor": factor_or_none(hf.get("routed_scaling_factor")),
             "moe_router_num_groups": groups,
             "moe_router_group_topk": chosen,
         }
