@@ -11,8 +11,8 @@
 namespace mcore_ckpt {
 namespace {
 
-// How many rows a thread takes at a time. A block's table of 256 values is computed anew for each of these shares, which
-// costs little beside the block's codes in so many rows.
+// How many rows a thread takes at a time. A block's table of 256 values is computed anew for each of these shares,
+// which costs little beside the block's codes in so many rows.
 constexpr std::size_t SHARE_ROWS = 32;
 // Blocks of fewer columns get no table of their own.
 constexpr std::size_t TABLE_FROM_COLUMNS = 64;
@@ -93,9 +93,11 @@ void dequantize_all(const Codes& codes, const float* table, const Scales& scales
             const std::size_t stop = std::min(begin + SHARE_ROWS, end);
             if (start >= stop) continue;
             const std::size_t row = start - codes.first_row;
-            const Share<T> share{codes.first + row * codes.row_bytes, codes.row_bytes,
+            const Share<T> share{codes.first + row * codes.row_bytes,
+                                 codes.row_bytes,
                                  scales.first + block * scales.row_scales,
-                                 static_cast<T*>(values.first) + row * values.row_elements, values.row_elements,
+                                 static_cast<T*>(values.first) + row * values.row_elements,
+                                 values.row_elements,
                                  stop - start};
             dequantize_share<bits, T>(share, codes, scales, table);
         }

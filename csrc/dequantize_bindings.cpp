@@ -36,10 +36,10 @@ void bind_dequantize(py::module_& m) {
         "dequantize",
         [](std::uintptr_t codes, std::size_t row_bytes, int bits, std::size_t rows, std::size_t columns,
            std::size_t first_row, std::size_t first_column, std::uintptr_t table, std::uintptr_t scales,
-           std::size_t scale_rows, std::size_t row_scales, std::size_t block_rows, std::size_t block_columns, std::uintptr_t values,
-           std::size_t row_elements, bool bfloat16, int threads) {
-            const Codes from{reinterpret_cast<const std::uint8_t*>(codes), row_bytes, bits, rows, columns, first_row,
-                             first_column};
+           std::size_t scale_rows, std::size_t row_scales, std::size_t block_rows, std::size_t block_columns,
+           std::uintptr_t values, std::size_t row_elements, bool bfloat16, int threads) {
+            const Codes from{
+                reinterpret_cast<const std::uint8_t*>(codes), row_bytes, bits, rows, columns, first_row, first_column};
             const auto* by_code = reinterpret_cast<const float*>(table);
             const Scales by{reinterpret_cast<const float*>(scales), scale_rows, row_scales, block_rows, block_columns};
             const Values to{reinterpret_cast<void*>(values), row_elements, bfloat16};
@@ -47,9 +47,9 @@ void bind_dequantize(py::module_& m) {
             dequantize(from, by_code, by, to, threads);
         },
         py::kw_only(), py::arg("codes"), py::arg("row_bytes"), py::arg("bits"), py::arg("rows"), py::arg("columns"),
-        py::arg("first_row"), py::arg("first_column"), py::arg("table"), py::arg("scales"), py::arg("scale_rows"), py::arg("row_scales"),
-        py::arg("block_rows"), py::arg("block_columns"), py::arg("values"), py::arg("row_elements"),
-        py::arg("bfloat16"), py::arg("threads"), WithoutGil());
+        py::arg("first_row"), py::arg("first_column"), py::arg("table"), py::arg("scales"), py::arg("scale_rows"),
+        py::arg("row_scales"), py::arg("block_rows"), py::arg("block_columns"), py::arg("values"),
+        py::arg("row_elements"), py::arg("bfloat16"), py::arg("threads"), WithoutGil());
 }
 
 }  // namespace mcore_ckpt

@@ -351,7 +351,7 @@ def _read_parameter(
     for kind in kinds:
         stored_as = _MAIN_NAMES if kind == PARAM else (kind,)
         names = [f"{prefix}optimizer.state.{name}.{sharded.key}" for name in stored_as for prefix in prefixes]
-        name = next((name for name in names if source.keys.has(name)), None)
+        name = next((name for name in names if _is_stored(source, sharded, name)), None)
         # Rows that pad the vocabulary need not be stored. Then main parameters start from the weights, moments at zero.
         whole = weight.to(torch.float32, copy=True) if kind == PARAM else torch.zeros(owned.parameter.shape)
         # A weight of fp32 can be its own main parameter.
@@ -359,6 +359,15 @@ def _read_parameter(
             whole = _fill(source, sharded, name or names[0], whole)
         tensors[kind] = whole.reshape(-1)[owned.start : owned.stop].clone()
     return LoadedParameter(owned, tensors)
+
+
+def _is_stored(source: _Source, sharded: Any, key: str) -> bool:
+    if not isinstance(sharded, ShardedTensorFactory):
+        return source.keys.has(key)
+    # The parts of a mixer's tensors have keys of their own.
+    found: list[bool] = []
+    dict_list_map_outplace(lambda part: found.append(source.keys.has(part.key)), replace(sharded, key=key).build())
+    return any(found)
 
 
 def _kinds_of(owned: OwnedParameter) -> tuple[str, ...]:

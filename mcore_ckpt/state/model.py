@@ -110,9 +110,15 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Gathers the shards of a rank's parameters that other ranks own. All data-parallel ranks must call it together."""
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
-        # Layer-wise optimizers without a parameter layout (0.17 to 0.19) overlap the gathering without the former.
-        if config is not None and (config.use_distributed_optimizer or config.overlap_param_gather):
+        # Layer-wise optimizers without a parameter layout overlap the gathering without the former since 0.17. 0.16
+        # ignores overlap_param_gather there, and its step gathers by itself.
+        overlaps = getattr(config, "overlap_param_gather", False) and _gathers_layers(chunk)
+        if config is not None and (config.use_distributed_optimizer or overlaps):
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def _gathers_layers(chunk: Any) -> bool:
+    return any(hasattr(bucket, "layerwise_params_list") for buffer in ddp_buffers(chunk) for bucket in buffer.buckets)
 
 
 def gradients_share_memory(chunks: Sequence[torch.nn.Module]) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from agreement import everywhere
 from megatron.core import tensor_parallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from quantized import QuantizedTensor
 from training import Training
@@ -15,6 +16,9 @@ from training import Training
 from mcore_ckpt.state.quantized import is_quantized
 
 Snapshot = dict[str, Any]
+
+# Since 0.17 the next forward pass can gather what owners of whole layers have updated.
+OWNERS_OVERLAP = hasattr(_ParamAndGradBucket, "set_layerwise_params_list")
 
 # No tensor of a training holds this by chance, and no rank number or step count of the tests is as high.
 GARBAGE = 77
@@ -24,7 +28,9 @@ def snapshot(training: Training) -> Snapshot:
     """Copies of parameters, persistent buffers, optimizer, gradient scaler, scheduler and generators."""
     entries: Snapshot = {}
     # step() leaves the shards of other ranks stale until the next forward's hooks gather them.
-    is_stale = training.layout.overlap_param_gather
+    # With owners of whole layers, 0.16 gathers within step().
+    gathers_in_step = training.layout.layer_wise == "owners" and not OWNERS_OVERLAP
+    is_stale = training.layout.overlap_param_gather and not gathers_in_step
     if is_stale and not training.layout.quantized:
         for chunk in training.model:
             chunk.start_param_sync(force_sync=True)

@@ -13,9 +13,12 @@ import logging
 import os
 import sys
 import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import typing_extensions
 
 FOLDER = Path(os.environ.get("MCORE_CKPT_AREAL", Path(__file__).parents[3] / ".venv" / "areal"))
 
@@ -129,7 +132,11 @@ def _is_asked_by_areal() -> bool:
 
 
 def import_areal() -> None:
-    """From here on `import areal...` finds the real modules. For processes of their own."""
+    """From here on `import areal...` finds the real modules. For processes of their own.
+
+    A process that this one spawns begins with this one's path, and may have emerging-optimizers on it (emerging.py).
+    """
+    typing.override = typing_extensions.override  # type: ignore[attr-defined, unused-ignore]
     sys.path.append(str(FOLDER))
     finder = _Finder()
     sys.meta_path.append(finder)  # behind all others: what is installed is taken
