@@ -31,6 +31,8 @@ command -v "${compiler%% *}" >/dev/null || stop "The C++ compiler ${compiler} is
 .venv/bin/python -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     stop "Python's headers are missing: install them (apt install python3-dev)."
 
+# pip takes for installed what this variable shows, and would remove another version of megatron-core from its folder.
+unset PYTHONPATH
 pip=(.venv/bin/pip install -qq --disable-pip-version-check)
 # pip takes a minute to compile all modules. Python compiles those that it imports, unless this variable forbids it.
 [ -n "${PYTHONDONTWRITEBYTECODE-}" ] || pip+=(--no-compile)
