@@ -5,5 +5,6 @@
 #     scripts/chaos.sh [--kills 200] [--seed 1] [--chains 3] [--log FILE]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" PYTHONPATH=$PWD
+# With the megatron-core that scripts/test.sh has put on the path, or else that of requirements.txt.
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 exec .venv/bin/python -W ignore tests/chaos/chaos.py "$@"

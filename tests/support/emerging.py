@@ -7,6 +7,7 @@ gather tensors of different sizes, as NCCL can. Importing this module, before me
 
 import sys
 import typing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import typing_extensions
 
 # Not on PYTHONPATH: a process that imports megatron-core 0.19, and not this module, fails if it finds the package.
 _FOLDER = Path(__file__).parents[2] / ".venv" / "emerging"
-INSTALLED = _FOLDER.is_dir()
+INSTALLED = _FOLDER.is_dir() and find_spec("triton") is not None  # which it imports
 
 
 def _enable() -> None:
