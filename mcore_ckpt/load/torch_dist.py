@@ -366,7 +366,10 @@ def _is_stored(source: _Source, sharded: Any, key: str) -> bool:
         return source.keys.has(key)
     # The parts of a mixer's tensors have keys of their own.
     found: list[bool] = []
-    dict_list_map_outplace(lambda part: found.append(source.keys.has(part.key)), replace(sharded, key=key).build())
+    # The bytes of a quantized weight may not be read, not even to cut them.
+    unread = torch.empty(sharded.data.shape, device="meta")
+    built = replace(sharded, key=key, data=unread).build()
+    dict_list_map_outplace(lambda part: found.append(source.keys.has(part.key)), built)
     return any(found)
 
 

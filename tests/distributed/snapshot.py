@@ -29,7 +29,7 @@ def snapshot(training: Training) -> Snapshot:
     entries: Snapshot = {}
     # step() leaves the shards of other ranks stale until the next forward's hooks gather them.
     # With owners of whole layers, 0.16 gathers within step().
-    gathers_in_step = training.layout.layer_wise == "owners" and not OWNERS_OVERLAP
+    gathers_in_step = getattr(training.layout, "layer_wise", None) == "owners" and not OWNERS_OVERLAP
     is_stale = training.layout.overlap_param_gather and not gathers_in_step
     if is_stale and not training.layout.quantized:
         for chunk in training.model:
