@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import ModelFacts
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.table import HF_EMBEDDING, HF_HEAD, MCORE_EMBEDDING, MCORE_HEAD, Row, qkv
+from mcore_ckpt.sharding.towers import LANGUAGE_MODEL
 
 MODEL = (
     Row(MCORE_EMBEDDING, {HF_EMBEDDING: "vocab hidden"}),
@@ -130,6 +132,26 @@ MTP = (
     Row(MCORE_HEAD, {"shared_head.head.weight": "vocab hidden"}, when="!tied !value", is_copy=True),
     Row(MCORE_EMBEDDING, {"shared_head.head.weight": "vocab hidden"}, when="tied", is_copy=True),
 )
+
+
+def beside_tower(renamed: Callable[[str], str]) -> tuple[Row, ...]:
+    """Returns the rows of `MODEL` for the language model of a vision-language model, which is never a value model.
+
+    `renamed` turns HuggingFace's usual names into those of the model.
+    """
+    return tuple(
+        replace(row, mcore=LANGUAGE_MODEL + row.mcore, hf={renamed(name): words for name, words in row.hf.items()})
+        for row in MODEL
+        if "value" not in row.when.split()
+    )
+
+
+def vision_of(config: HfConfig) -> Mapping[str, Any]:
+    """Returns the fields of a vision tower. Raises UnsupportedError if there are none."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        raise UnsupportedError(f"config.json: vision_config is {vision!r}, not an object")
+    return vision
 
 
 def sizes_of(config: HfConfig, ffn: bool = True) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.models.architecture import Architecture, ModelFacts, language_config
-from mcore_ckpt.models.architectures.common import MODEL, first_integer, integer
+from mcore_ckpt.models.architectures.common import beside_tower, first_integer, integer, vision_of
 from mcore_ckpt.models.architectures.deepseek import DEEPSEEK_RULES, DEEPSEEK_TABLE, read_deepseek
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.table import Row
@@ -46,15 +46,7 @@ _TOWER = (
     *_same(f"{PROJECTOR}proj.0", "v_merged v_merged", "v_merged"),
     *_same(f"{PROJECTOR}proj.2", "hidden v_merged", "hidden"),
 )
-_DECODER = tuple(
-    replace(
-        row,
-        mcore=LANGUAGE_MODEL + row.mcore,
-        hf={f"language_model.{name}": words for name, words in row.hf.items()},
-    )
-    for row in MODEL
-    if "value" not in row.when.split()
-)
+_DECODER = beside_tower(lambda name: f"language_model.{name}")
 _MTP = tuple(replace(row, mcore=LANGUAGE_MODEL + row.mcore) if row.is_copy else row for row in DEEPSEEK_TABLE.mtp)
 # transformers (5.23) reads the published names, but begins some of those that it writes in other ways.
 _SPELLINGS = (
@@ -73,11 +65,8 @@ _TABLE = replace(
 
 
 def _read(config: HfConfig) -> ModelFacts:
-    vision = config.get("vision_config")
-    if not isinstance(vision, Mapping):
-        raise UnsupportedError(f"config.json: vision_config is {vision!r}, not an object")
     known = read_deepseek(language_config(config, _SECTION))
-    return replace(known, sizes={**known.sizes, **_tower_sizes(vision)}, facts=known.facts | {"hf_tower"})
+    return replace(known, sizes={**known.sizes, **_tower_sizes(vision_of(config))}, facts=known.facts | {"hf_tower"})
 
 
 def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:

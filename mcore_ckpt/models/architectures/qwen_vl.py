@@ -16,16 +16,17 @@ from mcore_ckpt.models.architecture import Architecture, ModelFacts, language_co
 from mcore_ckpt.models.architectures.common import (
     ATTENTION,
     DENSE_MLP,
-    MODEL,
     NORMS,
     QK_NORMS,
     ROUTER,
     STACKED_EXPERTS,
+    beside_tower,
     facts_of,
     integer,
     moe_layers,
     sizes_of,
     uniform_layers,
+    vision_of,
 )
 from mcore_ckpt.models.architectures.gpt_oss import Transposed
 from mcore_ckpt.models.architectures.qwen import moe_sizes
@@ -157,24 +158,9 @@ def _table(layer: tuple[Row, ...], tower: Iterable[Row], hf: str, **more: Any) -
     `hf` is the beginning of the decoder's names in HuggingFace.
     """
     beginning = hf.removesuffix("language_model.") if hf != "model." else ""
-    decoder = tuple(
-        replace(
-            row,
-            mcore=LANGUAGE_MODEL + row.mcore,
-            hf={name.replace("model.", hf, 1): words for name, words in row.hf.items()},
-        )
-        for row in MODEL
-        if "value" not in row.when.split()
-    )
+    decoder = beside_tower(lambda name: name.replace("model.", hf, 1))
     model = (*decoder, *_tower(tower, f"{beginning}visual."))
     return Table(model, layer, mcore=LANGUAGE_MODEL, hf=hf, **more)
-
-
-def _vision(config: HfConfig) -> Mapping[str, Any]:
-    vision = config.get("vision_config")
-    if not isinstance(vision, Mapping):
-        raise UnsupportedError(f"config.json: vision_config is {vision!r}, not an object")
-    return vision
 
 
 def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
@@ -198,7 +184,7 @@ def _tower_sizes(vision: Mapping[str, Any]) -> dict[str, int]:
 def _read_2_5(config: HfConfig) -> ModelFacts:
     text = language_config(config, _SECTION)
     facts = facts_of(text) | {"qkv_bias", "hf_tower"}
-    return ModelFacts({**sizes_of(text), **_tower_sizes(_vision(config))}, frozenset(facts), uniform_layers(text))
+    return ModelFacts({**sizes_of(text), **_tower_sizes(vision_of(config))}, frozenset(facts), uniform_layers(text))
 
 
 def _read_3(config: HfConfig) -> ModelFacts:
@@ -224,13 +210,13 @@ def _read_3_5_moe(config: HfConfig) -> ModelFacts:
 
 
 def _with_tower_3_5(config: HfConfig, known: ModelFacts) -> ModelFacts:
-    vision = _vision(config)
+    vision = vision_of(config)
     positions = {"v_positions": integer(vision, "num_position_embeddings"), "v_deepstack": 0}
     return replace(known, sizes={**known.sizes, **_tower_sizes(vision), **positions})
 
 
 def _sizes_3(config: HfConfig) -> dict[str, int]:
-    vision = _vision(config)
+    vision = vision_of(config)
     indexes = vision.get("deepstack_visual_indexes")
     if not isinstance(indexes, (list, tuple)):
         raise UnsupportedError(f"config.json: deepstack_visual_indexes is {indexes!r}, not a list of layers")
