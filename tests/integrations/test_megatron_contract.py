@@ -12,7 +12,7 @@ from source_facts import FACTS, signature_in, signature_of
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.integrations import megatron as drop_in
-from mcore_ckpt.integrations.megatron import arguments
+from mcore_ckpt.integrations.kit import arguments, loop
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def test_signatures_are_megatrons(facts: dict[str, Any], name: str) -> None:
 
 def test_arguments_are_called_as_megatron_calls_them(facts: dict[str, Any]) -> None:
     assert sorted(arguments._DEFAULTS) == sorted(facts["arguments"])
-    assert facts["checkpoint_version"] == drop_in.CHECKPOINT_VERSION
+    assert facts["checkpoint_version"] == loop.CHECKPOINT_VERSION
 
 
 def test_files_are_called_as_megatron_calls_them(facts: dict[str, Any]) -> None:

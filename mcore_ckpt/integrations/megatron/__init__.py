@@ -15,73 +15,67 @@ ignored.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt import LoadResult
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.manager import CheckpointManager
-from mcore_ckpt.ranks import read_topology
-from mcore_ckpt.state import process_groups_of, read_rng, write_rng
+from mcore_ckpt.errors import InvalidStateError, UnsupportedError
 
 try:
     from megatron.core import num_microbatches_calculator as microbatches
 except ImportError as error:
     raise ImportError("mcore_ckpt.integrations.megatron needs megatron-core: pip install megatron-core") from error
 
-from mcore_ckpt.integrations.megatron.arguments import Arguments, LoopSettings
-from mcore_ckpt.integrations.megatron.folders import COUNTERS, check_integrity, find
+from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
+from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
 from mcore_ckpt.integrations.megatron.refusals import (
     check_groups,
     check_place,
     refuse_other_kinds,
     refuse_partial_loads,
 )
-from mcore_ckpt.integrations.megatron.rerun import read_rerun_state, write_rerun_state
-
-logger = logging.getLogger(__name__)
-
-# For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that it has used since 2021.
-CHECKPOINT_VERSION = 3.0
-_KEY = "megatron"  # the key in extra_state of what these functions save
 
 
-@dataclass(frozen=True, eq=False)
-class _Trainer:
-    model: list[Any]
-    optimizer: Any
-    scheduler: Any
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments of `configure`, which describes them."""
 
-    def manager(self, root: str, config: CheckpointConfig) -> CheckpointManager:
-        return CheckpointManager(
-            root,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            role=_settings.role,
-            hf_config=_settings.hf_config,
-            processing_class=_settings.processing_class,
-            config=config,
+    args: Any = None
+    config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    role: str = "actor"
+    hf_config: Any = None
+    processing_class: Any = None
+
+    def training(self, model: Any, optimizer: Any, scheduler: Any) -> Training:
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        return Training(chunks, optimizer, scheduler, self.role, self.hf_config, self.processing_class)
+
+    def arguments(self) -> Arguments:
+        """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
+
+        Raises InvalidStateError if none were given and `megatron.training` is not installed, or has none.
+        """
+        if self.args is not None:
+            return Arguments(self.args)
+        try:
+            from megatron.training import get_args
+
+            return Arguments(get_args())
+        except ImportError:
+            why = "is not installed"
+        except AssertionError:
+            # The wheels since 0.17 have megatron.training, which another trainer does not initialize.
+            why = "is not initialized"
+        raise InvalidStateError(
+            f"megatron.training {why}, so its arguments are unknown: call "
+            "mcore_ckpt.integrations.megatron.configure(args) once, with args.save, args.load, ... as Megatron-LM "
+            "names them"
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Saving:
-    """The manager that saves, and what it was made for.
-
-    There is only one, because its host memory is as large as the training state.
-    """
-
-    manager: CheckpointManager
-    made_for: tuple[Any, ...]
-
-
-_settings = LoopSettings()
-_saving: _Saving | None = None
+_settings = _Settings()
+_checkpoints = LoopCheckpoints()
 _dataloader_state: Any = None
 
 
@@ -112,8 +106,8 @@ def configure(
         >>> configure(SimpleNamespace(save="checkpoints", load="checkpoints"))
     """
     global _settings
-    _close()
-    _settings = LoopSettings(args, config or CheckpointConfig(), role, hf_config, processing_class)
+    _checkpoints.finalize(terminate=True)
+    _settings = _Settings(args, config or CheckpointConfig(), role, hf_config, processing_class)
 
 
 def save_checkpoint(
@@ -162,30 +156,23 @@ def save_checkpoint(
     args = _settings.arguments()
     refuse_other_kinds(non_persistent_ckpt, release, rng_state_key_prefix)
     args.refuse_unsupported()
-    trainer = _Trainer(_as_list(model), optimizer, opt_param_scheduler)
-    manager = _saving_manager(args, trainer)
+    training = _settings.training(model, optimizer, opt_param_scheduler)
 
     def state() -> dict[str, Any]:
         # These checks can fail on a single rank. They run inside `save`, so that `save` raises on all ranks.
         check_place(
-            trainer.model,
+            training.model,
             {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank},
             {"pipeline_parallel": pipeline_parallel, "expert_parallel": expert_parallel},
         )
-        check_groups(trainer.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
+        check_groups(training.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
         return {
-            "iteration": int(iteration),
             "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
-            "checkpoint_version": CHECKPOINT_VERSION,
             **{name: args[name] for name in COUNTERS},
-            "no_save_rng": bool(args["no_save_rng"]),
-            "layout": _layout(trainer),
-            "arguments": args.plain(),
-            "rerun_state_machine": read_rerun_state(train_data_iterator),
             "dataloader_state_dict": _read_dataloader_state(train_data_iterator, args),
         }
 
-    manager.save(int(iteration), extra_state=lambda: {_KEY: state()})
+    _checkpoints.save(int(iteration), training, args, _settings.config, state, data_iterator=train_data_iterator)
 
 
 def load_checkpoint(
@@ -231,22 +218,27 @@ def load_checkpoint(
     refuse_partial_loads(strict, skip_load_to_model_and_opt)
     refuse_other_kinds(False, False, rng_state_key_prefix)
     args.refuse_unsupported()
-    folders = [str(folder) for folder in (args[load_arg], args["pretrained_checkpoint"]) if folder]
-    if not folders:
-        logger.warning("args.%s names no folder, so training starts from the beginning", load_arg)
+    training = _settings.training(ddp_model, optimizer, opt_param_scheduler)
+    loaded = _checkpoints.load(
+        training,
+        args,
+        _settings.config,
+        load_arg=load_arg,
+        check=lambda: check_groups(training.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group),
+    )
+    global _dataloader_state
+    _dataloader_state = None
+    if loaded is None:
         return 0, 0
-    trainer = _Trainer(_as_list(ddp_model), optimizer, opt_param_scheduler)
-
-    def check() -> None:
-        check_groups(trainer.model, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group)
-
-    found = _find_together(folders, args, trainer, check)
-    if not found:
-        logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])
-        return 0, 0
-    if found["folder"] != str(args[load_arg]):
-        args["finetune"] = True  # as Megatron-LM does, for code that reads the arguments later
-    return _load(found, args, trainer)
+    if args["finetune"]:
+        return 0, loaded.operations
+    for name, count in loaded.counters.items():
+        args[name] = count
+    # update_num_microbatches fails if the calculator has not been set up.
+    if microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
+        microbatches.update_num_microbatches(args["consumed_train_samples"], verbose=True)
+    _dataloader_state = loaded.state.get("dataloader_state_dict")
+    return loaded.iteration, loaded.operations
 
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
@@ -261,10 +253,7 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
         CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate` this
             function does not raise it, but the next save or load does.
     """
-    if terminate:
-        _close()
-    elif blocking and _saving is not None:
-        _saving.manager.wait()
+    _checkpoints.finalize(blocking, terminate)
 
 
 def loaded_dataloader_state() -> Any:
@@ -276,36 +265,6 @@ def loaded_dataloader_state() -> Any:
     the weights. Here the state is part of the checkpoint.
     """
     return _dataloader_state
-
-
-def _as_list(model: Any) -> list[Any]:
-    return list(model) if isinstance(model, Sequence) else [model]
-
-
-def _layout(trainer: _Trainer) -> dict[str, int]:
-    """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if one of them has changed."""
-    topology = read_topology(process_groups_of(trainer.model))[1]
-    return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
-
-
-# -- saving ------------------------------------------------------------------------------------------------
-
-
-def _saving_manager(args: Arguments, trainer: _Trainer) -> CheckpointManager:
-    global _saving
-    config = args.saving(_settings.config, trainer.optimizer is not None)
-    made_for = (args.folder("save"), *map(id, (*trainer.model, trainer.optimizer, trainer.scheduler)), config)
-    if _saving is None or _saving.made_for != made_for:
-        _close()
-        _saving = _Saving(trainer.manager(args.folder("save"), config), made_for)
-    return _saving.manager
-
-
-def _close() -> None:
-    global _saving
-    saving, _saving = _saving, None
-    if saving is not None:
-        saving.manager.close()
 
 
 def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
@@ -320,86 +279,3 @@ def _read_dataloader_state(train_data_iterator: Any, args: Arguments) -> Any:
             "(Megatron Energon's)"
         )
     return iterable.save_state()
-
-
-# -- loading -----------------------------------------------------------------------------------------------
-
-
-def _find_together(folders: list[str], args: Arguments, trainer: _Trainer, check: Callable[[], None]) -> dict[str, Any]:
-    """Returns on all ranks what rank 0 has found to load; empty if there never was a checkpoint.
-
-    If `check` raises on one rank, all ranks raise.
-    """
-    role, step = _settings.role, args["ckpt_step"]
-    needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
-
-    def answer() -> dict[str, Any]:
-        for folder in folders:
-            found = find(Path(folder), role, step)
-            if found is not None:
-                return {"folder": folder, **found}
-        if needed:
-            raise CheckpointNotFoundError(f"{' and '.join(folders)}: there is no checkpoint")
-        return {}
-
-    def request() -> dict[str, Any]:
-        check()
-        return {"folders": folders, "ckpt_step": step}
-
-    manager = trainer.manager(folders[0], args.loading(_settings.config, trainer.optimizer is not None))
-    try:
-        return manager.agree("finding a checkpoint", request, answer)
-    finally:
-        manager.close()
-
-
-def _load(found: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[int, float]:
-    config = args.loading(_settings.config, trainer.optimizer is not None)
-    keeps_rng = args["finetune"] or args["no_load_rng"]
-    theirs = found.get("theirs")
-    if theirs is not None:
-        layout = _layout(trainer)
-        # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
-        has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
-        if keeps_rng or not has_rng:
-            words = tuple(word for word in config.load_contents if word != "extra")
-            config = replace(config, load_contents=words)
-    generators = read_rng()
-    manager = trainer.manager(found["folder"], config)
-    try:
-        if theirs is not None and args["verify_integrity"]:
-            check_integrity(theirs)
-        verify = "full" if args["verify_integrity"] else "read"
-        result = manager.load(step=found.get("step"), path=theirs, verify=verify)
-    finally:
-        manager.close()
-    state = found["state"] if theirs is not None else _state_of(result)
-    if theirs is None and (keeps_rng or state["no_save_rng"]):
-        # `extra` had to be loaded for what this function returns, but it has replaced the generators, too.
-        write_rng(generators)
-    return _take_over(state, args, trainer)
-
-
-def _state_of(result: LoadResult) -> dict[str, Any]:
-    state = (result.extra_state or {}).get(_KEY)
-    if state is None:
-        logger.warning("%s was not saved by save_checkpoint, so it lacks Megatron-LM's counters", result.report.path)
-        return {"iteration": result.step, "num_floating_point_operations_so_far": 0, "no_save_rng": False}
-    return dict(state)
-
-
-def _take_over(state: dict[str, Any], args: Arguments, trainer: _Trainer) -> tuple[int, float]:
-    global _dataloader_state
-    _dataloader_state = None
-    operations = state["num_floating_point_operations_so_far"]
-    if args["finetune"]:
-        return 0, operations
-    for name in COUNTERS:
-        args[name] = state.get(name, 0)
-    # update_num_microbatches fails if the calculator has not been set up.
-    if microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
-        microbatches.update_num_microbatches(args["consumed_train_samples"], verbose=True)
-    if state.get("rerun_state_machine") is not None and state["layout"] == _layout(trainer):
-        write_rerun_state(state["rerun_state_machine"])
-    _dataloader_state = state.get("dataloader_state_dict")
-    return state["iteration"], operations

@@ -1,15 +1,16 @@
-"""Reads Megatron-LM's arguments, from those that a loop has given to `configure` or from Megatron-LM's global ones."""
+"""Reads the options of a loop like Megatron-LM's. They have Megatron-LM's names, in all frameworks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
+from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
 
 # The other formats are torch and torch_dist. Saves have this package's format instead of both.
 _FSDP_FORMATS = ("torch_dcp", "fsdp_dtensor")
+COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _PLAIN = (bool, int, float, str, type(None))
 # Megatron-LM's defaults (megatron/training/arguments.py), for arguments that a loop leaves out.
 _DEFAULTS: dict[str, Any] = {
@@ -29,43 +30,8 @@ _DEFAULTS: dict[str, Any] = {
     "non_persistent_ckpt_type": None,
     "ckpt_format": "torch_dist",
     "verify_integrity": False,
-    "consumed_train_samples": 0,
-    "skipped_train_samples": 0,
-    "consumed_valid_samples": 0,
+    **dict.fromkeys(COUNTERS, 0),
 }
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """The arguments of `configure`, which describes them."""
-
-    args: Any = None
-    config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    role: str = "actor"
-    hf_config: Any = None
-    processing_class: Any = None
-
-    def arguments(self) -> Arguments:
-        """Returns the arguments given to `configure`, or Megatron-LM's global ones if none were given.
-
-        Raises InvalidStateError if none were given and `megatron.training` is not installed, or has none.
-        """
-        if self.args is not None:
-            return Arguments(self.args)
-        try:
-            from megatron.training import get_args
-
-            return Arguments(get_args())
-        except ImportError:
-            why = "is not installed"
-        except AssertionError:
-            # The wheels since 0.17 have megatron.training, which another trainer does not initialize.
-            why = "is not initialized"
-        raise InvalidStateError(
-            f"megatron.training {why}, so its arguments are unknown: call "
-            "mcore_ckpt.integrations.megatron.configure(args) once, with args.save, args.load, ... as Megatron-LM "
-            "names them"
-        )
 
 
 class Arguments:

@@ -1,0 +1,270 @@
+"""Saves and loads for training loops like Megatron-LM's, whatever framework they belong to.
+
+Such a loop has options with Megatron-LM's names (`arguments`), counts iterations and samples, and may resume from a
+checkpoint of its own format. A framework's integration reads the options and the counters from where the framework has
+them, and puts them back there after a load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt import LoadResult
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointNotFoundError
+from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
+from mcore_ckpt.integrations.kit.kept import KeptManager
+from mcore_ckpt.integrations.kit.rerun import read_rerun_state, write_rerun_state
+from mcore_ckpt.integrations.kit.resume import FindTheirs, check_integrity, find, megatron_checkpoint
+from mcore_ckpt.manager import CheckpointManager
+from mcore_ckpt.ranks import read_topology
+from mcore_ckpt.state import process_groups_of, read_rng, write_rng
+
+logger = logging.getLogger(__name__)
+
+# The key in extra_state of what these loops save. It is the same for all frameworks, so a run can change its framework.
+_KEY = "megatron"
+# For Megatron-LM's `set_checkpoint_version`. 3.0 means the order of query, key and value that it has used since 2021.
+CHECKPOINT_VERSION = 3.0
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """What a loop trains, and what its checkpoints need beside that. See CheckpointManager for the fields."""
+
+    model: list[Any]
+    optimizer: Any = None
+    scheduler: Any = None
+    role: str = "actor"
+    hf_config: Any = None
+    processing_class: Any = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of CheckpointManager."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+            "role": self.role,
+            "hf_config": self.hf_config,
+            "processing_class": self.processing_class,
+        }
+
+    def layout(self) -> dict[str, int]:
+        """Returns the sizes for which a rerun state is valid. Megatron-LM drops the state if one of them changes."""
+        topology = read_topology(process_groups_of(self.model))[1]
+        return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """What a load has brought back, beside the training's own state.
+
+    Attributes:
+        folder: the folder of all checkpoints in which it was found.
+        state: what `LoopCheckpoints.save` was given as `state`, completed with the counters.
+        is_theirs: True for a checkpoint in the framework's own format.
+    """
+
+    folder: str
+    state: Mapping[str, Any]
+    is_theirs: bool
+
+    @property
+    def iteration(self) -> int:
+        """The iteration that was saved."""
+        return int(self.state["iteration"])
+
+    @property
+    def operations(self) -> float:
+        """`num_floating_point_operations_so_far`."""
+        return self.state["num_floating_point_operations_so_far"]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The numbers of samples, by Megatron-LM's names."""
+        return {name: self.state.get(name, 0) for name in COUNTERS}
+
+
+class LoopCheckpoints:
+    """Saves and loads for one training loop. Every rank makes one, and all ranks call the same methods."""
+
+    def __init__(self) -> None:
+        self._kept = KeptManager()
+
+    def save(
+        self,
+        iteration: int,
+        training: Training,
+        args: Arguments,
+        config: CheckpointConfig,
+        state: Callable[[], Mapping[str, Any]],
+        *,
+        data_iterator: Any = None,
+        path: Path | None = None,
+        max_to_keep: int | None = None,
+    ) -> None:
+        """Saves to `<args.save>/global_steps_{iteration}/{role}`, or to `path`.
+
+        Args:
+            iteration: the iteration's number, at least 0.
+            training: what is trained.
+            args: the loop's options.
+            config: the options of this package, which `args` overrides.
+            state: returns what is to be loaded with the training: `num_floating_point_operations_so_far`, the counters,
+                and anything else that is plain. If it raises on one rank, all ranks raise.
+            data_iterator: the training's data iterator, whose state the rerun state machine needs.
+            path, max_to_keep: see CheckpointManager.save.
+
+        Raises CheckpointError: see CheckpointManager.save.
+        """
+        config = args.saving(config, training.optimizer is not None)
+        manager = self._kept.get(args.folder("save"), training.arguments(), config)
+
+        def saved() -> dict[str, Any]:
+            return {
+                "iteration": iteration,
+                "checkpoint_version": CHECKPOINT_VERSION,
+                "no_save_rng": bool(args["no_save_rng"]),
+                "layout": training.layout(),
+                "arguments": args.plain(),
+                "rerun_state_machine": read_rerun_state(data_iterator),
+                **state(),
+            }
+
+        manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path, max_to_keep=max_to_keep)
+
+    def load(
+        self,
+        training: Training,
+        args: Arguments,
+        config: CheckpointConfig,
+        *,
+        load_arg: str = "load",
+        check: Callable[[], None] = lambda: None,
+        find_theirs: FindTheirs = megatron_checkpoint,
+    ) -> Loaded | None:
+        """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`.
+
+        Args:
+            training: what is trained.
+            args: the loop's options. `finetune` is set if the checkpoint comes from `pretrained_checkpoint`.
+            config: the options of this package, which `args` overrides.
+            load_arg: the name of the option that names the folder. `pretrained_checkpoint` is tried after it.
+            check: is called before anything is loaded. If it raises on one rank, all ranks raise.
+            find_theirs: finds a checkpoint in the framework's own format.
+
+        Returns:
+            What was loaded. None if there never was a checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none is complete. Or there is none although
+                `args.exit_on_missing_checkpoint` is set, or `args.pretrained_checkpoint` names a second folder.
+            CheckpointError: see CheckpointManager.load.
+        """
+        self._kept.wait()
+        folders = [str(folder) for folder in (args[load_arg], args["pretrained_checkpoint"]) if folder]
+        if not folders:
+            logger.warning("%s names no folder, so training starts from the beginning", load_arg)
+            return None
+        # A manager of its own finds the checkpoint: what the load needs depends on what is found.
+        finder = CheckpointManager(
+            folders[0], config=args.loading(config, training.optimizer is not None), **training.arguments()
+        )
+        try:
+            found = _find_together(finder, folders, args, training.role, check, find_theirs)
+        finally:
+            finder.close()
+        if not found:
+            logger.warning("%s: there is no checkpoint, so training starts from the beginning", folders[0])
+            return None
+        if found["folder"] != str(args[load_arg]):
+            args["finetune"] = True  # as Megatron-LM does, for code that reads the arguments later
+        return _load(found, args, config, training)
+
+    def finalize(self, blocking: bool = False, terminate: bool = False) -> None:
+        """Waits for an async save.
+
+        Args:
+            blocking: True waits until no save is under way. False does nothing, because a save commits on a thread of
+                its own.
+            terminate: True also waits, and then frees the memory that saves use.
+
+        Raises:
+            CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
+                this method does not raise it, but the next save or load does.
+        """
+        if terminate:
+            self._kept.close()
+        elif blocking:
+            self._kept.wait()
+
+
+def _find_together(
+    finder: CheckpointManager,
+    folders: list[str],
+    args: Arguments,
+    role: str,
+    check: Callable[[], None],
+    find_theirs: FindTheirs,
+) -> dict[str, Any]:
+    """Returns on all ranks what rank 0 has found to load; empty if there never was a checkpoint."""
+    step = args["ckpt_step"]
+    needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
+
+    def answer() -> dict[str, Any]:
+        for folder in folders:
+            found = find(Path(folder), role, step, find_theirs)
+            if found is not None:
+                return {"folder": folder, **found}
+        if needed:
+            raise CheckpointNotFoundError(f"{' and '.join(folders)}: there is no checkpoint")
+        return {}
+
+    def request() -> dict[str, Any]:
+        check()
+        return {"folders": folders, "ckpt_step": step}
+
+    return finder.agree("finding a checkpoint", request, answer)
+
+
+def _load(found: dict[str, Any], args: Arguments, config: CheckpointConfig, training: Training) -> Loaded:
+    config = args.loading(config, training.optimizer is not None)
+    keeps_rng = args["finetune"] or args["no_load_rng"]
+    theirs = found.get("theirs")
+    if theirs is not None:
+        layout = training.layout()
+        # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
+        has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
+        if keeps_rng or not has_rng:
+            words = tuple(word for word in config.load_contents if word != "extra")
+            config = replace(config, load_contents=words)
+    generators = read_rng()
+    manager = CheckpointManager(found["folder"], config=config, **training.arguments())
+    try:
+        if theirs is not None and args["verify_integrity"]:
+            check_integrity(theirs)
+        verify = "full" if args["verify_integrity"] else "read"
+        result = manager.load(step=found.get("step"), path=theirs or found.get("path"), verify=verify)
+    finally:
+        manager.close()
+    state = found["state"] if theirs is not None else _state_of(result)
+    if theirs is None and (keeps_rng or state["no_save_rng"]):
+        # `extra` had to be loaded for the counters, but it has replaced the generators, too.
+        write_rng(generators)
+    same_layout = state.get("layout") == training.layout()
+    if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
+        write_rerun_state(state["rerun_state_machine"])
+    return Loaded(found["folder"], state, theirs is not None)
+
+
+def _state_of(result: LoadResult) -> dict[str, Any]:
+    state = (result.extra_state or {}).get(_KEY)
+    if state is None:
+        logger.warning("%s was not saved by a loop like Megatron-LM's, so it lacks its counters", result.report.path)
+        return {"iteration": result.step, "num_floating_point_operations_so_far": 0, "no_save_rng": False}
+    return dict(state)
