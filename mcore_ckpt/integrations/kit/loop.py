@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt import LoadResult
+from megatron.core import num_microbatches_calculator as microbatches
+
+from mcore_ckpt import LoadResult, SaveHandle
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
@@ -107,7 +109,7 @@ class LoopCheckpoints:
         data_iterator: Any = None,
         path: Path | None = None,
         max_to_keep: int | None = None,
-    ) -> None:
+    ) -> SaveHandle:
         """Saves to `<args.save>/global_steps_{iteration}/{role}`, or to `path`.
 
         Args:
@@ -136,7 +138,7 @@ class LoopCheckpoints:
                 **state(),
             }
 
-        manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path, max_to_keep=max_to_keep)
+        return manager.save(iteration, extra_state=lambda: {_KEY: saved()}, path=path, max_to_keep=max_to_keep)
 
     def load(
         self,
@@ -146,6 +148,7 @@ class LoopCheckpoints:
         *,
         load_arg: str = "load",
         check: Callable[[], None] = lambda: None,
+        choose_step: Callable[[Path], int | None] = lambda root: None,
         find_theirs: FindTheirs = megatron_checkpoint,
     ) -> Loaded | None:
         """Loads the newest checkpoint in the folder `args.<load_arg>`, or step `args.ckpt_step`.
@@ -156,6 +159,8 @@ class LoopCheckpoints:
             config: the options of this package, which `args` overrides.
             load_arg: the name of the option that names the folder. `pretrained_checkpoint` is tried after it.
             check: is called before anything is loaded. If it raises on one rank, all ranks raise.
+            choose_step: returns which step of a folder to load if `args.ckpt_step` names none; None for the newest.
+                Only rank 0 calls it.
             find_theirs: finds a checkpoint in the framework's own format.
 
         Returns:
@@ -171,12 +176,16 @@ class LoopCheckpoints:
         if not folders:
             logger.warning("%s names no folder, so training starts from the beginning", load_arg)
             return None
+
+        def look(root: Path, step: int | None) -> dict[str, Any] | None:
+            return find(root, training.role, step or choose_step(root), find_theirs)
+
         # A manager of its own finds the checkpoint: what the load needs depends on what is found.
         finder = CheckpointManager(
             folders[0], config=args.loading(config, training.optimizer is not None), **training.arguments()
         )
         try:
-            found = _find_together(finder, folders, args, training.role, check, find_theirs)
+            found = _find_together(finder, folders, args, check, look)
         finally:
             finder.close()
         if not found:
@@ -204,13 +213,21 @@ class LoopCheckpoints:
             self._kept.wait()
 
 
+def restore_counters(loaded: Loaded, args: Arguments) -> None:
+    """Puts the numbers of samples back into a loop's options, and takes them over for the number of micro-batches."""
+    for name, count in loaded.counters.items():
+        args[name] = count
+    # update_num_microbatches fails if the calculator has not been set up.
+    if microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
+        microbatches.update_num_microbatches(args["consumed_train_samples"], verbose=True)
+
+
 def _find_together(
     finder: CheckpointManager,
     folders: list[str],
     args: Arguments,
-    role: str,
     check: Callable[[], None],
-    find_theirs: FindTheirs,
+    look: Callable[[Path, int | None], dict[str, Any] | None],
 ) -> dict[str, Any]:
     """Returns on all ranks what rank 0 has found to load; empty if there never was a checkpoint."""
     step = args["ckpt_step"]
@@ -218,7 +235,7 @@ def _find_together(
 
     def answer() -> dict[str, Any]:
         for folder in folders:
-            found = find(Path(folder), role, step, find_theirs)
+            found = look(Path(folder), step)
             if found is not None:
                 return {"folder": folder, **found}
         if needed:

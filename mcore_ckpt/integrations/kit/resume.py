@@ -42,7 +42,7 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
     """Returns which checkpoint below a folder to load, as JSON values. Only rank 0 calls it.
 
     Args:
-        root: the folder of all checkpoints, or the folder of one checkpoint of ours.
+        root: the folder of all checkpoints, or the folder of one checkpoint of ours, or the folder of one step.
         role: the role in our steps.
         step: the step to load; None for the newest.
         find_theirs: finds a checkpoint in the framework's own format.
@@ -56,10 +56,11 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
         CheckpointNotFoundError: there are checkpoints, but none is complete; or `step` is given, but missing.
         CheckpointCorruptError: the framework's own checkpoint cannot be read.
     """
-    if (root / MANIFEST_FILE).exists():
-        if step and read_manifest(root).step != step:
-            raise CheckpointNotFoundError(f"{root}: is a checkpoint of step {read_manifest(root).step}, not of {step}")
-        return {"path": str(root)}
+    named = next((folder for folder in (root, root / role) if (folder / MANIFEST_FILE).exists()), None)
+    if named is not None:
+        if step and read_manifest(named).step != step:
+            raise CheckpointNotFoundError(f"{root}: is a checkpoint of step {read_manifest(named).step}, not of {step}")
+        return {"path": str(named)}
     ours = [status.step for status in complete_steps(root) if role in status.committed]
     theirs = find_theirs(root, step)
     if theirs is not None:

@@ -23,12 +23,12 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidStateError, UnsupportedError
 
 try:
-    from megatron.core import num_microbatches_calculator as microbatches
+    import megatron.core  # noqa: F401
 except ImportError as error:
     raise ImportError("mcore_ckpt.integrations.megatron needs megatron-core: pip install megatron-core") from error
 
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
-from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
+from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training, restore_counters
 from mcore_ckpt.integrations.megatron.refusals import (
     check_groups,
     check_place,
@@ -232,11 +232,7 @@ def load_checkpoint(
         return 0, 0
     if args["finetune"]:
         return 0, loaded.operations
-    for name, count in loaded.counters.items():
-        args[name] = count
-    # update_num_microbatches fails if the calculator has not been set up.
-    if microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
-        microbatches.update_num_microbatches(args["consumed_train_samples"], verbose=True)
+    restore_counters(loaded, args)
     _dataloader_state = loaded.state.get("dataloader_state_dict")
     return loaded.iteration, loaded.operations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from mcore_ckpt.checkpoint import parse_step
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.integrations.kit.options import kept_count, own_config
 from mcore_ckpt.steps import PreservationPolicy
 
 PIPELINE_ROLE = "pipeline"  # ROLL's name for the driver's role, and for its folder
@@ -28,8 +28,7 @@ _SAID_ELSEWHERE = {
     "prune_remote",
     "upload_timeout_s",
 }
-_OURS = {field.name for field in dataclasses.fields(CheckpointConfig)} - _SAID_ELSEWHERE
-_KNOWN = _OURS | {"type", "output_dir", "async_upload", "keep_every", "verify_on_resume"}
+_ROLLS = {"type", "output_dir", "async_upload", "keep_every", "verify_on_resume"}
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,15 @@ class RollOptions:
 
     def policy(self, pipeline_config: Any) -> PreservationPolicy:
         """Returns the policy that follows from `max_ckpt_to_keep` and `keep_every`."""
-        count = getattr(pipeline_config, "max_ckpt_to_keep", 0)  # 0 keeps all steps
+        count = kept_count(getattr(pipeline_config, "max_ckpt_to_keep", 0))
         return PreservationPolicy(count, self.keep_every) if count else PreservationPolicy()
 
 
 def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
     """Reads a `checkpoint_config`. Raises InvalidArgumentError for unknown options and an unusable `output_dir`."""
     given = dict(checkpoint_config)
-    unknown = sorted(given.keys() - _KNOWN)
-    if unknown:
-        known = ", ".join(sorted(_KNOWN))
-        raise InvalidArgumentError(
-            f"checkpoint_config has unknown options ({', '.join(map(repr, unknown))}): the known ones are {known}"
-        )
+    ours = {name: value for name, value in given.items() if name not in _ROLLS}
+    config = own_config(ours, _SAID_ELSEWHERE, "checkpoint_config")
     output_dir = given.get("output_dir")
     if not output_dir:
         raise InvalidArgumentError("checkpoint_config has no output_dir: name a folder that all nodes share")
@@ -77,7 +72,7 @@ def read_options(checkpoint_config: Mapping[str, Any]) -> RollOptions:
         async_upload=bool(given.get("async_upload", True)),
         verify_on_resume=bool(given.get("verify_on_resume", False)),
         keep_every=given.get("keep_every"),
-        config=CheckpointConfig(**{name: value for name, value in given.items() if name in _OURS}),
+        config=config,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.errors import CommitError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.kit.published import published_config
 from mcore_ckpt.integrations.roll.checkpoints import newest_valid, role_folder, uncommit_earlier_save
 from mcore_ckpt.integrations.roll.options import PIPELINE_ROLE, RollOptions, read_options, step_of
 from mcore_ckpt.manager import CheckpointManager
@@ -172,20 +173,11 @@ class CheckpointStrategy:
         path = self.worker_config.model_args.model_name_or_path
         if not path:
             return None
-        from transformers import AutoConfig
-
         if not os.path.isdir(path):
             from roll.utils.checkpoint_manager import download_model
 
             path = download_model(path)
-        try:
-            return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
-        except (OSError, ValueError) as error:
-            # For example, the model has Python code of its own. Its checkpoints do not need the config.
-            if self.megatron_train_args.save_hf_model:
-                raise
-            logger.warning("%s: no HuggingFace config is written beside the checkpoints: %s", path, error)
-            return None
+        return published_config(path, needed=self.megatron_train_args.save_hf_model)
 
     def _check_last(self, step_path: Path) -> None:
         """Raises CommitError on rank 0 if the last checkpoint lacks the driver's role. ROLL only logs that failure."""
