@@ -1,6 +1,9 @@
-"""Signatures as they stand in sources, without importing them, and a program that records those of a checkout of ROLL.
+"""What a framework's sources say about what our integration overrides, calls or is called by, without importing them.
 
-`python tests/integrations/source_facts.py ~/ROLL > tests/integrations/facts/roll.json`
+`facts/NAME.json` says which functions, texts and classes those are, and what stands there in a certain version. This
+program records them anew, from a checkout or an unpacked wheel:
+
+    python tests/integrations/source_facts.py slime ~/slime
 """
 
 import ast
@@ -8,89 +11,60 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 FACTS = Path(__file__).parent / "facts"
 
-# What the integration overrides, calls or is called by.
-ROLL_FUNCTIONS = (
-    "roll/utils/upload_utils.py:FileSystemUploader.__init__",
-    "roll/utils/upload_utils.py:FileSystemUploader.upload",
-    "roll/utils/upload_utils.py:FileSystemUploader.get_latest_ckpt",
-    "roll/utils/checkpoint_manager.py:get_latest_ckpt",
-    "roll/utils/checkpoint_manager.py:download_model",
-    "roll/utils/checkpoint_manager.py:CheckpointManager.__init__",
-    "roll/utils/checkpoint_manager.py:CheckpointManager.upload",
-    "roll/utils/worker_state.py:WorkerState.save_to_json",
-    "roll/utils/worker_state.py:WorkerState.load_from_json",
-    "roll/utils/worker_state.py:WorkerState.save_rng_state",
-    "roll/distributed/strategy/factory.py:create_strategy",
-    "roll/distributed/strategy/megatron_strategy.py:MegatronTrainStrategy.__init__",
-    "roll/distributed/strategy/megatron_strategy.py:MegatronTrainStrategy.initialize",
-    "roll/distributed/strategy/megatron_strategy.py:MegatronTrainStrategy.load_states",
-    "roll/distributed/strategy/megatron_strategy.py:MegatronTrainStrategy.offload_states",
-    "roll/distributed/strategy/megatron_strategy.py:MegatronTrainStrategy.save_checkpoint",
-    "roll/distributed/strategy/megatron_strategy.py:MegatronTrainStrategy.load_checkpoint",
-    "roll/pipeline/base_pipeline.py:BasePipeline.__init__",
-    "roll/pipeline/base_pipeline.py:BasePipeline.run",
-    "roll/pipeline/base_pipeline.py:BasePipeline.set_checkpoint_clusters",
-    "roll/pipeline/base_pipeline.py:BasePipeline.do_checkpoint",
-    "roll/pipeline/base_pipeline.py:BasePipeline._cleanup_old_checkpoints",
-    "roll/pipeline/base_worker.py:ActorWorker.initialize",
-    "roll/pipeline/base_worker.py:ActorWorker.do_checkpoint",
-    "roll/pipeline/base_worker.py:CriticWorker.initialize",
-    "roll/pipeline/base_worker.py:CriticWorker.do_checkpoint",
-    "roll/pipeline/sft/sft_worker.py:SFTWorker.initialize",
-    "roll/pipeline/sft/sft_worker.py:SFTWorker.do_checkpoint",
-)
 
-# Files and folders are named by these, and attributes are read.
-ROLL_TEXTS = {
-    "roll/utils/worker_state.py": ('"worker_state_{tag}.json"', 'f"rng_state_{tag}.pth"'),
-    "roll/pipeline/base_pipeline.py": (
-        'f"checkpoint-{global_step}"',
-        'os.path.join(self.resume_from_checkpoint, "pipeline")',
-        'os.path.join(self.pipeline_config.output_dir, "pipeline", ckpt_id, "pipeline")',
-        "self.pipeline_config.save_steps",
-        "self.pipeline_config.max_steps - 1",
-        "'max_ckpt_to_keep', 0",
-        '.get("async_upload", True) and not is_last_step',
-        "self._cleanup_old_checkpoints()",
-        "self.checkpoint_manager = CheckpointManager(",
-    ),
-    "roll/utils/checkpoint_manager.py": ("uploader_cls(**checkpoint_config)", "except Exception as e:"),
-    "roll/distributed/strategy/strategy.py": (
-        "self.checkpoint_manager = CheckpointManager(checkpoint_config=self.worker_config.checkpoint_config)",
-    ),
-    "roll/distributed/strategy/megatron_strategy.py": (
-        "self.models_wrapped = [",
-        "self.models_unwrapped = ",
-        "self.optimizer: MegatronOptimizer = ",
-        "self.scheduler = ",
-        "self.tokenizer = ",
-        "self.processor = ",
-        "self.megatron_train_args.save_hf_model",
-        "self.megatron_train_args.save_only_model",
-        'kwargs.get("is_last_step", False)',
-    ),
-    "roll/pipeline/base_worker.py": (
-        "self.strategy = create_strategy(worker=self)",
-        "load_dir = os.path.join(load_dir, self.cluster_name)",
-        'self.strategy.load_checkpoint(load_dir=load_dir, tag="checkpoint")',
-    ),
-    "roll/configs/base_config.py": ('upload_type == "file_system"', 'self.checkpoint_config["async_upload"] = False'),
-    "roll/distributed/executor/cluster.py": ("worker_cls = safe_import_class(worker_cls)",),
-    "mcore_adapter/src/mcore_adapter/checkpointing.py": ('f.write("1")',),
-    "mcore_adapter/src/mcore_adapter/adapters/lora_layer.py": (
-        "class LoraParallelLinear(MegatronModule, LoraLayer):",
-        "self.lora_A[adapter_name] = lora_a",
-        'if k in [f"{prefix}base_layer.weight", f"{prefix}base_layer.bias"]:',
-        "r = r // self.config.moe_router_topk",
-    ),
-    "roll/models/model_providers.py": ("model.models[0] = setup_lora_training(", "model = get_peft_model("),
-}
+@dataclass(frozen=True)
+class Facts:
+    """What is recorded of a framework.
+
+    Attributes:
+        name: of the framework, and of the file.
+        version: `commit` and `date` of a checkout, or the `version` of a wheel.
+        functions: `path:qualname` with its `signature`, without types, and the functions that it is `called_by`, as far
+            as they are in `callers`.
+        callers: the files in which calls are looked for.
+        texts: file and texts that stand in it: names of files, and attributes that are read.
+        classes: folder and the classes in it, as `module:name`, whose names end with one of `endings`.
+    """
+
+    name: str
+    version: dict[str, str]
+    functions: dict[str, dict[str, Any]]
+    callers: list[str]
+    texts: dict[str, list[str]]
+    classes: dict[str, Any]
+
+    @staticmethod
+    def of(name: str) -> "Facts":
+        return Facts(name, **json.loads((FACTS / f"{name}.json").read_text()))
+
+    def signature(self, name: str) -> str:
+        return self.functions[name]["signature"]
+
+    def read_again(self, source: Path) -> "Facts":
+        """The same of other sources. A text that is gone is left out; a file or a function that is gone is an error."""
+        calls = dict(_calls(source, self.callers))
+        functions = {}
+        for name in self.functions:
+            path, qualname = name.split(":")
+            called = qualname.split(".")[-1]
+            # An `__init__` is called by the name of its class.
+            by = [] if called.startswith("__") else sorted(caller for caller, names in calls.items() if called in names)
+            functions[name] = {"signature": signature_in((source / path).read_text(), qualname), "called_by": by}
+        found = {path: (source / path).read_text() for path in self.texts}
+        texts = {path: [text for text in each if text in found[path]] for path, each in self.texts.items()}
+        classes = self.classes and {**self.classes, "names": _classes(source, **_without_names(self.classes))}
+        return Facts(self.name, _version(source), functions, self.callers, texts, classes)
+
+    def write(self) -> None:
+        content = {key: value for key, value in vars(self).items() if key != "name"}
+        (FACTS / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def signature_in(source: str, qualname: str) -> str:
@@ -113,28 +87,45 @@ def signature_of(function: Callable[..., Any]) -> str:
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)).replace(" = ", "=")
 
 
-def class_names(folder: Path) -> list[str]:
-    """Of all pipelines and workers: `roll.pipeline.base_worker:ActorWorker`."""
+def _calls(source: Path, paths: list[str]) -> Iterator[tuple[str, set[str]]]:
+    """The functions in files, and the names of what each of them calls."""
+    for path in paths:
+        for qualname, node in _functions(ast.parse((source / path).read_text()).body):
+            called = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+            names = {each.id if isinstance(each, ast.Name) else getattr(each, "attr", "") for each in called}
+            yield f"{path}:{qualname}", names
+
+
+def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{prefix}{node.name}", node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{prefix}{node.name}.")
+
+
+def _classes(source: Path, folder: str, root: str, endings: list[str]) -> list[str]:
     found = []
-    for path in sorted(folder.rglob("*.py")):
-        module = ".".join(path.relative_to(folder.parent.parent).with_suffix("").parts)
+    for path in sorted((source / folder).rglob("*.py")):
+        module = ".".join(path.relative_to(source / root).with_suffix("").parts)
         names = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-        found += [f"{module}:{name}" for name in names if name.endswith(("Worker", "Pipeline"))]
+        found += [f"{module}:{name}" for name in names if name.endswith(tuple(endings))]
     return found
 
 
-def roll_facts(checkout: Path) -> dict[str, Any]:
-    signatures = {}
-    for name in ROLL_FUNCTIONS:
-        path, qualname = name.split(":")
-        signatures[name] = signature_in((checkout / path).read_text(), qualname)
-    texts = {
-        path: [text for text in wanted if text in (checkout / path).read_text()] for path, wanted in ROLL_TEXTS.items()
-    }
-    return {"signatures": signatures, "texts": texts, "classes": class_names(checkout / "roll" / "pipeline")}
+def _without_names(classes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in classes.items() if key != "names"}
+
+
+def _version(source: Path) -> dict[str, str]:
+    if not (source / ".git").exists():
+        (metadata,) = source.glob("*.dist-info/METADATA")
+        line = next(line for line in metadata.read_text().splitlines() if line.startswith("Version: "))
+        return {"version": line.removeprefix("Version: ")}
+    command = ["git", "-C", str(source), "show", "-s", "--format=%H %cs", "HEAD"]
+    commit, date = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return {"commit": commit, "date": date}
 
 
 if __name__ == "__main__":
-    checkout = Path(sys.argv[1])
-    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    print(json.dumps({"commit": commit.stdout.strip(), **roll_facts(checkout)}, indent=1))  # noqa: T201
+    Facts.of(sys.argv[1]).read_again(Path(sys.argv[2]).expanduser()).write()

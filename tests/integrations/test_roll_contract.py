@@ -1,16 +1,13 @@
 """What ROLL's sources say, as it was recorded (facts/roll.json), is what ours goes by, and the tests' stand-in."""
 
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-from source_facts import FACTS, ROLL_TEXTS, roll_facts, signature_in, signature_of
+from source_facts import Facts, signature_in, signature_of
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -22,8 +19,8 @@ PIPELINE = "roll/pipeline/base_pipeline.py:BasePipeline"
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    return json.loads((FACTS / "roll.json").read_text())
+def facts() -> Facts:
+    return Facts.of("roll")
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +36,17 @@ def integration() -> Iterator[ModuleType]:
     del sys.modules["mcore_ckpt.integrations.roll"]
 
 
-def recorded(facts: dict[str, Any], name: str) -> str:
-    return facts["signatures"][name]
+def recorded(facts: Facts, name: str) -> str:
+    return facts.signature(name)
 
 
-def test_the_stand_in_is_called_as_roll_is(facts: dict[str, Any]) -> None:
-    for name, signature in facts["signatures"].items():
+def test_the_stand_in_is_called_as_roll_is(facts: Facts) -> None:
+    for name in facts.functions:
         path, qualname = name.split(":")
-        assert signature_in((STAND_IN / path).read_text(), qualname) == signature, name
+        assert signature_in((STAND_IN / path).read_text(), qualname) == facts.signature(name), name
 
 
-def test_what_is_overridden_has_rolls_signature(facts: dict[str, Any], integration: ModuleType) -> None:
+def test_what_is_overridden_has_rolls_signature(facts: Facts, integration: ModuleType) -> None:
     for name in ("save_checkpoint", "load_checkpoint"):
         assert signature_of(getattr(integration.CheckpointStrategy, name)) == recorded(facts, f"{STRATEGY}.{name}")
     for name in ("__init__", "upload", "get_latest_ckpt"):
@@ -69,27 +66,14 @@ def test_the_type_is_registered_and_takes_all_of_checkpoint_config(integration: 
     assert integration.TYPE != "file_system"
 
 
-def test_every_class_is_one_of_rolls(facts: dict[str, Any], integration: ModuleType) -> None:
+def test_every_class_is_one_of_rolls(facts: Facts, integration: ModuleType) -> None:
     for name, (_, module, base) in integration._CLASSES.items():
-        assert f"{module}:{base}" in facts["classes"], name
+        assert f"{module}:{base}" in facts.classes["names"], name
     made = integration.RLVRActorWorker
     assert made is integration.RLVRActorWorker
     assert (made.__module__, made.__qualname__) == ("mcore_ckpt.integrations.roll", "RLVRActorWorker")
     with pytest.raises(AttributeError, match="NoWorker"):
         _ = integration.NoWorker
-
-
-def test_what_it_relies_on_is_recorded(facts: dict[str, Any]) -> None:
-    """Recorded are those texts that were found: one that is gone from ROLL would be gone from here."""
-    assert facts["texts"] == {path: list(texts) for path, texts in ROLL_TEXTS.items()}
-
-
-@pytest.mark.skipif("ROLL_SOURCE" not in os.environ, reason="a checkout of ROLL, for a person who has one")
-def test_the_record_is_what_the_sources_say(facts: dict[str, Any]) -> None:
-    now = roll_facts(Path(os.environ["ROLL_SOURCE"]))
-    assert now["signatures"] == facts["signatures"]
-    assert now["texts"] == facts["texts"]
-    assert now["classes"] == facts["classes"]
 
 
 def test_without_roll_it_says_so() -> None:
