@@ -3,14 +3,18 @@
 The wheels since 0.17 have it. Of its arguments, these are the ones that a load reads, with its defaults.
 """
 
+import contextlib
 import typing
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from foreign_checkpoints import rng_object, set_random_states, sharded_chunks
 from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from snapshot import poison
 from training import MICRO_BATCH_SIZE, Layout, Training
 
 if not hasattr(typing, "override"):
@@ -76,16 +80,35 @@ def arguments(layout: Layout, root: Path, **more: Any) -> Namespace:
 
 def load(training: Training, args: Namespace) -> tuple[int, float]:
     """`load_checkpoint(model, optimizer, opt_param_scheduler)`, with these arguments."""
+    with ready_to_load(args):
+        return _load_with_its_own(training, args) if checkpointing else _load_with_its_calls(training, args)
+
+
+@contextlib.contextmanager
+def ready_to_load(args: Namespace) -> Iterator[None]:
+    """With what `load_checkpoint` needs of the process: a calculator of micro-batches, and no version from before."""
     sizes = (MICRO_BATCH_SIZE * args.data_parallel_size, MICRO_BATCH_SIZE, args.data_parallel_size)
     num_microbatches_calculator.init_num_microbatches_calculator(dist.get_rank(), None, *sizes)
+    if checkpointing:
+        checkpointing._CHECKPOINT_VERSION = None
     try:
-        return _load_with_its_own(training, args) if checkpointing else _load_with_its_calls(training, args)
+        yield
     finally:
         num_microbatches_calculator.destroy_num_microbatches_calculator()
 
 
+def poison_for_megatron(training: Training) -> None:
+    """Spoils all of a training but what Megatron-LM needs in order to load."""
+    groups = training.optimizer.param_groups
+    # Since 0.19 megatron also finds a group's counterpart by the rates that it was made with.
+    found_by = [{key: group.get(key) for key in param_group_identifier_keys} for group in groups]
+    poison(training)
+    for group, fields in zip(groups, found_by, strict=True):
+        group.update({key: value for key, value in fields.items() if key in group})
+    training.scheduler.num_steps = 0  # which the scheduler's load counts on
+
+
 def _load_with_its_own(training: Training, args: Namespace) -> tuple[int, float]:
-    checkpointing._CHECKPOINT_VERSION = None
     global_vars.set_args(args)
     try:
         return checkpointing.load_checkpoint(training.model, training.optimizer, training.scheduler)

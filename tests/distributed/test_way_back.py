@@ -14,7 +14,6 @@ from agreement import error_of, everywhere, raised_everywhere
 from fused_adam import fused_adam
 from global_state import assert_same_state, global_state, loss_and_norm
 from layouts import LAYOUTS
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from resuming import SIZES
 from snapshot import assert_same, poison, snapshot
 from test_muon import LAYOUTS as KINDS
@@ -68,12 +67,7 @@ def groups_of(training: Training) -> list[dict[str, Any]]:
 def loaded(layout: Layout, root: Path, **more: Any) -> tuple[Training, Any]:
     """A new training that Megatron-LM has resumed."""
     training = build(layout, seed=2)
-    # Since 0.19 megatron also finds a group's counterpart by the rates that it was made with.
-    found_by = [{key: group.get(key) for key in param_group_identifier_keys} for group in groups_of(training)]
-    poison(training)
-    for group, fields in zip(groups_of(training), found_by, strict=True):
-        group.update({key: value for key, value in fields.items() if key in group})
-    training.scheduler.num_steps = 0  # which the scheduler's load counts on
+    megatron_lm.poison_for_megatron(training)
     args = megatron_lm.arguments(layout, root, **more)
     assert megatron_lm.load(training, args) == (STEP, OPERATIONS)
     return training, args

@@ -1,0 +1,39 @@
+"""Checkpoints for miles (2026-08), a fork of slime. One argument installs them: `--custom-megatron-init-path`.
+
+    --custom-megatron-init-path mcore_ckpt.integrations.miles.install
+
+See docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.integrations.miles.adapters import AdapterCheckpoints
+from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints, replace_functions
+
+__all__ = ["install"]
+
+
+def install(args: Any) -> None:
+    """Lets this process save and load with this package. miles calls it on each rank before it makes the model.
+
+    Args:
+        args: miles' arguments. `args.mcore_ckpt`, from the YAML file of `--custom-config-path`, has options of
+            CheckpointConfig.
+
+    Raises:
+        ImportError: miles is not installed.
+        InvalidArgumentError: `args.mcore_ckpt` has an unknown option or a value that is not allowed.
+        UnsupportedError: the run has several adapters, or a hook that expects Megatron-LM's folders.
+    """
+    if getattr(args, "multi_lora", False):
+        raise UnsupportedError("multi-LoRA is not supported: miles saves its adapters itself. Leave the argument out")
+    if getattr(args, "custom_megatron_post_save_hook_path", None):
+        raise UnsupportedError(
+            "--custom-megatron-post-save-hook-path is not supported: the hook gets Megatron-LM's folder, which is not "
+            "written here. Leave it out, or take --save-hf for a HuggingFace model"
+        )
+    has_adapters = getattr(args, "lora_rank", 0) > 0 or getattr(args, "lora_adapter_path", None) is not None
+    replace_functions("miles", args, AdapterCheckpoints if has_adapters else ActorCheckpoints)

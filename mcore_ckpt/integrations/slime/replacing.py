@@ -1,0 +1,197 @@
+"""Replaces the functions with which slime's actors save and load. miles is a fork that has them in the same places.
+
+slime has no hook for checkpoints. `slime.backends.megatron_utils` imports Megatron-LM's functions into its modules
+`checkpoint` and `model`, and calls them from there. `--custom-megatron-init-path` names a function that each rank calls
+before the model exists (`initialize.init`), and that function can set these names.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import MANIFEST_FILE
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
+from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training, restore_counters
+from mcore_ckpt.integrations.kit.options import own_config
+from mcore_ckpt.integrations.kit.published import published_config
+from mcore_ckpt.integrations.megatron.refusals import refuse_other_kinds, refuse_partial_loads
+from mcore_ckpt.integrations.slime.data_position import newest_with_data
+from mcore_ckpt.steps import complete_steps
+
+logger = logging.getLogger(__name__)
+
+# slime says these by --async-save, --no-save-optim, --no-load-optim and --use-critic.
+_SAID_ELSEWHERE = ("async_save", "roles", "load_contents")
+# What slime sets for a run that has no checkpoint yet (`slime_validate_args`).
+_FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+
+
+def replace_functions(package: str, args: Any, kind: type[ActorCheckpoints] | None = None) -> None:
+    """Lets the actors of slime, or of a fork of it, save and load with this package.
+
+    Args:
+        package: the name of the fork's package.
+        args: its arguments.
+        kind: the class that saves and loads. None: ActorCheckpoints.
+
+    Raises:
+        ImportError: the package is not installed.
+        InvalidArgumentError: `args.mcore_ckpt` has an unknown option or a value that is not allowed.
+    """
+    try:
+        checkpoint: Any = import_module(f"{package}.backends.megatron_utils.checkpoint")
+        model: Any = import_module(f"{package}.backends.megatron_utils.model")
+        async_utils: Any = import_module("megatron.training.async_utils")
+    except ImportError as error:
+        raise ImportError(f"mcore_ckpt.integrations.{package} needs {package} and Megatron-LM: {error}") from error
+    ours = (kind or ActorCheckpoints)(checkpoint, args)
+    checkpoint.save_checkpoint = model.save_checkpoint = ours.save_checkpoint
+    # `load_checkpoint` of the package chooses between a HuggingFace folder and Megatron-LM's function of this name.
+    checkpoint._load_checkpoint_megatron = ours.load_checkpoint
+    checkpoint._is_megatron_checkpoint = ours.is_megatron_checkpoint(checkpoint._is_megatron_checkpoint)
+    # `save_model` imports it from there each time.
+    async_utils.maybe_finalize_async_save = ours.maybe_finalize_async_save
+    ours.replace_more(model)
+
+
+class ActorCheckpoints:
+    """Saves and loads the model of one actor or critic. Each rank has one, for the life of its process.
+
+    Args:
+        checkpoint: the package's module `backends.megatron_utils.checkpoint`.
+        args: the package's arguments, which it changes between its loads.
+    """
+
+    def __init__(self, checkpoint: Any, args: Any) -> None:
+        self._checkpoint = checkpoint
+        self._args = args
+        self._config = self._read_config()
+        self._checkpoints = LoopCheckpoints()
+        self._hf_config = published_config(args.hf_checkpoint, needed="hf_model" in self._config.save_contents)
+
+    def save_checkpoint(
+        self,
+        iteration: int,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        num_floating_point_operations_so_far: float = 0,
+        checkpointing_context: dict[str, Any] | None = None,
+        non_persistent_ckpt: bool = False,
+        train_data_iterator: Any = None,
+        preprocess_common_state_dict_fn: Any = None,
+    ) -> None:
+        """Saves to `<args.save>/global_steps_{rollout id}/{role}`. Takes the place of Megatron-LM's function.
+
+        Raises:
+            UnsupportedError: an argument cannot be honoured.
+            CheckpointError: see CheckpointManager.save.
+        """
+        refuse_other_kinds(non_persistent_ckpt, False, "")
+        args, training = Arguments(self._args), self._training(model, optimizer, opt_param_scheduler)
+        args.refuse_unsupported()
+
+        def state() -> dict[str, Any]:
+            counters = {name: args[name] for name in COUNTERS}
+            return {"num_floating_point_operations_so_far": num_floating_point_operations_so_far, **counters}
+
+        config = replace(self._config, roles=self._roles(training.role, iteration))
+        self._checkpoints.save(iteration, training, args, config, state)
+
+    def load_checkpoint(
+        self,
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        checkpointing_context: dict[str, Any] | None = None,
+        skip_load_to_model_and_opt: bool = False,
+    ) -> tuple[int, float]:
+        """Loads from `args.load`. Takes the place of Megatron-LM's function.
+
+        Returns:
+            The rollout id that was saved (0 with `args.finetune`) and a number of floating-point operations.
+
+        Raises:
+            UnsupportedError: an argument cannot be honoured.
+            CheckpointError: see LoopCheckpoints.load.
+        """
+        refuse_partial_loads(True, skip_load_to_model_and_opt)
+        args, training = Arguments(self._args), self._training(ddp_model, optimizer, opt_param_scheduler)
+        args.refuse_unsupported()
+        if self._only_critic_was_trained(training):
+            logger.warning("%s has steps of the critic alone, so the actor starts afresh", self._args.load)
+            return self._load_beginning(training)
+        return self._load_ours(training, args)
+
+    def _load_ours(self, training: Training, args: Arguments) -> tuple[int, float]:
+        loaded = self._checkpoints.load(
+            training, args, self._config, choose_step=lambda root: newest_with_data(root, training.role, self._args)
+        )
+        if loaded is None:
+            return 0, 0
+        if not args["finetune"]:
+            restore_counters(loaded, args)
+        return (0 if args["finetune"] else loaded.iteration), loaded.operations
+
+    def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
+        """Waits for an async save. Takes the place of Megatron-LM's function. See LoopCheckpoints.finalize."""
+        self._checkpoints.finalize(blocking, terminate)
+
+    def is_megatron_checkpoint(self, stock: Any) -> Any:
+        """Returns a function that tells checkpoints from HuggingFace folders. Ours may be a single role's folder."""
+        return lambda path: (Path(path) / MANIFEST_FILE).exists() or stock(path)
+
+    def replace_more(self, model: Any) -> None:
+        """Replaces what only a fork has, given its module `backends.megatron_utils.model`."""
+
+    def _read_config(self) -> CheckpointConfig:
+        config = own_config(getattr(self._args, "mcore_ckpt", None) or {}, _SAID_ELSEWHERE, "args.mcore_ckpt")
+        if self._args.offload_train:
+            # `sleep`, right after the save, gives back the memory of parameters and optimizer state.
+            config = replace(config, async_mode="snapshot")
+        return config
+
+    def _training(self, model: Any, optimizer: Any, scheduler: Any) -> Training:
+        # `initialize_model_and_optimizer` sets the role before it loads.
+        return Training(list(model), optimizer, scheduler, getattr(model[0], "role", "actor"), self._hf_config)
+
+    def _shares_folder(self) -> bool:
+        """True if actor and critic save to the same folder. A file of settings for each role can separate them."""
+        return bool(self._args.use_critic) and getattr(self._args, "megatron_config_path", None) is None
+
+    def _roles(self, role: str, rollout_id: int) -> tuple[str, ...]:
+        """Returns the roles that a step consists of: the driver saves the actor only from a certain rollout on."""
+        if not self._shares_folder() or rollout_id < self._args.num_critic_only_steps:
+            return (role,)
+        return ("actor", "critic")
+
+    def _only_critic_was_trained(self, training: Training) -> bool:
+        """True if all complete steps are of the time when the critic alone was trained (`--num-critic-only-steps`)."""
+        args = self._args
+        if training.role != "actor" or args.finetune or not self._shares_folder():
+            return False
+        steps = complete_steps(Path(args.load))
+        return bool(steps) and all(s.committed == {"critic"} and s.step < args.num_critic_only_steps for s in steps)
+
+    def _load_beginning(self, training: Training) -> tuple[int, float]:
+        """Loads the weights that the training starts from, as if there were no checkpoint."""
+        args = self._args
+        folder = args.ref_load or args.hf_checkpoint
+        beginning = {"load": folder, "ckpt_step": args.ref_ckpt_step if args.ref_load else None}
+        before = {name: getattr(args, name) for name in (*beginning, *_FROM_THE_BEGINNING)}
+        vars(args).update(beginning | _FROM_THE_BEGINNING)
+        try:
+            return self._checkpoint.load_checkpoint(
+                training.model,
+                training.optimizer,
+                training.scheduler,
+                checkpointing_context={},
+                skip_load_to_model_and_opt=False,
+            )
+        finally:
+            vars(args).update(before)

@@ -1,0 +1,354 @@
+"""slime and miles: saved, killed, resumed through their own calls, bit for bit; see slime_run.py for what is real."""
+
+import shutil
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adapters import FROZEN, with_adapters
+from agreement import everywhere
+from foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from fused_adam import fused_adam
+from global_state import loss_and_norm
+from layouts import LAYOUTS
+from megatron_lm import poison_for_megatron, ready_to_load
+from slime_run import Run, arguments, installed
+from snapshot import assert_same, poison, snapshot
+from tiers import marks
+from training import Layout, build, parallel, train
+
+from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.ranks import rendezvous
+from mcore_ckpt.steps import complete_steps
+from mcore_ckpt.tools.way_back.convert import convert_back
+
+DP2 = LAYOUTS["dp2-bf16"]
+SWITCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offloaded": {"offload": 0.5, "precision_aware": True},
+    "remainders": {"precision_aware": True, "remainders": True, "moment_dtypes": ("bf16", "fp16")},
+}
+
+
+def beginning(layout: Layout, folder: Path) -> Path:
+    """A checkpoint of Megatron-LM's to start from (`--ref-load`), with the weights of another training."""
+    training = build(layout, seed=9)
+    train(training, 0, 1)  # Megatron-LM cannot save an optimizer before its first step
+    save_torch_dist(training, folder / "iter_0000001", "dp_reshardable", iteration=1)
+    if dist.get_rank() == 0:
+        (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    dist.barrier()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fork", "switches", "async_save"),
+    [
+        pytest.param("slime", "plain", True, marks=marks(2, in_ci=True)),
+        pytest.param("miles", "plain", False, marks=marks(2, in_ci=True)),
+        pytest.param("slime", "plain", False, marks=marks(2, in_ci=False)),
+        pytest.param("miles", "plain", True, marks=marks(2, in_ci=False)),
+        pytest.param("slime", "offloaded", True, marks=marks(2, in_ci=True)),
+        pytest.param("slime", "remainders", True, marks=marks(2, in_ci=False)),
+        pytest.param("miles", "remainders", False, marks=marks(2, in_ci=False)),
+        pytest.param("miles", "offloaded", False, marks=marks(2, in_ci=False)),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(fork: str, switches: str, async_save: bool, shared_path: Path) -> None:
+    layout = replace(DP2, **SWITCHES[switches])
+    with parallel(layout), installed(fork) as patched:
+        # The beginning is plain: Megatron-LM has no checkpoints of such optimizers to start from.
+        start = beginning(DP2, shared_path / "ref")
+        more = {"ref_load": str(start), "async_save": async_save, "save_interval": 2}
+        first = Run(layout, arguments(layout, shared_path / "run", fork, **more), patched, fork)
+        assert first.start() == 0
+        first.go(0, 4)
+        at_save = snapshot(first.training)
+        reference = first.go(4, 6)
+        first.finish()  # the second run is another process, which no file of the first may surprise
+        discard(shared_path / "run", 5)
+
+        second = Run(layout, arguments(layout, shared_path / "run", fork, **more), patched, fork, seed=2, spoil=poison)
+        begins = second.start()
+        loaded = snapshot(second.training)
+        with everywhere():
+            assert begins == 4
+            assert_same(loaded, at_save)
+        resumed = second.go(4, 6, num_rollout=6)
+        with everywhere():
+            assert resumed == reference
+            assert first.samples[4:] == second.samples
+            assert [status.step for status in complete_steps(shared_path / "run")] == [1, 3, 5]
+        second.finish()
+
+
+def discard(root: Path, step: int) -> None:
+    """As if the run had died before this step was committed."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(root / f"global_steps_{step}")
+        (root / "rollout" / f"global_dataset_state_dict_{step}.pt").unlink()
+    dist.barrier()
+
+
+@pytest.mark.world(2)
+def test_the_words_keep_their_meaning(shared_path: Path) -> None:
+    root = shared_path / "run"
+    with parallel(DP2), installed("slime") as patched:
+        start = beginning(DP2, shared_path / "ref")
+
+        def run(**more: Any) -> Run:
+            made = Run(DP2, arguments(DP2, root, ref_load=str(start), **more), patched, seed=2, spoil=poison)
+            made.first = made.start()  # type: ignore[attr-defined]
+            return made
+
+        weights = snapshot(run(save_interval=9).training)
+        reference = Run(DP2, arguments(DP2, shared_path / "other", ref_load=str(start)), patched, seed=3)
+        reference.start()
+        with everywhere():
+            models = [name for name in weights if name.endswith("weight") and "optimizer" not in name]
+            assert_same({n: snapshot(reference.training)[n] for n in models}, {n: weights[n] for n in models})
+
+        saving = run(no_save_optim=True, mcore_ckpt={"max_to_keep": 2, "timeout_s": 40.0})
+        saving.go(0, 4)
+        saving.finish()
+        with everywhere():
+            assert [status.step for status in complete_steps(root)] == [2, 3]
+            assert not (root / "global_steps_3" / "actor" / "optim").exists()
+        older = run(ckpt_step=2, no_load_optim=True)
+        newest = run(no_load_optim=True)
+        tuned = run(finetune=True)
+        assert (older.first, newest.first, tuned.first) == (3, 4, 0)  # type: ignore[attr-defined]
+        assert newest.source.sample_offset == 32
+        # Retention counts what an earlier life has left.
+        again = run(no_load_optim=True, mcore_ckpt={"max_to_keep": 2, "timeout_s": 40.0})
+        again.go(4, 5)
+        again.finish()
+        with everywhere():
+            assert [status.step for status in complete_steps(root)] == [3, 4]
+
+
+@pytest.mark.world(2)
+def test_weights_and_data_position_go_back_together(shared_path: Path) -> None:
+    """The driver died between the two: slime itself would use the data from its beginning again."""
+    root = shared_path / "run"
+    with parallel(DP2), installed("slime") as patched:
+        more = {"ref_load": str(beginning(DP2, shared_path / "ref"))}
+        first = Run(DP2, arguments(DP2, root, **more), patched)
+        first.go(first.start(), 3)
+        data = root / "rollout" / "global_dataset_state_dict_2.pt"
+        dist.barrier()
+        cut = data.read_bytes()[:-100]
+        for spoilt in (lambda: data.write_bytes(cut), data.unlink):
+            if dist.get_rank() == 0:
+                spoilt()
+            dist.barrier()
+            second = Run(DP2, arguments(DP2, root, **more), patched, seed=2)
+            assert second.start() == 2
+            assert second.source.sample_offset == 16
+        named = Run(DP2, arguments(DP2, root, ckpt_step=2, **more), patched, seed=2)
+        assert named.start() == 3
+
+
+@pytest.mark.world(2)
+def test_another_layout_moving_over_and_a_reference_model(shared_path: Path) -> None:
+    """slime's own `iter_0000003` is loaded, the next save is ours, and that loads under another layout."""
+    sizes = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
+    before, after = (replace(LAYOUTS[name], precision="bf16", **sizes) for name in ("dp2-bf16", "tp2"))
+    root = shared_path / "run"
+    with parallel(before), installed("slime") as patched:
+        stock = build(before, seed=1)
+        seed_replicas_alike()
+        train(stock, 0, 4)
+        told = arguments(before, root, consumed_train_samples=32)
+        state = {"iteration": 3, "num_floating_point_operations_so_far": 0, "args": told}
+        save_torch_dist(stock, root / "iter_0000003", "dp_reshardable", **state)
+        if dist.get_rank() == 0:
+            (root / "latest_checkpointed_iteration.txt").write_text("3")
+        dist.barrier()
+        at_save, reference = snapshot(stock), train(stock, 4, 5)
+        moved = Run(before, arguments(before, root), patched, seed=2, spoil=poison)
+        begins = moved.start()
+        with everywhere():
+            assert begins == 4
+            assert_same(snapshot(moved.training), at_save)
+        assert moved.go(4, 5) == reference
+        expected = loss_and_norm(moved.go(5, 6)[0])
+        moved.finish()
+    with parallel(after), installed("slime") as patched:
+        args = arguments(after, root, ckpt_step=4, ref_load=str(root), ref_ckpt_step=5)
+        other = Run(after, args, patched, seed=3, spoil=poison, with_ref=True)
+        assert other.start() == 5
+        # The reference model's weights are in the model now, as slime has it: it copies them away and loads again.
+        other.args.ckpt_step = 4
+        third = Run(after, args, patched, seed=4, spoil=poison)
+        third.start()
+        found = loss_and_norm(third.go(5, 6)[0])
+        assert found == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.world(2)
+def test_a_run_goes_back(shared_path: Path) -> None:
+    """Without the argument, slime's call of Megatron-LM's own `load_checkpoint` resumes the converted step."""
+    root, back = shared_path / "run", shared_path / "back"
+    own_states = {"data_parallel_random_init": True}  # of each replica; Megatron-LM compares it with its argument
+    with parallel(DP2), installed("slime") as patched, fused_adam():
+        more = {"ref_load": str(beginning(DP2, shared_path / "ref")), **own_states}
+        first = Run(DP2, arguments(DP2, root, **more), patched)
+        first.go(first.start(), 2)
+        at_save, reference = snapshot(first.training), train(first.training, 2, 4)
+        convert_back(root, back, "megatron", rendezvous("test-slime/back", 60.0), test=True)
+        if dist.get_rank() == 0:
+            shutil.copytree(root / "rollout", back / "rollout")
+        dist.barrier()
+    args = arguments(DP2, back, custom_megatron_init_path=None, **own_states)
+    with parallel(DP2), installed("slime") as patched, fused_adam(), ready_to_load(args):
+        second = Run(DP2, args, patched, seed=2, spoil=poison_for_megatron)
+        begins = second.start()
+        with everywhere():
+            assert begins == 2
+            assert_same(snapshot(second.training), at_save)
+            assert second.source.sample_offset == 16
+        assert train(second.training, 2, 4) == reference
+
+
+@pytest.mark.world(2)
+def test_adapters_of_miles_resume_from_load(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapters alone are saved. The base model comes from where miles takes it at the first start."""
+    with_adapters(monkeypatch, target_modules=["linear_qkv"])
+    layout, root = replace(DP2, frozen=FROZEN), shared_path / "run"
+    (shared_path / "hf" / "model").mkdir(parents=True, exist_ok=True)
+    with parallel(layout), installed("miles") as patched:
+        base = {name: value.clone() for name, value in _frozen(build(layout, seed=1))}
+        filled = []
+
+        def load_base(ddp_model: Any, optimizer: Any, args: Any, load_path: str) -> tuple[int, int]:
+            """Stands in for Megatron-Bridge, which fills a model from a HuggingFace folder."""
+            filled.append(load_path)
+            for name, value in _frozen(SimpleNamespace(model=ddp_model)):
+                value.data.copy_(base[name])
+            return 0, 0
+
+        def run(seed: int, **more: Any) -> Run:
+            args = arguments(layout, root, "miles", ref_load=str(shared_path / "hf"), lora_rank=4, **more)
+            return Run(layout, args, patched, "miles", seed=seed, spoil=poison if seed > 1 else None)
+
+        module = import_module("miles.backends.megatron_utils.checkpoint")
+        patched.setattr(module, "_load_checkpoint_hf", load_base)
+        first = run(1)
+        first.go(first.start(), 2)
+        first.finish()
+        at_save = snapshot(first.training)
+        reference = train(first.training, 2, 4)
+        for more in ({}, {"load": str(shared_path / "hf"), "lora_adapter_path": str(root)}):
+            second = run(2, **more)
+            assert second.start() == 2
+            with everywhere():
+                assert set(filled) == {str(shared_path / "hf")}
+                assert_same(snapshot(second.training), at_save)
+            assert train(second.training, 2, 4) == reference
+        wrong = run(3)
+        wrong.args.ref_load = str(root)
+        with pytest.raises(UnsupportedError, match="starts from a HuggingFace folder"):
+            wrong.start()
+
+
+def _frozen(training: Any) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (f"{number}.{name}", parameter)
+        for number, chunk in enumerate(training.model)
+        for name, parameter in chunk.named_parameters()
+        if not parameter.requires_grad
+    ]
+
+
+@pytest.mark.world(1)
+def test_actor_and_critic_of_one_folder_are_one_step(shared_path: Path) -> None:
+    """slime's actor and critic save to one folder, where Megatron-LM's files of the second replace the first's."""
+    plain, root = LAYOUTS["plain"], shared_path / "run"
+    with parallel(plain), installed("slime") as patched:
+        more = {"ref_load": str(beginning(plain, shared_path / "ref")), "use_critic": True, "num_critic_only_steps": 1}
+
+        fresh = Run(plain, arguments(plain, shared_path / "none", **more), patched, seed=7)
+        fresh.start()
+
+        def begin(role: str, seed: int) -> tuple[Run, int]:
+            run = Run(plain, arguments(plain, root, **more), patched, role=role, seed=seed)
+            return run, run.start()
+
+        critic, first = begin("critic", 2)
+        critic.go(first, 1)
+        assert [status.step for status in complete_steps(root)] == [0]
+        critic_again, first = begin("critic", 3)
+        assert first == 1
+        actor, _ = begin("actor", 1)  # no step of its own yet
+        started = snapshot(actor.training)
+        weights = [name for name in started if name.endswith("weight") and "optimizer" not in name]
+        assert_same({n: snapshot(fresh.training)[n] for n in weights}, {n: started[n] for n in weights})
+        actor.actor.save_model(1)
+        assert [status.step for status in complete_steps(root)] == [0]  # the critic is missing
+        critic_again.go(1, 2)
+        assert [status.step for status in complete_steps(root)] == [0, 1]
+        actor.finish()
+        critic_again.finish()
+
+
+@pytest.mark.world(2)
+def test_a_save_outlives_the_process_group(shared_path: Path) -> None:
+    """With --offload-train slime destroys the default process group after each save, and makes another for the next."""
+    root, more = shared_path / "run", {"offload_train": True, "async_save": True}
+    store = dist.distributed_c10d._get_default_store()
+    with installed("slime") as patched:
+        with parallel(DP2):
+            more["ref_load"] = str(beginning(DP2, shared_path / "ref"))
+            run = Run(DP2, arguments(DP2, root, **more), patched)
+            run.start()
+            run.actor.save_model(0)
+            saved = snapshot(run.training)
+        another_world(dist.PrefixStore("slime-1", store))
+        run.finish()
+        with everywhere():
+            assert [status.step for status in complete_steps(root)] == [0]
+        with parallel(DP2):
+            again = Run(DP2, arguments(DP2, root, **more), patched, seed=2, spoil=poison)
+            assert again.start() == 1
+            with everywhere():
+                assert_same(snapshot(again.training), saved)
+            again.actor.save_model(1, force_sync=True)
+            with everywhere():
+                assert [status.step for status in complete_steps(root)] == [0, 1]
+            again.finish()
+
+
+def another_world(store: dist.Store) -> None:
+    """What `destroy_process_groups` and `reload_process_groups` of slime do to the default group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+@pytest.mark.world(1)
+def test_what_cannot_be_honoured_is_refused_by_name(shared_path: Path) -> None:
+    plain = LAYOUTS["plain"]
+    with parallel(plain), installed("slime") as patched:
+        root = beginning(plain, shared_path / "ref")
+
+        def start(**more: Any) -> int:
+            return Run(plain, arguments(plain, root, **more), patched).start()
+
+        with pytest.raises(InvalidArgumentError, match=r"args\.mcore_ckpt has unknown options \('max_keep'\)"):
+            start(mcore_ckpt={"max_keep": 3})
+        with pytest.raises(InvalidArgumentError, match="unknown options \\('async_save'\\)"):
+            start(mcore_ckpt={"async_save": True})
+        with pytest.raises(UnsupportedError, match="fsdp_dtensor"):
+            start(ckpt_format="fsdp_dtensor")
+        with pytest.raises(CheckpointNotFoundError, match="step 7"):
+            start(ckpt_step=7)
+    with parallel(plain), installed("miles") as patched:
+        for wrong in ({"multi_lora": True}, {"custom_megatron_post_save_hook_path": "a.b"}):
+            with pytest.raises(UnsupportedError, match="not supported"):
+                Run(plain, arguments(plain, root, "miles", **wrong), patched, "miles").start()

@@ -1,0 +1,8 @@
+"""miles' way from a dotted path to a function."""
+
+import importlib
+
+
+def load_function(path, *, sync_required=False):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
