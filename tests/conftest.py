@@ -16,6 +16,9 @@ import hypothesis
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+sys.path.append(str(REPOSITORY / "tests" / "support"))
+
+import compatibility  # noqa: E402
 
 # By default an example may take 200 ms, and making the examples some seconds, which a busy machine does not keep to.
 hypothesis.settings.register_profile(
@@ -82,6 +85,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: repeats, for another case, what a test in CI shows; runs with --full")
+    config.addinivalue_line("markers", "shows(framework, *columns): cells of docs/compatibility.md")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    report = yield
+    if report.failed or (report.when == "call" and report.passed):
+        compatibility.write_down(item, report.passed)
+    return report
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

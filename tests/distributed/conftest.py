@@ -121,6 +121,8 @@ class RanksFile(pytest.File):
                 item.add_marker(pytest.mark.world(test["world"]))
             for mark in test["marks"]:
                 item.add_marker(mark)
+            for shown in test["shows"]:
+                item.add_marker(pytest.mark.shows(*shown))
             yield item
 
 

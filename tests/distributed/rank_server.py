@@ -83,7 +83,8 @@ def world_of(item: pytest.Item) -> int | None:
 def _described(item: pytest.Item) -> dict[str, Any]:
     marks = [mark for mark in MARKS if item.get_closest_marker(mark)]
     file, _, name = item.nodeid.partition("::")
-    return {"file": file, "name": name, "id": item.nodeid, "world": world_of(item), "marks": marks}
+    shows = [mark.args for mark in item.iter_markers("shows")]
+    return {"file": file, "name": name, "id": item.nodeid, "world": world_of(item), "marks": marks, "shows": shows}
 
 
 @dataclass

@@ -43,6 +43,7 @@ OPTIMIZER_SWITCHES: dict[str, dict[str, Any]] = {
     "remainders": {"precision_aware": True, "remainders": True, "moment_dtypes": ("bf16", "fp16")},
     "quantized": {"quantized": "blockwise"},
 }
+SHOWN = {"offloaded": ("offload", "precision-aware"), "remainders": ("precision-aware",), "quantized": ()}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,14 @@ def arguments(root: Path, **more: Any) -> SimpleNamespace:
     return SimpleNamespace(save=str(root), load=str(root), **more)
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.shows("Megatron-LM", "save", "resume")
+@pytest.mark.parametrize(
+    "async_save",
+    [
+        pytest.param(False, id="sync"),
+        pytest.param(True, id="async", marks=pytest.mark.shows("Megatron-LM", "async")),
+    ],
+)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -91,7 +99,11 @@ def arguments(root: Path, **more: Any) -> SimpleNamespace:
         pytest.param(DP2, id="dp2-bf16", marks=pytest.mark.world(2)),
         pytest.param(LAYOUTS["tp2-pp2"], id="tp2-pp2", marks=marks(4, in_ci=False)),
         *(
-            pytest.param(replace(DP2, **switches), id=name, marks=marks(2, in_ci=False))
+            pytest.param(
+                replace(DP2, **switches),
+                id=name,
+                marks=(*marks(2, in_ci=False), pytest.mark.shows("Megatron-LM", *SHOWN[name])),
+            )
             for name, switches in OPTIMIZER_SWITCHES.items()
         ),
     ],
@@ -201,6 +213,7 @@ def test_arguments_of_the_save_are_honoured(shared_path: Path) -> None:
         assert random.getstate() == before[1]
 
 
+@pytest.mark.shows("Megatron-LM", "retention")
 @pytest.mark.world(1)
 def test_save_retain_interval_keeps_the_newest_and_the_multiples(shared_path: Path) -> None:
     with parallel(PLAIN):
@@ -258,6 +271,7 @@ def test_a_pretrained_checkpoint_is_finetuned_until_there_is_one_of_its_own(shar
         assert "nowhere" in messages[0]
 
 
+@pytest.mark.shows("Megatron-LM", "moving over")
 @pytest.mark.world(2)
 def test_a_run_of_megatron_lm_goes_on_without_being_converted(shared_path: Path) -> None:
     """`iter_0000003` and its tracker are what Megatron-LM has left; the first save of ours is the newer one after."""

@@ -78,12 +78,21 @@ def complete_step(root: Path, step: int, tmp_path: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.shows("ROLL", "other layout")
 @pytest.mark.parametrize(
     "switches",
     [
         pytest.param({}, id="plain"),
-        pytest.param(BF16 | {"offload": 0.5, "precision_aware": True}, id="offloaded", marks=pytest.mark.full),
-        pytest.param(BF16 | {"precision_aware": True, "remainders": True}, id="remainders", marks=pytest.mark.full),
+        pytest.param(
+            BF16 | {"offload": 0.5, "precision_aware": True},
+            id="offloaded",
+            marks=(pytest.mark.full, pytest.mark.shows("ROLL", "offload", "precision-aware")),
+        ),
+        pytest.param(
+            BF16 | {"precision_aware": True, "remainders": True},
+            id="remainders",
+            marks=(pytest.mark.full, pytest.mark.shows("ROLL", "precision-aware")),
+        ),
     ],
 )
 def test_a_checkpoint_of_its_ranks_loads_under_another_layout(
@@ -149,6 +158,7 @@ def test_hugging_face_weights_are_beside_the_checkpoint_if_roll_asks_for_them(
             assert list(folder.glob("*.safetensors"))
 
 
+@pytest.mark.shows("ROLL", "LoRA")
 def test_adapters_are_saved_alone_and_resumed(
     shared_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from adapters import FROZEN, with_adapters
 from agreement import everywhere
+from document_examples import run_in_shell
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from fused_adam import fused_adam
 from global_state import loss_and_norm
@@ -21,6 +23,7 @@ from slime_run import Run, arguments, installed
 from snapshot import assert_same, poison, snapshot
 from tiers import marks
 from training import Layout, build, parallel, train
+from walk import block, section
 
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.ranks import rendezvous
@@ -46,18 +49,30 @@ def beginning(layout: Layout, folder: Path) -> Path:
     return folder
 
 
+# The columns of docs/compatibility.md that the switches show.
+SHOWN = {"plain": (), "offloaded": ("offload", "precision-aware"), "remainders": ("precision-aware",)}
+IN_CI = (("slime", "plain", True), ("miles", "plain", False), ("slime", "offloaded", True))
+
+
+def resumed(fork: str, switches: str, async_save: bool) -> Any:
+    """A case, with what it shows."""
+    shown = ("save", "resume", *(("async",) if async_save else ()), *SHOWN[switches])
+    chosen = marks(2, (fork, switches, async_save) in IN_CI)
+    return pytest.param(fork, switches, async_save, marks=(*chosen, pytest.mark.shows(fork, *shown)))
+
+
+def each_fork(*shown: str) -> pytest.MarkDecorator:
+    """Runs a test with slime in CI, and with miles in --full."""
+    cases = [
+        pytest.param(fork, marks=(pytest.mark.shows(fork, *shown), *marks(2, in_ci=fork == "slime")))
+        for fork in ("slime", "miles")
+    ]
+    return pytest.mark.parametrize("fork", cases)
+
+
 @pytest.mark.parametrize(
     ("fork", "switches", "async_save"),
-    [
-        pytest.param("slime", "plain", True, marks=marks(2, in_ci=True)),
-        pytest.param("miles", "plain", False, marks=marks(2, in_ci=True)),
-        pytest.param("slime", "plain", False, marks=marks(2, in_ci=False)),
-        pytest.param("miles", "plain", True, marks=marks(2, in_ci=False)),
-        pytest.param("slime", "offloaded", True, marks=marks(2, in_ci=True)),
-        pytest.param("slime", "remainders", True, marks=marks(2, in_ci=False)),
-        pytest.param("miles", "remainders", False, marks=marks(2, in_ci=False)),
-        pytest.param("miles", "offloaded", False, marks=marks(2, in_ci=False)),
-    ],
+    [resumed(fork, switches, how) for fork in ("slime", "miles") for switches in SWITCHES for how in (True, False)],
 )
 def test_a_run_goes_on_bit_for_bit(fork: str, switches: str, async_save: bool, shared_path: Path) -> None:
     layout = replace(DP2, **SWITCHES[switches])
@@ -95,19 +110,20 @@ def discard(root: Path, step: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.world(2)
-def test_the_words_keep_their_meaning(shared_path: Path) -> None:
+@each_fork("retention")
+def test_the_words_keep_their_meaning(fork: str, shared_path: Path) -> None:
     root = shared_path / "run"
-    with parallel(DP2), installed("slime") as patched:
+    with parallel(DP2), installed(fork) as patched:
         start = beginning(DP2, shared_path / "ref")
 
         def run(**more: Any) -> Run:
-            made = Run(DP2, arguments(DP2, root, ref_load=str(start), **more), patched, seed=2, spoil=poison)
+            args = arguments(DP2, root, fork, ref_load=str(start), **more)
+            made = Run(DP2, args, patched, fork, seed=2, spoil=poison)
             made.first = made.start()  # type: ignore[attr-defined]
             return made
 
         weights = snapshot(run(save_interval=9).training)
-        reference = Run(DP2, arguments(DP2, shared_path / "other", ref_load=str(start)), patched, seed=3)
+        reference = Run(DP2, arguments(DP2, shared_path / "other", fork, ref_load=str(start)), patched, fork, seed=3)
         reference.start()
         with everywhere():
             models = [name for name in weights if name.endswith("weight") and "optimizer" not in name]
@@ -132,6 +148,49 @@ def test_the_words_keep_their_meaning(shared_path: Path) -> None:
             assert [status.step for status in complete_steps(root)] == [3, 4]
 
 
+@pytest.mark.world(1)
+def test_a_strangers_walk(shared_path: Path) -> None:
+    """docs/integrations.md alone: switch over, kill and resume, look, move over and go back, as its lines say."""
+    text, loop = section("integrations.md", "slime and miles"), section("integrations.md", "Megatron's own loop")
+    option, path = block(text, "", "--custom-megatron-init-path").split()[:2]
+    options = yaml.safe_load(block(text, "yaml", "mcore_ckpt"))
+    command = block(loop, "bash", "mcore-ckpt convert")
+    assert option == "--custom-megatron-init-path"
+    layout, root = replace(LAYOUTS["plain"], distributed_optimizer=False), shared_path / "CHECKPOINTS"
+    wanted = {**options["mcore_ckpt"], "save_contents": ["model", "optimizer", "extra"]}  # the tests' model has no name
+
+    def arguments_of(folder: Path, **more: Any) -> Any:
+        told = {"custom_megatron_init_path": path, "mcore_ckpt": wanted, "save_interval": 2, **more}
+        return arguments(layout, folder, ref_load=str(shared_path / "ref"), **told)
+
+    with parallel(layout), installed("slime") as patched:
+        beginning(layout, shared_path / "ref")
+        own = Run(layout, arguments_of(root, custom_megatron_init_path=None), patched)
+        own.start()
+        train(own.training, 0, 2)  # as slime itself: its checkpoint, its data position
+        state = {"iteration": 1, "num_floating_point_operations_so_far": 0, "args": arguments_of(root)}
+        save_torch_dist(own.training, root / "iter_0000001", "dp_reshardable", **state)
+        (root / "latest_checkpointed_iteration.txt").write_text("1")
+    with parallel(layout), installed("slime") as patched:
+        moved = Run(layout, arguments_of(root), patched, seed=2, spoil=poison)
+        assert moved.start() == 2
+        moved.go(2, 5)  # killed before the step that follows is saved
+        moved.finish()
+        resumed = Run(layout, arguments_of(root), patched, seed=3, spoil=poison)
+        assert resumed.start() == 4
+        at_save, reference = snapshot(resumed.training), train(resumed.training, 4, 5)
+        typed = run_in_shell(f"mcore-ckpt list CHECKPOINTS && {command}", shared_path, {})
+        assert typed.returncode == 0, typed.stderr
+        assert "global_steps_3" in typed.stdout
+        shutil.copytree(root / "rollout", shared_path / "BACK" / "rollout")
+    args = arguments_of(shared_path / "BACK", custom_megatron_init_path=None, data_parallel_random_init=False)
+    with parallel(layout), installed("slime") as patched, ready_to_load(args):
+        back = Run(layout, args, patched, seed=4, spoil=poison_for_megatron)
+        assert back.start() == 4
+        assert_same(snapshot(back.training), at_save)
+        assert train(back.training, 4, 5) == reference
+
+
 @pytest.mark.world(2)
 def test_weights_and_data_position_go_back_together(shared_path: Path) -> None:
     """The driver died between the two: slime itself would use the data from its beginning again."""
@@ -154,24 +213,24 @@ def test_weights_and_data_position_go_back_together(shared_path: Path) -> None:
         assert named.start() == 3
 
 
-@pytest.mark.world(2)
-def test_another_layout_moving_over_and_a_reference_model(shared_path: Path) -> None:
+@each_fork("other layout", "moving over")
+def test_another_layout_moving_over_and_a_reference_model(fork: str, shared_path: Path) -> None:
     """slime's own `iter_0000003` is loaded, the next save is ours, and that loads under another layout."""
     sizes = {"padded_vocab": 144, "global_batch": 4, "dropout": 0.0}
     before, after = (replace(LAYOUTS[name], precision="bf16", **sizes) for name in ("dp2-bf16", "tp2"))
     root = shared_path / "run"
-    with parallel(before), installed("slime") as patched:
+    with parallel(before), installed(fork) as patched:
         stock = build(before, seed=1)
         seed_replicas_alike()
         train(stock, 0, 4)
-        told = arguments(before, root, consumed_train_samples=32)
+        told = arguments(before, root, fork, consumed_train_samples=32)
         state = {"iteration": 3, "num_floating_point_operations_so_far": 0, "args": told}
         save_torch_dist(stock, root / "iter_0000003", "dp_reshardable", **state)
         if dist.get_rank() == 0:
             (root / "latest_checkpointed_iteration.txt").write_text("3")
         dist.barrier()
         at_save, reference = snapshot(stock), train(stock, 4, 5)
-        moved = Run(before, arguments(before, root), patched, seed=2, spoil=poison)
+        moved = Run(before, arguments(before, root, fork), patched, fork, seed=2, spoil=poison)
         begins = moved.start()
         with everywhere():
             assert begins == 4
@@ -179,35 +238,35 @@ def test_another_layout_moving_over_and_a_reference_model(shared_path: Path) -> 
         assert moved.go(4, 5) == reference
         expected = loss_and_norm(moved.go(5, 6)[0])
         moved.finish()
-    with parallel(after), installed("slime") as patched:
-        args = arguments(after, root, ckpt_step=4, ref_load=str(root), ref_ckpt_step=5)
-        other = Run(after, args, patched, seed=3, spoil=poison, with_ref=True)
+    with parallel(after), installed(fork) as patched:
+        args = arguments(after, root, fork, ckpt_step=4, ref_load=str(root), ref_ckpt_step=5)
+        other = Run(after, args, patched, fork, seed=3, spoil=poison, with_ref=True)
         assert other.start() == 5
         # The reference model's weights are in the model now, as slime has it: it copies them away and loads again.
         other.args.ckpt_step = 4
-        third = Run(after, args, patched, seed=4, spoil=poison)
+        third = Run(after, args, patched, fork, seed=4, spoil=poison)
         third.start()
         found = loss_and_norm(third.go(5, 6)[0])
         assert found == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.world(2)
-def test_a_run_goes_back(shared_path: Path) -> None:
+@each_fork("way back")
+def test_a_run_goes_back(fork: str, shared_path: Path) -> None:
     """Without the argument, slime's call of Megatron-LM's own `load_checkpoint` resumes the converted step."""
     root, back = shared_path / "run", shared_path / "back"
     own_states = {"data_parallel_random_init": True}  # of each replica; Megatron-LM compares it with its argument
-    with parallel(DP2), installed("slime") as patched, fused_adam():
+    with parallel(DP2), installed(fork) as patched, fused_adam():
         more = {"ref_load": str(beginning(DP2, shared_path / "ref")), **own_states}
-        first = Run(DP2, arguments(DP2, root, **more), patched)
+        first = Run(DP2, arguments(DP2, root, fork, **more), patched, fork)
         first.go(first.start(), 2)
         at_save, reference = snapshot(first.training), train(first.training, 2, 4)
         convert_back(root, back, "megatron", rendezvous("test-slime/back", 60.0), test=True)
         if dist.get_rank() == 0:
             shutil.copytree(root / "rollout", back / "rollout")
         dist.barrier()
-    args = arguments(DP2, back, custom_megatron_init_path=None, **own_states)
-    with parallel(DP2), installed("slime") as patched, fused_adam(), ready_to_load(args):
-        second = Run(DP2, args, patched, seed=2, spoil=poison_for_megatron)
+    args = arguments(DP2, back, fork, custom_megatron_init_path=None, **own_states)
+    with parallel(DP2), installed(fork) as patched, fused_adam(), ready_to_load(args):
+        second = Run(DP2, args, patched, fork, seed=2, spoil=poison_for_megatron)
         begins = second.start()
         with everywhere():
             assert begins == 2
@@ -216,6 +275,7 @@ def test_a_run_goes_back(shared_path: Path) -> None:
         assert train(second.training, 2, 4) == reference
 
 
+@pytest.mark.shows("miles", "LoRA")
 @pytest.mark.world(2)
 def test_adapters_of_miles_resume_from_load(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapters alone are saved. The base model comes from where miles takes it at the first start."""

@@ -81,6 +81,7 @@ REPLICATED = ("plain", "mtp", "dp2-bf16-replicated", "dp2-fp32-replicated", "ep2
 IN_CI = ("dp2-bf16-fused", "dp2-fp32-replicated")
 
 
+@pytest.mark.shows("Megatron-LM", "way back")
 @pytest.mark.parametrize(
     ("name", "fused"),
     [

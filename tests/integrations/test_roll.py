@@ -110,6 +110,7 @@ def complete(root: Path) -> list[int]:
     return [status.step for status in steps.complete_steps(root)]
 
 
+@pytest.mark.shows("ROLL", "save", "resume")
 def test_resumed_training_is_bit_identical(trainers: Trainers, reference: dict[str, Any], root: Path) -> None:
     """`true`, a path, and asynchronous saves; every fact of a checkpoint that the documents name."""
     report = trainers.train(root, resume=True)
@@ -224,6 +225,7 @@ def test_after_a_rollback_parts_of_two_runs_make_no_checkpoint(
 
 
 # CI kills before the first file is written, and before the second role is committed.
+@pytest.mark.shows("ROLL", "async")
 @pytest.mark.parametrize(
     "at",
     [
@@ -310,6 +312,7 @@ def test_a_path_that_is_not_whole_is_refused_before_a_worker_starts(trainers: Tr
     assert not report["built"]
 
 
+@pytest.mark.shows("ROLL", "moving over")
 def test_a_checkpoint_of_rolls_own_is_left_to_roll(trainers: Trainers, root: Path, tmp_path: Path) -> None:
     """A run is switched over by its next start; from then on its checkpoints are ours."""
     theirs = tmp_path / "before" / "checkpoint-300"
@@ -357,6 +360,7 @@ def test_rolls_own_pipeline_resumes_too(trainers: Trainers, reference: dict[str,
     assert complete(root) == [2, 4]
 
 
+@pytest.mark.shows("ROLL", "retention")
 @pytest.mark.parametrize("pipeline", ["ours", "rolls"])
 def test_max_ckpt_to_keep_counts_checkpoints(trainers: Trainers, root: Path, pipeline: str) -> None:
     """ROLL's clean-up looks at what its workers wrote locally, which is gone by then."""

@@ -49,6 +49,7 @@ class PlainData:
         self.state = state
 
 
+@pytest.mark.shows("AReaL", "moving over")
 def test_a_run_of_stock_areal_goes_on(tmp_path: Path) -> None:
     def work() -> None:
         old = trainer_of(tmp_path / "old", roles=("default",), mode="off")

@@ -97,6 +97,7 @@ def uninterrupted(tmp_path: Path) -> dict[str, Any]:
     return _made["uninterrupted"]
 
 
+@pytest.mark.shows("AReaL", "save", "resume", "async")
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_a_training_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> None:
     """Actor and critic, though PPOTrainer hands only its actor to `load`."""
@@ -109,6 +110,7 @@ def test_a_training_resumes_bit_for_bit(tmp_path: Path, async_save: bool) -> Non
     assert complete(tmp_path / "run") == ([1, 3] if async_save else [3])
 
 
+@pytest.mark.shows("AReaL", "LoRA")
 @pytest.mark.skipif(not BRIDGE.is_dir(), reason=f"no Megatron-Bridge in {BRIDGE}")
 def test_adapters_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AReaL itself refuses to save a training with `use_lora`. The base is the same at each start, as if it were filled
@@ -127,6 +129,7 @@ def test_adapters_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(".adapter." in name for name in torch.load(file, weights_only=True))
 
 
+@pytest.mark.shows("AReaL", "precision-aware")
 @pytest.mark.full
 def test_areals_switch_for_moments_of_16_bits(tmp_path: Path) -> None:
     """AReaL sets it after OptimizerConfig has decided who keeps the main parameters, so megatron does."""
@@ -162,6 +165,7 @@ def test_what_is_on_disk_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
 
 
+@pytest.mark.shows("AReaL", "retention")
 @pytest.mark.parametrize(
     ("keep", "freq", "last", "wanted"),
     [pytest.param(1, 1, 5, [4], marks=pytest.mark.full, id="one"), pytest.param(2, 2, 7, [3, 5], id="two")],

@@ -148,6 +148,7 @@ def work(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.shows("AReaL", "other layout")
 @pytest.mark.full
 def test_on_two_ranks(tmp_path: Path) -> None:
     """On forks of this process, which has imported AReaL. The full tier does it under torchrun, too."""
