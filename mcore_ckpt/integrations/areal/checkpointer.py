@@ -13,6 +13,7 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
 from mcore_ckpt.integrations.areal.export import HfExport
 from mcore_ckpt.integrations.areal.loggers import enable_loggers
+from mcore_ckpt.integrations.kit.kept import KeptManager
 from mcore_ckpt.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,7 @@ class Checkpointer:
         for field in ("max_to_keep", "keep_every", "remote", "roles"):
             if getattr(self._config, field) is not None:
                 raise InvalidArgumentError(f"{field} is not for engines of AReaL: leave it out of checkpoint_config")
-        # The manager is kept between saves, because it holds a plan and as much host memory as the state needs.
-        self._manager: CheckpointManager | None = None
-        self._made_for: tuple[Path, str, tuple[str, ...]] | None = None
+        self._saving = KeptManager()
         self._export: HfExport | None = None
 
     def save_checkpoint(
@@ -101,7 +100,8 @@ class Checkpointer:
         """
         enable_loggers()
         place, contents = _place(local_path), _contents(with_model, with_optimizer, with_rng)
-        manager = self._saving(place, contents)
+        config = dataclasses.replace(self._config, save_contents=contents)
+        manager = self._saving.get(place.root, self._trainer | {"role": place.role}, config)
         manager.save(place.step, path=place.path)
 
     def load_checkpoint(
@@ -157,8 +157,7 @@ class Checkpointer:
         Raises CheckpointError: a save or an export failed, and no earlier call has raised its error.
         """
         self._end_export()
-        if self._manager is not None:
-            self._manager.wait()
+        self._saving.wait()
 
     def close(self) -> None:
         """Waits for saves and exports under way, and frees their host memory. It may be called more than once.
@@ -168,24 +167,12 @@ class Checkpointer:
         try:
             self._end_export()
         finally:
-            manager, self._manager, self._made_for = self._manager, None, None
-            if manager is not None:
-                manager.close()
+            self._saving.close()
 
     def _end_export(self) -> None:
         export, self._export = self._export, None
         if export is not None:
             export.end()
-
-    def _saving(self, place: _Place, contents: tuple[str, ...]) -> CheckpointManager:
-        wanted = (place.root, place.role, contents)
-        if self._manager is None or self._made_for != wanted:
-            if self._manager is not None:
-                self._manager.close()
-                self._manager = None
-            self._manager = self._make(place, dataclasses.replace(self._config, save_contents=contents))
-            self._made_for = wanted
-        return self._manager
 
     def _make(self, place: _Place, config: CheckpointConfig, **trainer: Any) -> CheckpointManager:
         return CheckpointManager(place.root, **(self._trainer | trainer), role=place.role, config=config)
