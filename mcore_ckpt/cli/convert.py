@@ -102,9 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layout",
-        choices=("megatron", "verl"),
+        choices=("megatron", "bridge", "verl", "verl-0.8"),
         default="megatron",
-        help="with CHECKPOINT: trainer that goes on from it",
+        help="with CHECKPOINT: trainer that goes on from it (verl-0.8: verl 0.6 to 0.8)",
     )
     parser.add_argument(
         "--step",

@@ -145,6 +145,19 @@ def test_all_roles_of_a_step_go_back_to_verl(tmp_path: Path) -> None:
     assert back(tmp_path / "ours", tmp_path / "lm", "--role", "critic", "--json") == 0
 
 
+def test_verl_0_8_gets_one_folder_for_each_role(tmp_path: Path) -> None:
+    saved(tmp_path, of_llama(), ("actor", "critic"))
+    assert back(tmp_path / "ours", tmp_path / "theirs", "--layout", "verl-0.8", "--test", "--json") == 0
+    for role in ("actor", "critic"):
+        folder = tmp_path / "theirs" / f"global_step_{STEP}" / role
+        assert sorted(path.name for path in folder.iterdir()) == ["dist_ckpt", "huggingface"]
+        assert list((folder / "huggingface").glob("*.safetensors"))
+        files = TorchDistFiles(folder, [folder / "dist_ckpt"])
+        assert files.common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+        # Where there is no bridge, and by mbridge for critics, weights are loaded from here.
+        assert {name.startswith("optimizer.state.") for name in files.names} == {True, False}
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

@@ -21,7 +21,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.writer import Slice, file_name, write_rest, write_slices
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import inside, make_folders, read_small, sync_dir, write_file
+from mcore_ckpt.io.files import inside, make_folders, read_small, replace_file, sync_dir, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit, tracker
@@ -246,6 +246,8 @@ def _write(agreement: Agreement, job: _Job, staging: Path, progress: Progress) -
         for name, path in job.plan.copies.items():
             # A file of the step may be a link, and must not lead out of the step.
             write_file(staging / name, [read_small(inside(path.parent, path.name), limits.HF_ASSET_BYTES)])
+        for name, text in job.plan.texts.items():
+            write_file(staging / name, [text.encode()])
         for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
             sync_dir(folder)
         return {}
@@ -305,6 +307,9 @@ def _publish(agreement: Agreement, plan: Plan, staging: Path, path: Path, attemp
     def act() -> None:
         commit.publish(staging, path, attempt)
         try:
+            if plan.own_tracker is not None:
+                name, data = plan.own_tracker
+                replace_file(path.parent / name, data)
             tracker.write_tracker(path.parent, plan.step)
         except OSError as error:
             raise CommitError(

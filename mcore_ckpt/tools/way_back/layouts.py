@@ -3,16 +3,21 @@
 | trainer | read from the source of | the step's folder | in it |
 |---|---|---|---|
 | Megatron-LM | core_r0.16 to core_r0.19 | `iter_0000100` | one torch_dist folder |
+| Megatron-Bridge | 0.6.2 | `iter_0000100` | the same, and `run_config.yaml` |
 | verl | 0.9.1 | `global_step_100/actor` | `model/huggingface`, `optimizer/dist_ckpt`, `extra/dist_ckpt` |
+| verl-0.8 | 0.7.1, 0.8.0 | `global_step_100/actor` | `huggingface`; `dist_ckpt`, which has the weights, too |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
@@ -20,23 +25,26 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.writer import Contents
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.registry import model_from_config
+from mcore_ckpt.models.table import MCORE_HEAD
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.names import is_expert
-from mcore_ckpt.sharding.plan import PARAM, ShardKey
+from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.tools.find import FoundCheckpoint, Selection
 from mcore_ckpt.tools.merge import MergeJob, MergeRequest, prepare
 from mcore_ckpt.tools.way_back.random_states import rng_objects
 from mcore_ckpt.tools.way_back.shared_state import (
     CONTENT_METADATA,
+    COUNTERS,
     LOOP,
     SharedState,
     left_out,
     megatron_state,
+    read_loop_state,
     read_shared_state,
 )
 from mcore_ckpt.tools.way_back.tensors import plan_tensors
 
-Layout = Literal["megatron", "verl"]
+Layout = Literal["megatron", "bridge", "verl", "verl-0.8"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
@@ -76,6 +84,8 @@ class Plan:
         trees: the folders for `dist_checkpointing.load`.
         exports: the HuggingFace models.
         copies: the files to copy, by path relative to the step's folder.
+        texts: the files to write, by path relative to the step's folder.
+        own_tracker: the name and the bytes of a tracker of the trainer's own, beside the usual one; None without.
         notes: sentences about what the other trainer does not get, for people.
     """
 
@@ -84,6 +94,8 @@ class Plan:
     trees: tuple[Tree, ...]
     exports: tuple[Export, ...] = ()
     copies: Mapping[str, Path] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    own_tracker: tuple[str, bytes] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -116,20 +128,28 @@ def plan_for(layout: Layout, selection: Selection, roles: Sequence[Role], hf_mod
             )
     if layout == "megatron":
         return _for_megatron(selection, roles, hf_model_path)
-    return _for_verl(selection, roles, hf_model_path)
+    if layout == "bridge":
+        return _for_bridge(selection, roles, hf_model_path)
+    return _for_verl(layout, selection, roles, hf_model_path)
 
 
 # -- Megatron-LM ----------------------------------------------------------------------------------------------
 
 
-def _for_megatron(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+def _for_megatron(
+    selection: Selection,
+    roles: Sequence[Role],
+    hf_model_path: Path | None,
+    rng_of: Callable[[NativeReader], dict[str, bytes]] = rng_objects,
+    without_rng: str = "--no-load-rng",
+) -> Plan:
     if len(roles) != 1:
         names = ", ".join(role.reader.manifest.role for role in roles)
         raise InvalidArgumentError(
             f"{roles[0].path.parent}: has the roles {names}, but Megatron-LM trains one: name the folder of the role"
         )
     reader = roles[0].reader
-    tensors, shared, rng = plan_tensors(reader), read_shared_state(reader), rng_objects(reader)
+    tensors, shared, rng = plan_tensors(reader), read_shared_state(reader), rng_of(reader)
     common = {
         **megatron_state(reader, partial(_model, roles[0], hf_model_path), has_rng=bool(rng)),
         "content_metadata": dict(CONTENT_METADATA),
@@ -141,7 +161,7 @@ def _for_megatron(selection: Selection, roles: Sequence[Role], hf_model_path: Pa
         selection.step,
         file_names.megatron_dir(Path(), selection.step).name,
         (Tree(".", contents),),
-        notes=_notes(reader, [LOOP], bool(rng), "--no-load-rng", shared),
+        notes=_notes(reader, [LOOP], bool(rng), without_rng, shared),
     )
 
 
@@ -155,10 +175,51 @@ def _model(role: Role, hf_model_path: Path | None) -> HfModel | None:
         return None
 
 
+# -- Megatron-Bridge ------------------------------------------------------------------------------------------
+
+
+def _for_bridge(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+    """Plans what Bridge loads as a checkpoint of Megatron-LM's, which has no `train_state.pt` (`load_checkpoint`)."""
+    plan = _for_megatron(selection, roles, hf_model_path, _rng_of_bridge, "checkpoint.load_rng=False")
+    return replace(plan, texts=_run_config(roles[0].reader), own_tracker=_bridge_tracker(roles[0].reader, plan.step))
+
+
+def _rng_of_bridge(reader: NativeReader) -> dict[str, bytes]:
+    return rng_objects(reader, of_each_replica=reader.manifest.topology.ep > 1)
+
+
+def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes] | None:
+    """Returns Bridge's tracker, for steps of NeMo-RL: they have iteration 0, which Bridge takes from no other tracker.
+
+    It is a `TrainState.state_dict` (Bridge 0.6.2). For other steps it is not needed.
+    """
+    if step != 0:
+        return None
+    loop = read_loop_state(reader)
+    counted = {name: torch.tensor(int(loop.get(name, 0))) for name in COUNTERS}
+    operations = torch.tensor(float(loop.get("num_floating_point_operations_so_far", 0)), dtype=torch.float64)
+    flags = {name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")}  # Bridge's loop sets them
+    buffer = io.BytesIO()
+    torch.save({"step": torch.tensor(step), **counted, "floating_point_operations_so_far": operations, **flags}, buffer)
+    return "latest_train_state.pt", buffer.getvalue()
+
+
+def _run_config(reader: NativeReader) -> dict[str, str]:
+    """Returns Bridge's configuration, which names the sizes that the random states are of; empty if it is unknown."""
+    loop, sizes = read_loop_state(reader), reader.manifest.topology
+    text, layout = loop.get("run_config"), loop.get("layout")
+    # The configuration of a step that was resharded is of other sizes. Without it, Bridge takes the saved arguments.
+    fits = isinstance(layout, Mapping) and (layout.get("tp"), layout.get("pp")) == (sizes.tp, sizes.pp)
+    return {"run_config.yaml": text} if isinstance(text, str) and fits else {}
+
+
 # -- verl -----------------------------------------------------------------------------------------------------
 
 
-def _for_verl(selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+def _for_verl(layout: Layout, selection: Selection, roles: Sequence[Role], hf_model_path: Path | None) -> Plan:
+    trees_of, weights = (
+        (_trees_of_verl, "model/huggingface") if layout == "verl" else (_tree_of_verl_0_8, "huggingface")
+    )
     trees: list[Tree] = []
     exports: list[Export] = []
     notes: list[str] = []
@@ -168,17 +229,17 @@ def _for_verl(selection: Selection, roles: Sequence[Role], hf_model_path: Path |
         prefix = "" if is_step else f"{role.reader.manifest.role}/"
         rng = rng_objects(role.reader)
         shared = read_shared_state(role.reader)
-        trees += _trees_of_verl(role.reader, prefix, shared, rng)
+        trees += trees_of(role.reader, prefix, shared, rng)
         notes += _notes(role.reader, [], bool(rng), "load_contents without extra", shared)
         # verl 0.9.1 cannot load the model from dist_ckpt beside such an optimizer: `dist_checkpointing.load` changes
         # the dict in which `sharded_param_state_fully_reshardable` then looks for the parameters.
-        exports.append(Export(f"{prefix}model/huggingface", _export(role, hf_model_path)))
+        exports.append(Export(f"{prefix}{weights}", _export(role, hf_model_path)))
     step_path = roles[0].path if is_step else roles[0].path.parent
     copies = {entry.name: entry for entry in sorted(step_path.iterdir()) if _is_verls(entry)}
     if not any(name.startswith("data") for name in copies):
         notes.append(f"{step_path}: has no data*.pt of verl's trainer, so the data begins anew")
     folder = f"global_step_{selection.step}"
-    return Plan(selection.step, folder, tuple(trees), tuple(exports), copies, tuple(notes))
+    return Plan(selection.step, folder, tuple(trees), tuple(exports), copies, notes=tuple(notes))
 
 
 def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> list[Tree]:
@@ -195,9 +256,27 @@ def _trees_of_verl(reader: NativeReader, prefix: str, shared: SharedState, rng: 
     return trees
 
 
+def _tree_of_verl_0_8(reader: NativeReader, prefix: str, shared: SharedState, rng: Mapping[str, bytes]) -> list[Tree]:
+    """Returns the `dist_ckpt` folder of verl's layout 1 (`MegatronCheckpointManager.save_checkpoint`, 0.7.1 and 0.8.0).
+
+    Workers and engines that have a bridge load the weights from the HuggingFace folder. The others, and critics with
+    mbridge, load them from here.
+    """
+    tensors = plan_tensors(reader)
+    common: dict[str, Any] = {"content_metadata": dict(CONTENT_METADATA)}
+    if shared.optimizer is not None:
+        common |= {"optimizer": shared.optimizer}
+        common |= {} if shared.scheduler is None else {"lr_scheduler": shared.scheduler}
+    contents = Contents.of([*tensors.model, *tensors.optimizer], {**tensors.states, **rng}, common)
+    return [Tree(f"{prefix}dist_ckpt", contents)]
+
+
 def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
     """Plans the HuggingFace weights. Raises CheckpointError if the architecture is not known."""
-    request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path)
+    head = role.reader.info(ShardKey(MCORE_HEAD, MODEL))
+    # A critic's config.json is that of a language model.
+    value = True if head is not None and head.shape[0] == 1 else None
+    request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
     return prepare(request, FoundCheckpoint(role.path, "native"))
 
 

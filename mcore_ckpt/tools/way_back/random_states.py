@@ -1,7 +1,8 @@
-"""Makes the random states that Megatron-LM, verl and AReaL load, of those that each rank has saved.
+"""Makes the random states that Megatron-LM, Megatron-Bridge, verl and AReaL load, of those that each rank has saved.
 
 Megatron stores them by pipeline and tensor rank (`get_rng_state`), so data-parallel ranks continue alike. Only with
 `--data-parallel-random-init` each of them takes its own from the list of an entry for each data-parallel rank.
+Bridge (0.6.2) stores them by data-parallel rank, too, if there is expert parallelism.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.writer import saved_object
 
 
-def rng_objects(reader: NativeReader) -> dict[str, bytes]:
+def rng_objects(reader: NativeReader, of_each_replica: bool = False) -> dict[str, bytes]:
     """Returns the sharded objects with the random states; empty if they were not saved, or only their seed was.
 
     A checkpoint that was resharded has a seed instead of states, from which only this package can start.
+
+    Args:
+        reader: the reader of the checkpoint.
+        of_each_replica: whether each rank has an object of its own, by its place in the group of data- and
+            context-parallel ranks.
 
     Raises:
         CheckpointCorruptError: a file is missing or damaged.
@@ -30,11 +36,20 @@ def rng_objects(reader: NativeReader) -> dict[str, bytes]:
     objects = {}
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
-            states = [reader.plain(file_names.rng_file(pp, tp, 0, dp)) for dp in range(sizes.dp)]
+            # The place in the group of replicas counts context-parallel ranks first ("tp-cp-ep-dp-pp").
+            replicas = [(cp, dp) for dp in range(sizes.dp) for cp in range(sizes.cp)]
+            if not of_each_replica:
+                replicas = [(0, dp) for dp in range(sizes.dp)]
+            states = [reader.plain(file_names.rng_file(pp, tp, cp, dp)) for cp, dp in replicas]
             if any("seed" in state for state in states):
                 return {}
-            key = f"rng_state/shard_{pp}.{tp}_{sizes.pp}.{sizes.tp}"
-            objects[key] = saved_object([_in_megatrons_form(state) for state in states])
+            found = [_in_megatrons_form(state) for state in states]
+            if not of_each_replica:
+                objects[f"rng_state/shard_{pp}.{tp}_{sizes.pp}.{sizes.tp}"] = saved_object(found)
+                continue
+            for place, state in enumerate(found):
+                key = f"rng_state/shard_{pp}.{tp}.{place}_{sizes.pp}.{sizes.tp}.{len(found)}"
+                objects[key] = saved_object([state])
     return objects
 
 

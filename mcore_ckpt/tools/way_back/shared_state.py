@@ -40,7 +40,7 @@ CONTENT_METADATA: Mapping[str, Any] = {
 }
 # The key of our `save_checkpoint` in extra_state (integrations/megatron).
 LOOP = "megatron"
-_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 # For `set_checkpoint_version`: below 3.0 Megatron-LM would reorder query, key and value.
 _CHECKPOINT_VERSION = 3.0
 # `get_megatron_optimizer` makes them without an `init_state_fn`, which `sharded_state_dict(is_loading=True)` calls.
@@ -155,7 +155,7 @@ def megatron_state(reader: NativeReader, model: Callable[[], HfModel | None], ha
     manifest, sizes = reader.manifest, reader.manifest.topology
     arguments = {
         **_compared(reader, loop, model),
-        **{name: loop.get(name, 0) for name in _COUNTERS},
+        **{name: loop.get(name, 0) for name in COUNTERS},
         # Random states are loaded only if these are the sizes of the run.
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,

@@ -1,0 +1,71 @@
+"""Saves the state of Megatron-Bridge's data loader in the checkpoint, and hands it to Bridge after a load.
+
+Bridge itself writes it beside its checkpoints, as files that can be of another iteration than the weights. It is a
+pickle of Megatron Energon's classes, and Bridge reads it back without running anything else (`energon_torch_load`).
+Here it travels as bytes, which nothing of ours opens.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.checkpoint import megatron_dir
+from mcore_ckpt.errors import CheckpointMismatchError
+
+STATE = "bridge_data_loader"  # the key in the saved state
+# The key of Bridge's files, and its name in the context that `setup` reads (0.5 and newer).
+_FIELD, CONTEXT_FIELD = "dataloader_state_dict", "dataloader_state_dir"
+
+
+def read_state(iterator: Any, dp: tuple[int, int]) -> dict[str, Any] | None:
+    """Returns the state of a training's data iterator; None if it has none.
+
+    Args:
+        iterator: Bridge's RerunDataIterator, or a list of them.
+        dp: this rank's place in its data-parallel group, and the group's size.
+    """
+    iterable: Any = getattr(iterator, "iterable", None)
+    if not hasattr(iterable, "save_state"):
+        return None
+    file = io.BytesIO()
+    torch.save({_FIELD: iterable.save_state()}, file)
+    return {"rank": dp[0], "size": dp[1], "file": file.getvalue()}
+
+
+class HandedOver:
+    """The folder from which Bridge's `maybe_load_dataloader_state` reads the state that was loaded."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def write(self, state: Mapping[str, Any] | None, iteration: int, dp: tuple[int, int]) -> str | None:
+        """Returns the folder; None if the checkpoint has no state. It is there until the next call, or `remove`.
+
+        Raises CheckpointMismatchError: the state is of another data-parallel size.
+        """
+        self.remove()
+        if state is None:
+            return None
+        if (state["rank"], state["size"]) != dp:
+            raise CheckpointMismatchError(
+                f"iteration {iteration} has the data loader's state of data-parallel rank {state['rank']} of "
+                f"{state['size']}, but this is rank {dp[0]} of {dp[1]}, which would read other data: resume with the "
+                'same data-parallel size, or set dataset.dataloader_load="" to begin the data anew'
+            )
+        self._folder = tempfile.TemporaryDirectory(prefix="mcore_ckpt_data_loader_")
+        file = megatron_dir(Path(self._folder.name), iteration) / f"train_dataloader_dprank{dp[0]:03d}.pt"
+        file.parent.mkdir()
+        file.write_bytes(state["file"])
+        return self._folder.name
+
+    def remove(self) -> None:
+        """Deletes the folder."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.cleanup()

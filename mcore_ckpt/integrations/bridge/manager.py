@@ -1,0 +1,200 @@
+"""The checkpoint manager that replaces the one in Megatron-Bridge's training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.checkpoint import step_dir
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.integrations.bridge import after_commit, data_loader
+from mcore_ckpt.integrations.bridge.offloaded import KeptMains
+from mcore_ckpt.integrations.bridge.options import arguments, own_config, refuse_unsupported
+from mcore_ckpt.integrations.bridge.resume import Source, check_findable, find_source, nothing_else
+from mcore_ckpt.integrations.bridge.settings import settings
+from mcore_ckpt.integrations.bridge.tokenizers import BridgeTokenizer
+from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
+from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
+from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
+from mcore_ckpt.integrations.kit.published import published_config
+from mcore_ckpt.ranks import read_topology
+from mcore_ckpt.state import process_groups_of
+
+
+class McoreCheckpointManager:
+    """A checkpoint manager for `checkpoint.custom_manager_class`. Bridge makes one on every rank.
+
+    Checkpoints are `<checkpoint.save>/global_steps_{iteration}/{role}`. Those that Bridge has written itself, and
+    HuggingFace folders, are loaded by Bridge's own manager.
+
+    Args:
+        checkpoint_config: `cfg.checkpoint`.
+
+    Raises:
+        UnsupportedError: an option cannot be honoured.
+        InvalidArgumentError: `load` or `pretrained_checkpoint` names one checkpoint of ours. Bridge sees only the
+            folder of all of them.
+        CheckpointNotFoundError: `exit_on_missing_checkpoint` is set, and there is no checkpoint.
+    """
+
+    def __init__(self, checkpoint_config: Any) -> None:
+        from megatron.bridge.training.checkpointing import DefaultCheckpointManager
+
+        refuse_unsupported(checkpoint_config)
+        check_findable(checkpoint_config, settings().role)
+        self._checkpoints = LoopCheckpoints()
+        self._stock = DefaultCheckpointManager(checkpoint_config)
+        self._announcements = after_commit.Announcements()
+        self._handed_over = data_loader.HandedOver()
+        self._mains: KeptMains | None = None
+
+    @property
+    def checkpointing_context(self) -> dict[str, Any]:
+        """What Bridge's `setup` reads after a load: where the data loader's state is."""
+        context: dict[str, Any] = self._stock.checkpointing_context
+        return context
+
+    def save(self, ctx: Any, callback_manager: Any = None) -> None:
+        """Saves a checkpoint.
+
+        Args:
+            ctx: Bridge's CheckpointSaveContext.
+            callback_manager: Bridge's CallbackManager, whose `on_checkpoint_save` is fired after the commit. Bridge 0.4
+                gives none.
+
+        Raises:
+            UnsupportedError: the context asks for something that cannot be honoured. Nothing has been done.
+            CheckpointError: see CheckpointManager.save.
+        """
+        from megatron.bridge.training import checkpointing, fault_tolerance
+
+        refuse_save(ctx)
+        self._restore_mains()
+        state, cfg, step = ctx.state, ctx.state.cfg, ctx.state.train_state.step
+        fault_tolerance.on_checkpointing_start(state)
+        folder = getattr(cfg.dataset, "dataloader_save", None)
+        if folder:
+            checkpointing.maybe_save_dataloader_state(
+                ctx.model, ctx.train_data_iterator, step, folder, pg_collection=getattr(ctx, "pg_collection", None)
+            )
+        args, config = arguments(cfg), _config(cfg)
+        handle = self._checkpoints.save(
+            step,
+            _training(ctx, config),
+            args,
+            config,
+            lambda: _saved_state(ctx),
+            data_iterator=ctx.train_data_iterator,
+        )
+        self._announcements.tell(state, has_ended=True)  # of the save before, which this one has waited for
+        fire = after_commit.event_of(ctx, callback_manager)
+        place = step_dir(Path(args.folder("save")), step)
+        self._announcements.follow(after_commit.Save(handle, place, step, fire))
+        if not cfg.checkpoint.async_save:
+            self._announcements.tell(state, has_ended=True)
+        fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
+
+    def load(self, ctx: Any) -> tuple[int, float]:
+        """Loads the newest checkpoint in `checkpoint.load`, or `ckpt_step`; the weights in `pretrained_checkpoint`.
+
+        Args:
+            ctx: Bridge's CheckpointLoadContext.
+
+        Returns:
+            The iteration, and the number of floating point operations so far. Both are in `ctx.state`, too.
+
+        Raises:
+            UnsupportedError: the context asks for something that cannot be honoured. Nothing has been done.
+            CheckpointError: see CheckpointManager.load.
+        """
+        refuse_load(ctx)
+        cfg = ctx.state.cfg
+        self._checkpoints.finalize(blocking=True)
+        source = find_source(cfg.checkpoint, settings().role, settings().config.timeout_s)
+        if source is Source.THEIRS:
+            iteration, operations = self._stock.load(ctx)
+            return iteration, operations
+        if source is Source.PRETRAINED:
+            cfg.checkpoint.finetune = True  # as Bridge's load_checkpoint does, for code that reads it later
+        args, config = arguments(cfg), _config(cfg)
+        if source is Source.PRETRAINED:
+            args["load"], args["ckpt_step"] = cfg.checkpoint.pretrained_checkpoint, None
+        training = _training(ctx, config)
+        loaded = self._checkpoints.load(training, args, config, find_theirs=nothing_else)
+        assert loaded is not None, "rank 0 has found a checkpoint"
+        if ctx.optimizer is not None and not (args["finetune"] or args["no_load_optim"]):
+            self._mains = KeptMains(ctx.optimizer)
+        restore_train_state(ctx.state, loaded)
+        self._hand_over(cfg, loaded, training)
+        step = ctx.state.train_state.step
+        after_commit.tell_of_load(ctx.state, step_dir(Path(loaded.folder), loaded.iteration), loaded.folder)
+        return step, ctx.state.train_state.floating_point_operations_so_far
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
+        """Tells callbacks and loggers of a save that has committed. Bridge calls it before each iteration.
+
+        Args:
+            state: Bridge's GlobalState.
+            blocking: True waits until no save is under way.
+            terminate: True also waits, and then frees the memory that saves use.
+
+        Raises:
+            CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
+                this method does not raise it, but the next save or load does.
+        """
+        self._restore_mains()
+        self._checkpoints.finalize(blocking, terminate)
+        self._announcements.tell(state, has_ended=blocking or terminate)
+        if terminate:
+            self._handed_over.remove()
+            # Bridge's `setup` has started a process for its own asynchronous saves.
+            self._stock.finalize_async_saves(state, blocking=True, terminate=True)
+
+    def _restore_mains(self) -> None:
+        mains, self._mains = self._mains, None
+        if mains is not None:
+            mains.restore()
+
+    def _hand_over(self, cfg: Any, loaded: Loaded, training: Training) -> None:
+        """Lets Bridge's `setup` find the data loader's state, unless its configuration names another place."""
+        if cfg.checkpoint.finetune or getattr(cfg.dataset, "dataloader_load", None) is not None:
+            return
+        state = loaded.state.get(data_loader.STATE)
+        folder = self._handed_over.write(state, loaded.iteration, _data_parallel(training.model))
+        self.checkpointing_context[data_loader.CONTEXT_FIELD] = folder
+
+
+def _config(cfg: Any) -> CheckpointConfig:
+    return own_config(cfg.checkpoint, settings().config, cfg.peft is not None)
+
+
+def _training(ctx: Any, config: CheckpointConfig) -> Training:
+    own, cfg = settings(), ctx.state.cfg
+    hf_config = own.hf_config
+    if hf_config is None and "hf_model" in config.save_contents:
+        hf_config = published_config(_hf_source(cfg), needed=True)
+    processing_class, tokenizer = own.processing_class, getattr(cfg.dataset, "tokenizer", None)
+    if processing_class is None and tokenizer is not None and cfg.checkpoint.save_tokenizer_assets:
+        processing_class = BridgeTokenizer(tokenizer, cfg.tokenizer)
+    return Training(list(ctx.model), ctx.optimizer, ctx.opt_param_scheduler, own.role, hf_config, processing_class)
+
+
+def _hf_source(cfg: Any) -> str | None:
+    """Returns the HuggingFace model that a configuration names, as Bridge's `_resolve_hf_source` (0.6.2) chooses it."""
+    named = (
+        getattr(cfg.checkpoint, "hf_source_path", None),
+        getattr(cfg.model, "hf_model_id", None),
+        getattr(cfg.tokenizer, "tokenizer_model", None),
+    )
+    return next((str(each) for each in named if each), None)
+
+
+def _data_parallel(model: list[Any]) -> tuple[int, int]:
+    coordinates, topology = read_topology(process_groups_of(model))
+    return coordinates.dp, topology.dp
+
+
+def _saved_state(ctx: Any) -> dict[str, Any]:
+    """Returns what this rank saves beside the training's own state. It is called inside the save."""
+    loader = data_loader.read_state(ctx.train_data_iterator, _data_parallel(ctx.model))
+    return {**saved_state(ctx.state, ctx.num_floating_point_operations_so_far), data_loader.STATE: loader}

@@ -1,0 +1,54 @@
+"""Saves and restores Megatron-Bridge's TrainState: iteration, samples, operations and what else it counts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+from mcore_ckpt.integrations.bridge.run_config import as_yaml
+from mcore_ckpt.integrations.kit.arguments import COUNTERS
+from mcore_ckpt.integrations.kit.loop import Loaded
+
+_KEY = "train_state"  # in the state of LoopCheckpoints.save
+
+
+def saved_state(state: Any, operations: float) -> dict[str, Any]:
+    """Returns what a save keeps of Bridge's GlobalState, for LoopCheckpoints.save.
+
+    Args:
+        state: Bridge's GlobalState.
+        operations: the number of floating-point operations so far, which Bridge passes to each save.
+    """
+    train_state = state.train_state
+    counts = {field.name: getattr(train_state, field.name) for field in fields(train_state)}
+    return {
+        "num_floating_point_operations_so_far": operations,
+        **{name: getattr(train_state, name) for name in COUNTERS},
+        _KEY: {**counts, "floating_point_operations_so_far": operations},
+        # For the way back. It is the same on all ranks.
+        "run_config": as_yaml(state.cfg) if dist.get_rank() == 0 else None,
+    }
+
+
+def restore_train_state(state: Any, loaded: Loaded) -> None:
+    """Sets Bridge's TrainState, and the number of micro-batches that follows from it.
+
+    Args:
+        state: Bridge's GlobalState.
+        loaded: what was loaded.
+    """
+    from megatron.bridge.training.state import TrainState
+
+    if state.cfg.checkpoint.finetune:
+        state.train_state.step = 0
+        return
+    saved = loaded.state.get(_KEY)
+    if saved is None:  # the step is of another framework
+        operations = {"floating_point_operations_so_far": loaded.operations}
+        saved = {"step": loaded.iteration, **loaded.counters, **operations}
+    known = {field.name for field in fields(TrainState)}
+    state.train_state = TrainState(**{name: value for name, value in saved.items() if name in known})
+    update_num_microbatches(consumed_samples=state.train_state.consumed_train_samples, verbose=True)

@@ -1,0 +1,54 @@
+"""Refuses what Megatron-Bridge's contexts can ask for and a checkpoint here cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.integrations.megatron.refusals import check_groups
+
+# Bridge keeps gate and up of such layers in turn, and saves them one after the other (0.6.2, `_get_model_glu_...`).
+_INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
+
+
+def refuse_save(ctx: Any) -> None:
+    """Raises UnsupportedError for a context of a save. Every rank calls it."""
+    if ctx.non_persistent_ckpt:
+        raise UnsupportedError(
+            "save(non_persistent_ckpt=True): there is only one kind of checkpoint here. Save just as often with "
+            "checkpoint.save_interval and async_save, and set most_recent_k and save_retain_interval"
+        )
+    _refuse_both(ctx)
+
+
+def refuse_load(ctx: Any) -> None:
+    """Raises UnsupportedError for a context of a load. Every rank calls it."""
+    if not ctx.strict:
+        raise UnsupportedError(
+            "load(strict=False): a checkpoint that does not fit the model is always refused: leave it out"
+        )
+    if ctx.skip_load_to_model_and_opt:
+        raise UnsupportedError(
+            "load(skip_load_to_model_and_opt=True): that is for torch's FSDP2, which is not supported: set "
+            "dist.use_torch_fsdp2=False"
+        )
+    _refuse_both(ctx)
+
+
+def _refuse_both(ctx: Any) -> None:
+    module = getattr(ctx, "module_name", None)
+    if module is not None:
+        raise UnsupportedError(
+            f"module_name={module!r}: the modules of MegatronMIMO have process groups of their own, which is not "
+            "supported: leave out checkpoint.custom_manager_class"
+        )
+    model = getattr(ctx.state.cfg.model, "transformer", ctx.state.cfg.model)
+    for name in _INTERLEAVED:
+        if getattr(model, name, None) is not None:
+            raise UnsupportedError(
+                f"model.{name} is {getattr(model, name)}: the rows of such layers are not in the order that their "
+                "names say, which is not supported: leave it out"
+            )
+    groups = getattr(ctx, "pg_collection", None)
+    if groups is not None:
+        check_groups(list(ctx.model), groups.tp, groups.pp, groups.dp_cp, groups.dp, groups.expt_dp)

@@ -1,0 +1,22 @@
+"""Checkpoints for NeMo-RL (2026-08) with its Megatron backend. A start script of ours runs one of NeMo-RL's:
+
+    uv run python -m mcore_ckpt.integrations.nemo_rl examples/run_grpo.py --config ...
+
+Or pass `worker_extension_cls_fqn="mcore_ckpt.integrations.nemo_rl.PolicyWorker"` to `Policy` in a script of your own,
+after `register()`. See docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.integrations.nemo_rl.driver import register
+from mcore_ckpt.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from mcore_ckpt.integrations.nemo_rl.worker import CheckpointedWorkerImpl, PolicyWorker
+
+__all__ = ["CheckpointedWorkerImpl", "PolicyWorker", "register"]
+
+# The driver does not import the workers, which need Megatron-Bridge.
+__getattr__ = lazy_names(__name__, {"worker": ("CheckpointedWorkerImpl", "PolicyWorker")})

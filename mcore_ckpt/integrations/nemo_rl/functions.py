@@ -1,0 +1,152 @@
+"""Takes the place of Megatron-Bridge's functions in NeMo-RL's workers.
+
+NeMo-RL's driver names a folder for each save, `<checkpoint_dir>/tmp_step_{N}/policy/weights`, and renames the step when
+all is written (`nemo_rl/utils/checkpoint.py`). So a checkpoint is `weights/policy` there. NeMo-RL never counts Bridge's
+iterations: all its checkpoints are of iteration 0, and so are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_ckpt.checkpoint import MANIFEST_FILE
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.integrations.bridge.options import arguments, own_config, refuse_unsupported
+from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
+from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
+from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
+from mcore_ckpt.steps import write_tracker
+
+_STEP = re.compile(r"(?:tmp_)?step_\d+")
+_ITERATION = 0
+
+
+class BridgeFunctions:
+    """Saves and loads for one worker. Its methods are called as Megatron-Bridge's functions of the same names.
+
+    Args:
+        config: the options of this package, which NeMo-RL's override.
+        stock_load: Bridge's `load_checkpoint`, for checkpoints that are not ours.
+
+    Raises InvalidArgumentError: an option is set that the driver decides on.
+    """
+
+    def __init__(self, config: CheckpointConfig, stock_load: Callable[..., tuple[int, float]]) -> None:
+        for name in ("max_to_keep", "keep_every", "remote", "roles"):
+            if getattr(config, name) is not None:
+                raise InvalidArgumentError(
+                    f"{name} is not for NeMo-RL's workers, because its driver keeps and deletes the steps: leave it "
+                    "out of checkpoint_config"
+                )
+        self._config = config
+        self._stock_load = stock_load
+        self._checkpoints = LoopCheckpoints()
+
+    def save_checkpoint(
+        self,
+        state: Any,
+        model: list[Any],
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        num_floating_point_operations_so_far: float,
+        checkpointing_context: dict[str, Any] | None = None,
+    ) -> None:
+        """Saves into `cfg.checkpoint.save`. With `async_save` the commit follows some time after this method returns.
+
+        Raises:
+            UnsupportedError: the configuration asks for something that cannot be honoured. Nothing has been done.
+            CheckpointError: see CheckpointManager.save.
+        """
+        weights = Path(state.cfg.checkpoint.save)
+        refuse_save(_context(state, model))
+        refuse_unsupported(state.cfg.checkpoint)
+        root, role = _place(weights)
+        args = arguments(state.cfg)
+        args["save"] = str(root)
+        # The worker may move parameters and optimizer state to the host as soon as this method has returned.
+        config = replace(self._config_of(state), async_mode="snapshot")
+        self._checkpoints.save(
+            _ITERATION,
+            Training(model, optimizer, opt_param_scheduler, role),
+            args,
+            config,
+            lambda: saved_state(state, num_floating_point_operations_so_far),
+            path=weights / role,
+        )
+        if dist.get_rank() == 0:
+            # `setup_model_and_optimizer` asks for a load only if Bridge sees a tracker in the folder. The driver has
+            # not renamed the step yet, so nobody looks for it before it is committed.
+            write_tracker(weights, _ITERATION)
+
+    def load_checkpoint(
+        self,
+        state: Any,
+        model: list[Any],
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        checkpointing_context: dict[str, Any] | None = None,
+        skip_load_to_model_and_opt: bool = False,
+    ) -> tuple[int, float]:
+        """Loads `cfg.checkpoint.load`, which this package or Megatron-Bridge wrote.
+
+        Returns:
+            Bridge's iteration, which is 0, and the number of floating-point operations so far.
+
+        Raises:
+            UnsupportedError: the configuration asks for something that cannot be honoured. Nothing has been done.
+            CheckpointError: see CheckpointManager.load.
+        """
+        weights = state.cfg.checkpoint.load
+        root, role = _place(Path(weights)) if weights else (None, "policy")
+        if root is None or not (Path(weights) / role / MANIFEST_FILE).exists():
+            # The HuggingFace model at the first start, a reference model, or a checkpoint from before.
+            return self._stock_load(
+                state,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                checkpointing_context=checkpointing_context,
+                skip_load_to_model_and_opt=skip_load_to_model_and_opt,
+            )
+        refuse_load(_context(state, model, skip_load_to_model_and_opt))
+        training = Training(list(model), optimizer, opt_param_scheduler, role)
+        loaded = self._checkpoints.load(training, arguments(state.cfg), self._config_of(state))
+        assert loaded is not None, "the manifest is there"
+        restore_train_state(state, loaded)
+        return state.train_state.step, loaded.operations
+
+    def maybe_finalize_async_save(
+        self, global_state: Any, ckpt_cfg: Any = None, blocking: bool = False, terminate: bool = False
+    ) -> None:
+        """Waits for an async save. See LoopCheckpoints.finalize."""
+        self._checkpoints.finalize(blocking, terminate)
+
+    def _config_of(self, state: Any) -> CheckpointConfig:
+        return own_config(state.cfg.checkpoint, self._config, state.cfg.peft is not None)
+
+
+def _place(weights: Path) -> tuple[Path, str]:
+    """Returns the folder of all steps, and the role, of a folder `<root>/step_{N}/{role}/weights`.
+
+    Raises InvalidArgumentError: the folder is called otherwise.
+    """
+    if weights.name != "weights" or not _STEP.fullmatch(weights.parent.parent.name):
+        raise InvalidArgumentError(
+            f"{weights}: NeMo-RL's checkpoints are in <checkpoint_dir>/step_<N>/policy/weights, which this is not"
+        )
+    return weights.parents[2], weights.parent.name
+
+
+def _context(state: Any, model: list[Any], skip: bool = False) -> Any:
+    """Returns what Bridge's manager would be given, for the checks that its integration makes."""
+    return SimpleNamespace(
+        state=state, model=model, non_persistent_ckpt=False, strict=True, skip_load_to_model_and_opt=skip
+    )

@@ -1,0 +1,54 @@
+"""NeMo-RL's Megatron worker (2026-08), which here saves and loads with this package.
+
+The worker calls Megatron-Bridge's functions, not its checkpoint manager: `save_checkpoint` and
+`maybe_finalize_async_save` from its own module, `load_checkpoint` from `nemo_rl.models.megatron.setup`. These three
+names are replaced in each worker's process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+try:
+    import ray
+    from nemo_rl.models.megatron import setup
+    from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
+    from nemo_rl.models.policy.workers import megatron_policy_worker as stock
+except ImportError as error:
+    raise ImportError(f"the workers of mcore_ckpt.integrations.nemo_rl need NeMo-RL: {error}") from error
+
+import torch.distributed as dist
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.integrations.nemo_rl.functions import BridgeFunctions
+
+
+class CheckpointedWorkerImpl(stock.MegatronPolicyWorkerImpl):
+    """NeMo-RL's worker with our checkpoints. Derive from this class, because PolicyWorker is an actor of ray.
+
+    Attributes:
+        checkpoint_config: options that a subclass may set. NeMo-RL's own (`policy.megatron_cfg.checkpoint.async_save`,
+            `checkpointing.save_optimizer`) override them.
+    """
+
+    checkpoint_config: ClassVar[CheckpointConfig] = CheckpointConfig()
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        functions = BridgeFunctions(self.checkpoint_config, stock_load=setup.load_checkpoint)
+        setup.load_checkpoint = functions.load_checkpoint
+        stock.save_checkpoint = functions.save_checkpoint
+        stock.maybe_finalize_async_save = functions.maybe_finalize_async_save
+        super().__init__(*args, **more)
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **more: Any) -> None:
+        """Saves as NeMo-RL's worker does, and shows its driver that the optimizer is in the checkpoint."""
+        super().save_checkpoint(weights_path, optimizer_path, **more)
+        if optimizer_path is not None and dist.get_rank() == 0:
+            # `CheckpointManager.get_resume_paths` looks for this folder.
+            Path(optimizer_path).mkdir(parents=True, exist_ok=True)
+
+
+@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+class PolicyWorker(CheckpointedWorkerImpl):
+    """The actor for `worker_extension_cls_fqn`."""

@@ -1,0 +1,195 @@
+"""Each option and context of Bridge's is honoured, without effect, or refused by name."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import forked_ranks
+import pytest
+from bridge_run import OURS
+from megatron.bridge.training import checkpointing
+from megatron.bridge.training.config import CheckpointConfig, GPTDatasetConfig
+from megatron.bridge.training.state import TrainState
+from megatron.bridge.utils.instantiate_utils import InstantiationException
+
+import mcore_ckpt
+from mcore_ckpt.checkpoint import MANIFEST_FILE
+from mcore_ckpt.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from mcore_ckpt.integrations.bridge import McoreCheckpointManager, data_loader, options, settings
+from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
+
+
+def checkpoint(**given: Any) -> CheckpointConfig:
+    found = CheckpointConfig(save="new", load="new")
+    for name, value in given.items():
+        assert hasattr(found, name)
+        setattr(found, name, value)
+    return found
+
+
+def test_each_field_of_bridges_config_is_known_here() -> None:
+    """A new field of Bridge's makes this red: decide what it means here."""
+    kinds = (options.HONOURED, options.WITHOUT_EFFECT, frozenset(options.REFUSED))
+    known = [name for names in kinds for name in names]
+    assert sorted(known) == sorted(field.name for field in fields(CheckpointConfig))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ckpt_format": "fsdp_dtensor"},
+        {"non_persistent_save_interval": 1},
+        {"non_persistent_ckpt_type": "local"},
+        {"non_persistent_ckpt_type": "global"},
+        {"replication": True},
+        {"load_main_params_from_ckpt": True},
+        {"dist_ckpt_strictness": "ignore_all"},
+        {"most_recent_k": 0},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"checkpoint.{next(iter(given))} is"):
+        McoreCheckpointManager(checkpoint(**given))
+
+
+def test_bridges_words_override_ours() -> None:
+    own = mcore_ckpt.CheckpointConfig(max_to_keep=5, keep_every=10)
+    assert options.own_config(checkpoint(), own, False).max_to_keep == 5
+    found = options.own_config(checkpoint(most_recent_k=2, also_save_hf_checkpoint=True), own, True)
+    assert (found.max_to_keep, found.keep_every, found.skip_frozen) == (2, 10, True)
+    assert found.save_contents == ("model", "optimizer", "extra", "hf_model")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "refuse"),
+    [
+        ("non_persistent_ckpt", True, refuse_save),
+        ("module_name", "vision", refuse_save),
+        ("module_name", "vision", refuse_load),
+        ("strict", False, refuse_load),
+        ("skip_load_to_model_and_opt", True, refuse_load),
+    ],
+)
+def test_a_context_that_cannot_be_honoured_is_refused_by_name(
+    path: str, value: Any, refuse: Callable[[Any], None]
+) -> None:
+    kind = checkpointing.CheckpointSaveContext if refuse is refuse_save else checkpointing.CheckpointLoadContext
+    given: dict[str, Any] = dict.fromkeys((field.name for field in fields(kind)), None)
+    given |= {"state": SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace())), "model": []}
+    given |= {"non_persistent_ckpt": False} if refuse is refuse_save else {"strict": True}
+    refuse(SimpleNamespace(**{**given, "skip_load_to_model_and_opt": False}))
+    with pytest.raises(UnsupportedError, match=path):
+        refuse(SimpleNamespace(**{**given, path: value}))
+
+
+def test_interleaved_layers_are_refused() -> None:
+    cfg = SimpleNamespace(model=SimpleNamespace(moe_mlp_glu_interleave_size=32))
+    with pytest.raises(UnsupportedError, match=r"model\.moe_mlp_glu_interleave_size is 32"):
+        refuse_load(SimpleNamespace(state=SimpleNamespace(cfg=cfg), strict=True, skip_load_to_model_and_opt=False))
+
+
+def test_the_folder_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Bridge would begin from scratch without a word."""
+    one = tmp_path / "global_steps_4" / "actor"
+    one.mkdir(parents=True)
+    (one / MANIFEST_FILE).touch()
+    for path in (one, one.parent):
+        with pytest.raises(InvalidArgumentError, match=r"checkpoint\.load is .*ckpt_step"):
+            McoreCheckpointManager(checkpoint(load=str(path)))
+
+
+def test_a_missing_checkpoint_is_an_error_if_it_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="exit_on_missing_checkpoint"):
+        McoreCheckpointManager(checkpoint(load=str(tmp_path / "none"), exit_on_missing_checkpoint=True))
+
+
+def test_bridge_makes_our_manager() -> None:
+    manager = checkpointing.create_checkpoint_manager(checkpoint(custom_manager_class=OURS))
+    assert isinstance(manager, McoreCheckpointManager)
+    # Without our prefix, which the import has registered, it would not.
+    with pytest.raises(InstantiationException):
+        checkpointing.create_checkpoint_manager(checkpoint(custom_manager_class="mcore_ckpt.integrations.Other"))
+
+
+def test_a_script_that_does_not_import_us_runs_behind_our_module(tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    (tmp_path / "beside.py").write_text("value = 3\n")
+    script.write_text(
+        "import beside, sys\n"
+        "from megatron.bridge.training.checkpointing import create_checkpoint_manager\n"
+        "from megatron.bridge.training.config import CheckpointConfig\n"
+        "config = CheckpointConfig(custom_manager_class=sys.argv[1])\n"
+        "print(__name__, type(create_checkpoint_manager(config)).__name__)\n"
+    )
+
+    def work(rank: int) -> None:
+        import runpy
+        import sys
+
+        sys.argv = ["python", str(script), OURS]
+        runpy.run_module("mcore_ckpt.integrations.bridge", run_name="__main__", alter_sys=False)
+
+    assert forked_ranks.run(1, work, log) == [0], log.read_text()
+    assert "__main__ McoreCheckpointManager" in log.read_text()
+
+
+class Loader:
+    """Stands in for Energon's: a position that it saves and restores."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def save_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_bridge_reads_the_data_loaders_state_that_we_hand_over() -> None:
+    saved = data_loader.read_state(SimpleNamespace(iterable=Loader(7)), (0, 2))
+    assert saved is not None
+    handed_over = data_loader.HandedOver()
+    folder = handed_over.write(saved, 4, (0, 2))
+    new = Loader(0)
+    # Without process groups, Bridge takes this for rank 0.
+    checkpointing.maybe_load_dataloader_state(
+        SimpleNamespace(iterable=new), 4, folder, pg_collection=SimpleNamespace(dp=None)
+    )
+    assert new.position == 7
+    with pytest.raises(CheckpointMismatchError, match="data-parallel rank 0 of 2"):
+        handed_over.write(saved, 4, (0, 1))
+    assert not Path(str(folder)).exists()
+
+
+def test_an_iterator_without_a_state_has_none() -> None:
+    assert data_loader.read_state([SimpleNamespace(iterable=Loader(1))], (0, 1)) is None
+    assert data_loader.read_state(None, (0, 1)) is None
+    assert data_loader.HandedOver().write(None, 4, (0, 1)) is None
+
+
+def test_what_is_configured_is_kept() -> None:
+    try:
+        mcore_ckpt.integrations.bridge.configure(mcore_ckpt.CheckpointConfig(timeout_s=5), role="policy")
+        assert (settings.settings().role, settings.settings().config.timeout_s) == ("policy", 5)
+    finally:
+        mcore_ckpt.integrations.bridge.configure()
+
+
+def test_a_remote_store_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="remote"):
+        mcore_ckpt.integrations.bridge.configure(mcore_ckpt.CheckpointConfig(remote="file:///elsewhere"))
+
+
+def test_all_fields_of_the_train_state_are_plain() -> None:
+    """They are saved as they are (`_saved_state`)."""
+    assert all(isinstance(getattr(TrainState(), field.name), int) for field in fields(TrainState))
+    assert {field.name for field in fields(GPTDatasetConfig)} >= {"dataloader_save", "dataloader_load"}
