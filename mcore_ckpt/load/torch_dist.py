@@ -52,6 +52,8 @@ from mcore_ckpt.state.trainer import Trainer
 
 _FULLY_RESHARDABLE = "fully_reshardable"
 _DP_RESHARDABLE = "dp_reshardable"
+# The default until 0.15, gone in 0.16. Each tensor of the state can be read in the model's shape, too.
+_MODEL_SPACE = "fully_sharded_model_space"
 # megatron names no form for optimizers beside DistributedOptimizer. Each tensor of the state has the model's shape.
 _BY_PARAMETER = "None"
 # `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second one.
@@ -94,10 +96,10 @@ class _Entry:
 def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
     """Loads a torch_dist folder, or the `dist_ckpt` folders that verl writes below it. Every rank calls it.
 
-    The model, a `fully_reshardable` optimizer, and optimizers beside DistributedOptimizer can be loaded under any
-    layout. For a `dp_reshardable` optimizer, only the data-parallel size may differ from the saved one. For random
-    states, the tensor-parallel and pipeline-parallel sizes must be the saved ones. The step is the checkpoint's
-    `iteration`. Without one, it is the number in the folder's name, or 0.
+    The model, a `fully_reshardable` or `fully_sharded_model_space` optimizer, and optimizers beside
+    DistributedOptimizer can be loaded under any layout. For a `dp_reshardable` optimizer, only the data-parallel size
+    may differ from the saved one. For random states, the tensor-parallel and pipeline-parallel sizes must be the saved
+    ones. The step is the checkpoint's `iteration`. Without one, it is the number in the folder's name, or 0.
 
     Raises:
         CheckpointMismatchError: the checkpoint does not fit, lacks something that `load_contents` names, or has an
@@ -326,7 +328,7 @@ def _saved_parts(path: Path, saved: Any) -> list[Mapping[str, Any]]:
 
 def _sharding_type(files: TorchDistFiles, saved: Sequence[Mapping[str, Any]]) -> str:
     found = {str(state.get("param_state_sharding_type")) for state in saved}
-    if found <= {_FULLY_RESHARDABLE, _BY_PARAMETER}:
+    if found <= {_FULLY_RESHARDABLE, _MODEL_SPACE, _BY_PARAMETER}:
         return _BY_PARAMETER if _BY_PARAMETER in found else _FULLY_RESHARDABLE
     if found == {_DP_RESHARDABLE}:
         return _DP_RESHARDABLE

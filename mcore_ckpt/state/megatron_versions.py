@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 # The versions that the tests run with, oldest first.
 TESTED = ("0.16", "0.17", "0.18", "0.19")
-_FIRST = (0, 16)
+# 0.15 is not in TESTED: verl 0.6 runs with nothing newer, and only its own tests run with it.
+_FIRST = (0, 15)
 
 
 def check_megatron() -> None:

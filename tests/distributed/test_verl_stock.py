@@ -5,14 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from adapters import FROZEN, with_adapters
+from agreement import everywhere
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from layouts import LAYOUTS
-from snapshot import assert_state, poison, snapshot
+from snapshot import assert_state, chained, poison, snapshot
 from test_export import hf_config
 from training import build, parallel, train
 from verl_words import resume, step_folder, verl_manager
+
+from mcore_ckpt.state.model import unwrap
 
 DP2 = LAYOUTS["dp2-bf16"]
 
@@ -71,3 +75,38 @@ def test_adapters_of_the_stock_manager_go_on(shared_path: Path, monkeypatch: pyt
         train(training, 1, 2)
         resume(training, folder, peft_cls=object())
         assert_state(training, at_save)
+
+
+@pytest.mark.world(2)
+def test_adapters_of_verl_0_7_go_on(shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has them in files of each rank (`save_adapter_checkpoint`), and 0.7.0 merges them into HuggingFace weights."""
+    with_adapters(monkeypatch)
+    layout = replace(DP2, frozen=FROZEN)
+    folder = step_folder(shared_path, 1) / "actor"
+    with parallel(layout):
+        training = build(layout, seed=1)
+        train(training, 0, 1)
+        seed_replicas_alike()
+        save_torch_dist(training, folder / "dist_ckpt", "dp_reshardable", model={})
+        if dist.get_rank() == 0:
+            parameters = unwrap(training.model[0]).named_parameters()
+            adapters = {name: parameter.data for name, parameter in parameters if ".adapter." in name}
+            (folder / "adapter_checkpoint").mkdir()
+            torch.save({"adapter_state_dict": adapters}, folder / "adapter_checkpoint" / "mp_rank_00_adapter.pt")
+            (folder / "huggingface").mkdir()
+            (folder / "huggingface" / "model.safetensors").write_bytes(b"merged, and not for the base model")
+        dist.barrier()
+        at_save = snapshot(training)
+        train(training, 1, 2)
+        for parameter in training.model[0].parameters():
+            if parameter.requires_grad:
+                parameter.data.fill_(float("nan"))
+        resume(training, folder, peft_cls=object())
+        assert_state(training, at_save)
+        at_load = [parameter.detach().clone() for parameter in training.model[0].parameters()]
+        train(training, 2, 3)
+        resume(training, folder, peft_cls=object(), load_contents=["model"])
+        # As the next step does, with main parameters that have followed.
+        chained(training.optimizer)[0]._copy_main_params_to_model_params()
+        with everywhere():
+            assert all(map(torch.equal, training.model[0].parameters(), at_load))

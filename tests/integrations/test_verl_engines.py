@@ -17,7 +17,7 @@ class StockEngine:
 
     def __init__(self, trains: bool = True, offloads: bool = False, overlaps: bool = False, steps: int = -1) -> None:
         self.trains = trains
-        self.is_param_offload_enabled, self.is_optimizer_offload_enabled = False, offloads
+        self.engine_config = SimpleNamespace(param_offload=False, optimizer_offload=offloads)
         self.module = [SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=overlaps))]
         self.optimizer_config = SimpleNamespace(total_training_steps=steps)
         self.calls: list[Call] = []
@@ -47,9 +47,9 @@ class StockEngine:
 
 class Registry:
     @classmethod
-    def register(cls, **key: str) -> Any:
+    def register(cls, vendor: str, **key: str) -> Any:
         def register(engine: Any) -> Any:
-            engine.key = key
+            engine.key = {**key, "vendor": vendor}
             return engine
 
         return register
@@ -58,9 +58,10 @@ class Registry:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Any:
     contents = {"EngineRegistry": Registry, "MegatronEngineWithLMHead": StockEngine}
-    for name in ("verl", "verl.workers", "verl.workers.engine", "verl.workers.engine.megatron"):
+    package = "verl.workers.engine"
+    for name in ("verl", "verl.workers", package, f"{package}.megatron", f"{package}.megatron.transformer_impl"):
         module = ModuleType(name)
-        vars(module).update(contents, MegatronEngineWithValueHead=StockEngine)
+        vars(module).update(contents, MegatronEngineWithValueHead=StockEngine, __path__=[])
         monkeypatch.setitem(sys.modules, name, module)
     name = "mcore_ckpt.integrations.verl.engines"
     monkeypatch.delitem(sys.modules, name, raising=False)

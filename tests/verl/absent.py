@@ -1,7 +1,8 @@
 """Stands in for packages that verl imports and no test comes near.
 
-verl 0.9.1 imports them at the top of modules that the engine needs something else from: ray in `verl.protocol`,
-datasets and pandas in `verl.utils.dataset`. Real, they are half a gigabyte and seconds of every start.
+verl imports them at the top of modules that engines and workers need something else from: ray in `verl.protocol`,
+datasets and pandas in `verl.utils.dataset`, flash_attn in `verl.workers.roles` (0.6). Real, they are half a gigabyte
+and seconds of every start.
 """
 
 import importlib.abc
@@ -11,7 +12,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-ABSENT = ("PIL", "datasets", "pandas", "ray", "uvicorn", "fastapi", "zmq", "aiohttp", "starlette", "transfer_queue")
+ABSENT = (
+    *("PIL", "datasets", "pandas", "flash_attn", "ray", "uvicorn", "fastapi", "zmq", "aiohttp", "starlette"),
+    "transfer_queue",
+)
 
 
 class _Anything(type):
@@ -28,7 +32,8 @@ class _Anything(type):
 
 
 def _anything(name: str) -> Any:
-    return _Anything(name, (), {})
+    # A decorator with arguments: what it returns gives back what it decorates.
+    return _Anything(name, (), {"__call__": lambda decorator, decorated: decorated})
 
 
 class _Module(types.ModuleType):

@@ -8,9 +8,9 @@ import functools
 import os
 import signal
 from dataclasses import dataclass
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import engine_on_cpu
 import sft
@@ -18,16 +18,19 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
 from run import Run
-from tensordict import TensorDict
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker, TrainingWorkerConfig
-from verl.workers.utils.losses import sft_loss
+
+if find_spec("verl.workers.megatron_workers") is None:
+    import ppo_engines as kind
+else:
+    import ppo_workers as kind
+
+try:
+    from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
+    from verl.trainer.ppo.v1 import get_trainer_cls
+except ImportError:  # they are new in 0.9
+    build_checkpoint_callback, get_trainer_cls = lambda config: None, None
 
 STEPS = 4
 BATCH = 8
@@ -65,7 +68,11 @@ class PPORun(Run):
     def train(self, config: Any) -> dict[str, Any]:
         if self.held is not None:
             sft.hold_commit(self.held)
-        workers = {"actor": Worker(make_actor(config)), "critic": Worker(make_critic(config))}
+        with sft.stand_in(config.actor_rollout_ref.actor.optim.get("override_optimizer_config") or {}):
+            return self._train(config)
+
+    def _train(self, config: Any) -> dict[str, Any]:
+        workers = {"actor": kind.make_actor(config), "critic": kind.make_critic(config)}
         if dist.get_rank() == 0:
             self._drive(config, workers)
             broadcast(None)
@@ -92,26 +99,18 @@ class PPORun(Run):
                 trainer._save_checkpoint()
 
 
-class Worker:
-    """A rank's part of a worker group."""
+class Worker(Protocol):
+    """A rank's part of a worker group. `engine` has the model, the optimizer and the LR scheduler, as verl's has."""
 
-    def __init__(self, worker: ActorRolloutRefWorker | TrainingWorker) -> None:
-        self._worker = worker
-        self._training = getattr(worker, "actor", worker)
-        self.engine = self._training.engine
-        self.save_checkpoint, self.load_checkpoint = worker.save_checkpoint, worker.load_checkpoint
+    engine: Any
+    save_checkpoint: Any
+    load_checkpoint: Any
 
     def wait(self) -> None:
         """Returns once no save is under way."""
-        self.engine.checkpoint_mananager.wait()
 
-    def train(self, batch: dict[str, Any]) -> None:
+    def train(self, batch: list[Any]) -> None:
         """One step on this rank's share of the batch."""
-        rank, size = self.engine.get_data_parallel_rank(), self.engine.get_data_parallel_size()
-        options = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "temperature": 1.0}
-        options |= {"pad_mode": DatasetPadMode.NO_PADDING, "update_lr_scheduler": True, "global_token_num": None}
-        data = tu.get_tensordict(SFTTensorCollator(DatasetPadMode.NO_PADDING)(batch[rank::size]), options)
-        self._training.train_batch(data=data)
 
 
 class Group:
@@ -147,11 +146,10 @@ def configuration(root: Path, model: Path, overrides: tuple[str, ...]) -> Any:
     engines = [option for role in (ACTOR, "critic") for option in engine_on_cpu.engine_options(f"{role}.megatron")]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose(
-            "ppo_trainer",
+            kind.NAME,
             overrides=[
-                *("model_engine=megatron", *engines),
+                *(*kind.OPTIONS, *engines),
                 *(f"{model_at}={model}" for model_at in ("actor_rollout_ref.model.path", "critic.model.path")),
-                *(f"{at}.use_remove_padding=False" for at in ("actor_rollout_ref.model", "critic.model")),
                 *both("optim.lr=1e-2"),
                 *both(f"optim.total_training_steps={STEPS}"),
                 *both("use_dynamic_bsz=False"),
@@ -165,45 +163,16 @@ def configuration(root: Path, model: Path, overrides: tuple[str, ...]) -> Any:
 
 def make_trainer(config: Any, workers: dict[str, Worker]) -> Any:
     """The trainer that main_ppo chooses, with its workers already made: making them is ray's business."""
-    kind = get_trainer_cls(config.trainer.v1.trainer_mode) if config.trainer.use_v1 else RayPPOTrainer
-    trainer: Any = kind.__new__(kind)
+    is_new = get_trainer_cls is not None and config.trainer.use_v1
+    of = get_trainer_cls(config.trainer.v1.trainer_mode) if is_new else RayPPOTrainer
+    trainer: Any = of.__new__(of)
     trainer.config, trainer.use_critic, trainer.global_steps = config, True, 0
     trainer.trainer_mode, trainer.checkpoint_callback = "sync", build_checkpoint_callback(config)
     trainer.actor_rollout_wg, trainer.critic_wg = (Group(role, worker) for role, worker in workers.items())
     trainer.train_dataloader = StatefulDataLoader(
-        sft.Sequences(None, None, None, None, 0),
+        sft.Sequences(None, None, None, 0),
         batch_size=BATCH,
         collate_fn=list,
         generator=torch.Generator(),  # not the one that the dropout has
     )
     return trainer
-
-
-def make_actor(config: Any) -> ActorRolloutRefWorker:
-    worker = ActorRolloutRefWorker(config.actor_rollout_ref, role="actor")
-    worker.init_model()
-    worker.set_loss_fn(partial(sft_loss, config=None))
-    return worker
-
-
-def make_critic(config: Any) -> TrainingWorker:
-    """As RayPPOTrainer.init_workers has it made."""
-    critic = omega_conf_to_dataclass(config.critic)
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="value_model",
-            model_config=critic.model,
-            engine_config=critic.engine,
-            optimizer_config=critic.optim,
-            checkpoint_config=critic.checkpoint,
-            profiler_config=None,
-        )
-    )
-    worker.reset()
-    worker.set_loss_fn(value_loss)
-    return worker
-
-
-def value_loss(model_output: dict[str, Any], data: TensorDict, dp_group: Any = None) -> tuple[torch.Tensor, dict]:
-    """Something to learn."""
-    return (model_output["values"].values().float() - 0.5).square().mean(), {}

@@ -63,7 +63,8 @@ class Run(ABC):
 
 def _state(engine: Any) -> Snapshot:
     """All that an engine has, loaded back if it is offloaded."""
-    engine.to("cuda")
+    if any(hasattr(buffer, "grad_data_size") for buffer in _buffers(engine)):
+        engine.to("cuda")
     training: Any = SimpleNamespace(
         layout=SimpleNamespace(overlap_param_gather=False),  # none is overlapped here
         model=engine.module,
@@ -71,3 +72,7 @@ def _state(engine: Any) -> Snapshot:
         scheduler=engine.lr_scheduler,
     )
     return snapshot(training)
+
+
+def _buffers(engine: Any) -> list[Any]:
+    return [buffer for chunk in engine.module for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]

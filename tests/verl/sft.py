@@ -12,6 +12,7 @@ from typing import Any
 
 import engine_on_cpu
 import torch
+import verl
 from fused_adam import fused_adam
 from hydra import compose, initialize_config_module
 from megatron.core import utils
@@ -36,7 +37,7 @@ OURS = "checkpoint._target_=mcore_ckpt.integrations.verl.McoreCkptConfig"
 class Sequences(Dataset):
     """Takes the place of verl's dataset (`data.custom_cls`): its parquet files need pandas."""
 
-    def __init__(self, parquet_files: Any, tokenizer: Any, config: Any, processor: Any, max_samples: int) -> None:
+    def __init__(self, parquet_files: Any, tokenizer: Any, config: Any, max_samples: int, **of_some: Any) -> None:
         generator = torch.Generator().manual_seed(3)
         lengths = torch.randint(8, 16, (SEQUENCES,), generator=generator)
         self._ids = [torch.randint(3, VOCABULARY, (int(length),), generator=generator) for length in lengths]
@@ -80,7 +81,7 @@ class SFTRun(Run):
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.folder / "losses.jsonl")
         if self.held_at is not None:
             hold_commit(f"global_step_{self.held_at}")
-        with _stand_in(config.optim.override_optimizer_config or {}):
+        with stand_in(config.optim.override_optimizer_config or {}):
             return self._train(config)
 
     def _train(self, config: Any) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class SFTRun(Run):
 
 
 @contextlib.contextmanager
-def _stand_in(options: Any) -> Iterator[None]:
+def stand_in(options: Any) -> Iterator[None]:
     """What verl's switches of the optimizer need that no CPU has."""
     called: set[str] = set()
     if options.get("optimizer_cpu_offload"):
@@ -133,8 +134,10 @@ def configuration(root: Path, model: Path, overrides: Sequence[str]) -> Any:
                 "model.use_remove_padding=False",
                 *("optim.lr=1e-2", "optim.lr_warmup_steps=4", "optim.lr_decay_style=cosine"),
                 *(f"data.custom_cls.path={__file__}", "data.custom_cls.name=Sequences"),
-                *("data.train_batch_size=8", "data.micro_batch_size_per_gpu=2", "data.use_dynamic_bsz=False"),
-                "data.num_workers=0",
+                *("data.train_batch_size=8", "data.micro_batch_size_per_gpu=2"),
+                # 0.6 cannot split a batch otherwise with a tensordict as new as this one.
+                f"data.use_dynamic_bsz={verl.__version__.startswith('0.6')}",
+                "++data.num_workers=0",
                 *("trainer.device=cpu", "trainer.logger=[file]", f"trainer.default_local_dir={root}"),
                 *(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2"),
                 *overrides,
@@ -143,14 +146,15 @@ def configuration(root: Path, model: Path, overrides: Sequence[str]) -> Any:
 
 
 def _kill_before(trainer: SFTTrainer, step: int) -> None:
-    client, first = trainer.training_client, trainer.resume_global_step + 1
+    # The trainer of 0.6 has the engine itself in the place of a worker.
+    client, first = getattr(trainer, "training_client", trainer.engine), trainer.resume_global_step + 1
     steps = iter(range(first, STEPS + 1))
     train_batch = client.train_batch
 
-    def train_or_die(data: Any) -> Any:
+    def train_or_die(**arguments: Any) -> Any:
         if next(steps) == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_batch(data=data)
+        return train_batch(**arguments)
 
     client.train_batch = train_or_die
 

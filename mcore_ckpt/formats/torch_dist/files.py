@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,9 @@ class TorchDistFiles:
             CheckpointMismatchError: the stored tensor is missing, or has another shape or dtype.
             CheckpointCorruptError: the tensor cannot be read, or some elements are not stored.
         """
+        if self._has_flat_cells(wanted):
+            self._read_cells(wanted)
+            return
         folder, stored = self._stored(wanted)
         chunk = ChunkStorageMetadata(torch.Size(wanted.offset), wanted.memory.shape)
         items = create_read_items_for_chunk_list(wanted.key, stored, [chunk])
@@ -214,6 +218,34 @@ class TorchDistFiles:
             _read_item(folder, wanted.key, item, wanted.memory)
         self._read.add(wanted.key)
         self.nbytes += found * wanted.memory.element_size()
+
+    def _has_flat_cells(self, wanted: WantedPart) -> bool:
+        """True if the tensor is stored as a grid of equal cells, with one more axis for the elements of a cell.
+
+        megatron-core stores the optimizer state of `fully_sharded_model_space` in this way, which was the default until
+        0.15 and is gone in 0.16 (`sharded_tensor_to_torch_sharded_tensor`). A cell is what a tensor-parallel rank had.
+        """
+        found = self._tensors.get(wanted.key)
+        if found is None or len(found[1].size) != len(wanted.global_shape) + 1:
+            return False
+        *grid, numel = found[1].size
+        cell = _cell_shape(wanted.global_shape, grid)
+        return cell is not None and prod(cell) == numel
+
+    def _read_cells(self, wanted: WantedPart) -> None:
+        *grid, numel = self.size_of(wanted.key)
+        cell = _cell_shape(wanted.global_shape, grid)
+        assert cell is not None, "_has_flat_cells has asked"
+        box = Box(wanted.offset, tuple(wanted.memory.shape))
+        firsts = (offset // length for offset, length in zip(box.offset, cell, strict=True))
+        lasts = (-(-(o + n) // length) for o, n, length in zip(box.offset, box.shape, cell, strict=True))
+        flat = torch.empty((*(1 for _ in grid), numel), dtype=wanted.memory.dtype)
+        for place in product(*map(range, firsts, lasts)):
+            self.read(WantedPart(wanted.key, (*grid, numel), (*place, 0), flat))
+            here = Box(tuple(at * length for at, length in zip(place, cell, strict=True)), cell)
+            shared = here.intersect(box)
+            assert shared is not None, "only cells that overlap are read"
+            _part_of(wanted.memory, shared, box.offset).copy_(_part_of(flat.view(cell), shared, here.offset))
 
     def _stored(self, wanted: WantedPart) -> tuple[_Folder, TensorStorageMetadata]:
         found = self._tensors.get(wanted.key)
@@ -229,6 +261,20 @@ class TorchDistFiles:
                 f"{self.path}: tensor {wanted.key}: wanted {wants}, found {list(stored.size)} {stored.properties.dtype}"
             )
         return found
+
+
+def _cell_shape(shape: Sequence[int], grid: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the shape of each cell of a tensor that a grid cuts evenly; None if it cannot."""
+    if any(cells < 1 or length % cells for length, cells in zip(shape, grid, strict=True)):
+        return None
+    return tuple(length // cells for length, cells in zip(shape, grid, strict=True))
+
+
+def _part_of(tensor: torch.Tensor, box: Box, offset: Sequence[int]) -> torch.Tensor:
+    """Returns the part of a tensor that a box covers. The tensor itself begins at `offset` in the global tensor."""
+    for axis, (start, length, first) in enumerate(zip(box.offset, box.shape, offset, strict=True)):
+        tensor = tensor.narrow(axis, start - first, length)
+    return tensor
 
 
 def _read_item(folder: _Folder, key: str, item: ReadItem, memory: torch.Tensor) -> None:

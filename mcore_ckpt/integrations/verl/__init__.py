@@ -1,4 +1,4 @@
-"""Checkpoints for verl (0.9.1, and the workers of 0.4 and 0.5). See docs/integrations.md."""
+"""Checkpoints for verl (0.6 to 0.9, and the workers of 0.4 and 0.5). See docs/integrations.md."""
 
 from __future__ import annotations
 

@@ -1,22 +1,26 @@
 """Makes verl's megatron engines save and load with this package.
 
-Importing this module registers the engines. verl uses them if VERL_ENGINE_VENDOR is `mcore_ckpt`.
+Importing this module registers the engines. verl 0.9 uses them if VERL_ENGINE_VENDOR is `mcore_ckpt`; verl 0.6 to 0.8
+have no vendors, so there they take the place of verl's own.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 try:
     from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.megatron import MegatronEngineWithLMHead, MegatronEngineWithValueHead
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 except ImportError as error:
     raise ImportError(
-        f"the engines need verl 0.9 and megatron-core: pip install verl megatron-core ({error})"
+        f"the engines need verl 0.6 or newer and megatron-core: pip install verl megatron-core ({error})"
     ) from error
 
 from mcore_ckpt.integrations.verl.manager import MegatronCheckpointManager
 from mcore_ckpt.integrations.verl.vendor import VENDOR
+
+HAS_VENDORS = "vendor" in signature(EngineRegistry.register).parameters
 
 
 class _WithCheckpoints:
@@ -37,9 +41,9 @@ class _WithCheckpoints:
             role=stock.role,
             hf_config=stock.hf_config,
             processing_class=stock.processing_class,
-            peft_cls=stock.peft_cls,
-            frees_memory=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,
-            use_megatron_fsdp=stock.use_megatron_fsdp,
+            peft_cls=getattr(stock, "peft_cls", None),  # 0.6 has no adapters
+            frees_memory=self.engine_config.param_offload or self.engine_config.optimizer_offload,
+            use_megatron_fsdp=getattr(stock, "use_megatron_fsdp", False),  # since 0.8
         )
 
     def save_checkpoint(
@@ -79,11 +83,21 @@ class _WithCheckpoints:
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load, **kwargs)  # type: ignore[misc]
 
 
-@EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor=VENDOR)
 class LanguageModelEngine(_WithCheckpoints, MegatronEngineWithLMHead):
     """verl's engine for actors and SFT, which here saves and loads with this package."""
 
 
-@EngineRegistry.register(model_type="value_model", backend="megatron", device="cuda", vendor=VENDOR)
 class ValueModelEngine(_WithCheckpoints, MegatronEngineWithValueHead):
     """verl's engine for critics, which here saves and loads with this package."""
+
+
+def _register(model_type: str, engine: type[Any]) -> None:
+    if HAS_VENDORS:
+        EngineRegistry.register(model_type=model_type, backend="megatron", device="cuda", vendor=VENDOR)(engine)
+        return
+    # `EngineRegistry.register` (0.6 to 0.8) keeps the engine that was registered first, which is verl's own.
+    EngineRegistry._engines[model_type]["megatron"]["cuda"] = engine
+
+
+_register("language_model", LanguageModelEngine)
+_register("value_model", ValueModelEngine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from mcore_ckpt import load_hf
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
+from mcore_ckpt.integrations.kit.kept import KeptManager
+from mcore_ckpt.integrations.kit.options import kept_count
 from mcore_ckpt.integrations.verl import resume
+from mcore_ckpt.integrations.verl.adapter_files import load_adapter_files
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
-from mcore_ckpt.integrations.verl.stock import huggingface_weights
+from mcore_ckpt.integrations.verl.stock import adapter_folder, huggingface_weights
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps import complete_steps, delete_step, step_status
 
@@ -91,7 +95,7 @@ class MegatronCheckpointManager:
             "hf_config": hf_config,
             "processing_class": tokenizer if processing_class is None else processing_class,
         }
-        self._manager: CheckpointManager | None = None
+        self._kept = KeptManager()
         self._config = self._with(None, None)  # wrong options must raise here, not at the first save
         self._delete_later: Place | None = None
         _managers.add(self)
@@ -120,9 +124,7 @@ class MegatronCheckpointManager:
             CheckpointError: this save failed, or an earlier async save did. All ranks raise the same error.
         """
         place = Place.of(local_path, self.role)
-        # As in verl, 0 or a negative number keeps all steps.
-        max_to_keep = max_ckpt_to_keep if max_ckpt_to_keep and max_ckpt_to_keep > 0 else None
-        manager = self._manager_of(place, self._with(hdfs_path, max_to_keep))
+        manager = self._manager_of(place, self._with(hdfs_path, kept_count(max_ckpt_to_keep)))
         manager.save(int(global_step), path=place.folder, roles=self._roles(place))
         if self._delete_later is not None and dist.get_rank() == 0:
             try:
@@ -150,7 +152,7 @@ class MegatronCheckpointManager:
         """
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)
-        if self._manager is not None and self._manager.root == place.root and not hdfs_path:
+        if self._is_in(place.root) and not hdfs_path:
             # Keep the `max_to_keep` that earlier saves have given this manager.
             config = replace(self._config, load_contents=config.load_contents)
         manager = self._manager_of(place, config)
@@ -161,7 +163,8 @@ class MegatronCheckpointManager:
             lambda: {
                 "there": resume.is_checkpoint(place.folder),
                 "lacks": resume.why_not_whole(place),
-                "weights": str(huggingface_weights(place.folder) or ""),
+                "weights": str(self._weights_of(place)),
+                "adapters": str(adapter_folder(place.folder) or ""),
             },
         )
         try:
@@ -170,7 +173,7 @@ class MegatronCheckpointManager:
             self._load(manager, place, seen)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             has_copies = self._config.remote is not None
-            outcome = (self._manager or manager).agree(
+            outcome = (self._kept.manager or manager).agree(
                 "going back to an older step", request, lambda: {"advice": resume.send_back(place, has_copies)}
             )
             raise type(error)(f"{error}; {outcome['advice']}") from error
@@ -182,28 +185,31 @@ class MegatronCheckpointManager:
             manager.load(step=place.step)
             return
         contents = self._config.load_contents
-        if not seen["weights"] or "model" not in contents:
+        rest = tuple(word for word in contents if word not in ("model", "hf_model"))
+        if "model" not in contents or not (seen["weights"] or seen["adapters"]):
             manager.load(path=place.folder)
             return
-        rest = tuple(word for word in contents if word not in ("model", "hf_model"))
-        load_hf(
-            self._trainer["model"],
-            seen["weights"],
-            # If the optimizer is loaded below, its fp32 main parameters come from the checkpoint. They are the same
-            # weights in higher precision.
-            optimizer=None if "optimizer" in rest else self._trainer["optimizer"],
-            timeout_s=self._config.timeout_s,
-        )
+        # If the optimizer is loaded below, its fp32 main parameters come from the checkpoint. They are the same weights
+        # in higher precision.
+        model, optimizer = self._trainer["model"], None if "optimizer" in rest else self._trainer["optimizer"]
+        if seen["adapters"]:
+            load_adapter_files(manager, model, optimizer, Path(seen["adapters"]))
+        else:
+            load_hf(model, seen["weights"], optimizer=optimizer, timeout_s=self._config.timeout_s)
         if rest:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
+
+    def _weights_of(self, place: Place) -> Path | str:
+        # Beside adapters, verl 0.7.0 writes HuggingFace weights with the adapters merged into them, which the base
+        # model must not get.
+        return "" if self._config.skip_frozen else huggingface_weights(place.folder) or ""
 
     def wait(self) -> None:
         """Waits until no save and no upload is under way. Every rank calls it.
 
         Raises CheckpointError: a save failed, and no earlier call has raised its error.
         """
-        if self._manager is not None:
-            self._manager.wait()
+        self._kept.wait()
 
     def close(self) -> None:
         """Waits for a save that is under way and frees the host memory that saves use. Every rank calls it.
@@ -211,19 +217,17 @@ class MegatronCheckpointManager:
         Raises CheckpointError: see `wait`.
         """
         _managers.discard(self)
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+        self._kept.close()
 
     def _manager_of(self, place: Place, config: CheckpointConfig) -> CheckpointManager:
         """Returns the manager. Makes a new one if there is none, or if the root or the options have changed."""
-        if self._manager is not None and (self._manager.root, self._config) != (place.root, config):
-            manager, self._manager = self._manager, None
-            manager.close()
-        if self._manager is None:
-            self._manager = CheckpointManager(place.root, config=config, **self._trainer)
-            self._config = config
-        return self._manager
+        manager = self._kept.get(place.root, self._trainer, config)
+        self._config = config
+        return manager
+
+    def _is_in(self, root: Path) -> bool:
+        """True if there is a manager, and it is for this root."""
+        return self._kept.manager is not None and self._kept.manager.root == root
 
     def _with(self, hdfs_path: str | None, max_to_keep: int | None) -> CheckpointConfig:
         options = {**self._options, "max_to_keep": max_to_keep}
@@ -240,7 +244,7 @@ class MegatronCheckpointManager:
             return (self.role,)
         if self._config.roles is not None:
             return self._config.roles
-        here = [other for other in _managers if other._manager is None or other._manager.root == place.root]
+        here = [other for other in _managers if other._kept.manager is None or other._is_in(place.root)]
         return tuple(sorted({self.role, *(other.role for other in here)}))
 
     def _delete_loaded(self, loaded: Place, saved: Place) -> None:

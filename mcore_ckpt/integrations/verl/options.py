@@ -6,10 +6,10 @@ verl's options are in `actor.checkpoint`, `critic.checkpoint` and, for SFT, `che
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, fields
+from dataclasses import Field
 from typing import Any
 
-from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.integrations.kit.options import own_fields
 
 VERLS_OWN = ("save_contents", "load_contents", "async_save", "strict")
 # verl passes max_to_keep to each save, and skip_frozen follows from verl's own option for adapters (model.lora).
@@ -18,7 +18,7 @@ NOT_OPTIONS = ("max_to_keep", "skip_frozen")
 
 def own_options() -> list[Field[Any]]:
     """Returns the fields of CheckpointConfig that verl's options lack."""
-    return [field for field in fields(CheckpointConfig) if field.name not in (*VERLS_OWN, *NOT_OPTIONS)]
+    return own_fields((*VERLS_OWN, *NOT_OPTIONS))
 
 
 def read_options(options: Any) -> dict[str, Any]:

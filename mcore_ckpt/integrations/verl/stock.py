@@ -1,4 +1,7 @@
-"""Finds the HuggingFace weights in checkpoints of verl's own manager, which writes them by default."""
+"""Finds in checkpoints of verl's own manager what it does not keep in `torch_dist` shards.
+
+These are the HuggingFace weights, which it writes by default, and the adapters of verl 0.7.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from pathlib import Path
 
 from mcore_ckpt.formats import TorchDistFiles, kind_of, torch_dist_folders
 
-# The folder that `get_hf_model_checkpoint_path` returns in verl 0.9, and the one in 0.5 to 0.7.
+# The folder that `get_hf_model_checkpoint_path` returns in verl 0.9, and the one in 0.5 to 0.8.
 _WEIGHTS = ("model/huggingface", "huggingface")
+# verl 0.7 (`save_adapter_checkpoint`). 0.8 and newer have adapters in `torch_dist` shards.
+_ADAPTERS = "adapter_checkpoint"
 
 
 def huggingface_weights(folder: Path) -> Path | None:
@@ -22,6 +27,12 @@ def huggingface_weights(folder: Path) -> Path | None:
         return None
     weights = next((folder / name for name in _WEIGHTS if any((folder / name).glob("*.safetensors"))), None)
     return None if weights is None or _has_model(folder) else weights
+
+
+def adapter_folder(folder: Path) -> Path | None:
+    """Returns the folder of the files with each rank's adapters; None if there is none."""
+    files = folder / _ADAPTERS
+    return files if kind_of(folder) == "torch_dist" and files.is_dir() else None
 
 
 def _has_model(folder: Path) -> bool:

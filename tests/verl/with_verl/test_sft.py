@@ -5,20 +5,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import verl
 from sft import OURS, SFTRun
 from snapshot import assert_same
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from mcore_ckpt.integrations.verl.sft_trainer import SFTTrainer
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 
 ASYNC = "++checkpoint.async_save=True"
 KEEP = "trainer.max_ckpt_to_keep=2"
 
-# By the number of ranks: with offloading, and cut every way that a dense model can be.
+# By the number of ranks: with offloading, and cut every way that a dense model can be. The engine of 0.6 cannot train
+# with offloading: it wants back what it has not offloaded (`MegatronEngine.initialize`, `EngineTrainModeCtx`).
+OFFLOADED = ("engine.param_offload=True", "engine.optimizer_offload=True")
+IS_0_6 = verl.__version__.startswith("0.6")
 LAYOUTS = {
-    2: ("engine.param_offload=True", "engine.optimizer_offload=True"),
+    2: () if IS_0_6 else OFFLOADED,
     4: ("engine.tensor_model_parallel_size=2", "engine.pipeline_model_parallel_size=2"),
 }
 
@@ -50,6 +53,7 @@ def check_went_on(run: SFTRun, reference: SFTRun, since: int) -> None:
 
 
 # CI has two ranks; and, below, tensor parallelism when a run of verl's own engine goes on.
+@pytest.mark.shows("verl", "save", "resume", "retention")
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callable[[int], SFTRun], world: int) -> None:
     root = tmp_path / "root"
@@ -67,6 +71,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, uninterrupted: Callab
 OPTIONS = "++optim.override_optimizer_config"
 
 
+@pytest.mark.shows("verl", "precision-aware")
 @pytest.mark.full
 @pytest.mark.parametrize(
     "switches",
@@ -86,6 +91,7 @@ def test_a_killed_run_with_verls_own_switches_goes_on(model: Path, tmp_path: Pat
     check_went_on(resumed, reference, since=4)
 
 
+@pytest.mark.shows("verl", "async")
 def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterrupted: Callable[[int], SFTRun]) -> None:
     root = tmp_path / "root"
     killed = SFTRun(2, model, tmp_path / "killed", root, (*LAYOUTS[2], OURS, ASYNC), killed_at=5, held_at=4)
@@ -103,9 +109,12 @@ def test_a_tracker_ahead_of_its_checkpoint(model: Path, tmp_path: Path, uninterr
 
 
 @pytest.mark.full
+@pytest.mark.skipif(IS_0_6, reason="our trainers are for verl 0.7 and newer")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_was_saved_at_an_epochs_end_goes_on_with_the_next(model: Path, tmp_path: Path, world: int) -> None:
     """verl's own trainer would end at once, with exit code 0."""
+    from mcore_ckpt.integrations.verl.sft_trainer import SFTTrainer
+
     four_an_epoch = (*LAYOUTS[2], "data.train_batch_size=16", "data.micro_batch_size_per_gpu=8")
     reference = SFTRun(world, model, tmp_path / "reference", tmp_path / "none", four_an_epoch, saves=False)
     assert reference.start() == [0] * world, reference.log
@@ -116,16 +125,20 @@ def test_a_run_that_was_saved_at_an_epochs_end_goes_on_with_the_next(model: Path
     check_went_on(resumed, reference, since=4)
 
 
+@pytest.mark.shows("verl", "moving over")
 @pytest.mark.full  # tests/distributed/test_verl_stock.py moves such runs, of recorded versions, in CI
 def test_a_run_of_verls_own_engine_goes_on_with_ours(model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    # One data-parallel rank: of the others verl's own manager saves no random states.
-    layout = ("engine.tensor_model_parallel_size=2",)
+    # One data-parallel rank: of the others verl's own manager saves no random states. Without dropout in 0.6, whose
+    # trainer draws a number on one tensor-parallel rank alone (`torch.randint` in `fit`): from then on masks differ,
+    # and with them the copies of norms, of which verl's own manager saves one.
+    no_dropout = ("engine.override_transformer_config.hidden_dropout=0",) if IS_0_6 else ()
+    layout = ("engine.tensor_model_parallel_size=2", *no_dropout)
     reference = SFTRun(2, model, tmp_path / "reference", tmp_path / "none", layout, saves=False)
     assert reference.start() == [0, 0], reference.log
     stock = SFTRun(2, model, tmp_path / "stock", root, (*layout, "trainer.save_freq=4"), killed_at=5)
     assert -9 in stock.start(), stock.log
-    assert (root / "global_step_4" / "model" / "huggingface" / "model.safetensors").exists()
+    assert [*(root / "global_step_4").glob("**/huggingface/model.safetensors")]
     ours = replace(stock, folder=tmp_path / "ours", overrides=(*layout, OURS), killed_at=None)
     assert ours.start() == [0, 0], ours.log
     check_went_on(ours, reference, since=4)
