@@ -1,0 +1,44 @@
+"""Checkpoints for the Megatron trainers of ms-swift (4.6).
+
+    python -m mcore_ckpt.integrations.swift sft --model Qwen/Qwen3-8B --output_dir out ...
+
+takes the place of `megatron sft`, and `pt` and `rlhf` that of the other two. All options are ms-swift's own. A pipeline
+of one's own takes a trainer class from here, or puts `CheckpointTrainer` first among the bases of its own. See
+docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+if find_spec("swift") is None or find_spec("mcore_bridge") is None:
+    raise ImportError("mcore_ckpt.integrations.swift needs ms-swift and mcore-bridge: pip install 'ms-swift[megatron]'")
+
+__all__ = ["TRAINERS"]
+
+# The trainers of ms-swift that have a class of ours by the same name. It is made when it is first used, because it
+# imports a part of ms-swift that the others do not need.
+TRAINERS = (
+    "MegatronTrainer",
+    "MegatronEmbeddingTrainer",
+    "MegatronRerankerTrainer",
+    "MegatronDPOTrainer",
+    "MegatronKTOTrainer",
+    "MegatronRewardTrainer",
+    "MegatronGRPOTrainer",
+    "MegatronGKDTrainer",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("CheckpointTrainer", *TRAINERS):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Importing it takes seconds, which `__main__` does without.
+    found: Any = import_module(f"{__name__}.trainer").CheckpointTrainer
+    if name in TRAINERS:
+        base = getattr(import_module("swift.megatron.trainers"), name)
+        found = type(name, (found, base), {"__module__": __name__, "__qualname__": name})
+    globals()[name] = found
+    return found

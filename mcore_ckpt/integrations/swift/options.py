@@ -1,0 +1,72 @@
+"""Reads ms-swift's options, which have Megatron-LM's meaning, and ours among them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.kit.arguments import Arguments
+from mcore_ckpt.integrations.kit.options import own_config
+
+# ms-swift says these in its own words: async_save, no_load_optim and the like, save_total_limit, tuner_type.
+_SAID_ELSEWHERE = ("async_save", "load_contents", "max_to_keep", "keep_every", "roles", "skip_frozen")
+# A step in a remote store would lack what ms-swift puts beside our folder: args.json and the HuggingFace weights.
+_REFUSED = ("remote", "prune_remote", "upload_timeout_s")
+
+
+def read_config(args: Any) -> CheckpointConfig:
+    """Returns the options in `args.mcore_ckpt`: a dict, or JSON with one. Without it, they have their defaults.
+
+    Raises InvalidArgumentError: an option is unknown, or has a value that is not allowed.
+    """
+    given = getattr(args, "mcore_ckpt", None) or {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise InvalidArgumentError(f"--mcore_ckpt {given!r} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise InvalidArgumentError(f"--mcore_ckpt {given!r} is not a JSON object, such as '{{\"timeout_s\": 300}}'")
+    config = own_config(given, (*_SAID_ELSEWHERE, *_REFUSED), "--mcore_ckpt")
+    if getattr(args, "offload_model", False) or getattr(args, "offload_optimizer", False):
+        # GRPO and GKD give the memory back after the step, whatever still reads it.
+        config = replace(config, async_mode="snapshot")
+    return config
+
+
+def arguments(args: Any, **changed: Any) -> Arguments:
+    """Returns ms-swift's options by Megatron-LM's names, with changes: most names are the same."""
+    return Arguments(SimpleNamespace(**{**vars(args), **changed}))
+
+
+def saving(config: CheckpointConfig, is_peft: bool, has_model: bool) -> CheckpointConfig:
+    """Returns our options for a save.
+
+    Args:
+        config: the user's.
+        is_peft: True if the adapters alone are saved.
+        has_model: False if ms-swift keeps the weights as safetensors alone (`save_safetensors` with `no_save_optim`).
+    """
+    return replace(config, skip_frozen=is_peft, save_contents=config.save_contents if has_model else ("extra",))
+
+
+def refuse_unsupported(args: Any) -> None:
+    """Raises UnsupportedError for options that cannot be honoured."""
+    if getattr(args, "use_megatron_fsdp", False):
+        raise UnsupportedError(
+            "--use_megatron_fsdp true is not supported: leave it out, and use --use_distributed_optimizer"
+        )
+    if getattr(args, "use_ray", False):
+        raise UnsupportedError(
+            "--use_ray true is not supported, because the workers of ms-swift's Ray pipeline make their own trainers: "
+            "leave it out, or use ms-swift's own command"
+        )
+    if args.tuner_type == "lora_llm" and not args.save_safetensors:
+        raise UnsupportedError(
+            "--tuner_type lora_llm with --save_safetensors false would save nothing but the base model: leave "
+            "--save_safetensors out"
+        )

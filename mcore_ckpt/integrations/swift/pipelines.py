@@ -1,0 +1,89 @@
+"""ms-swift's Megatron pipelines (4.6), with trainers that save and load with this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from swift.megatron import trainers
+from swift.megatron.arguments import MegatronPretrainArguments, MegatronRLHFArguments, MegatronSftArguments
+from swift.megatron.pipelines.train import sft
+from swift.megatron.pipelines.train.pretrain import MegatronPretrain as StockPretrain
+from swift.megatron.pipelines.train.rlhf import MegatronRLHF as StockRLHF
+from swift.megatron.pipelines.train.sft import MegatronSft as StockSft
+
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.integrations import swift as own
+from mcore_ckpt.integrations.swift.trainer import CheckpointTrainer, replaced
+
+# The trainers that `prepare_trainer` chooses by `rlhf_type` or `task_type`. MegatronTrainer is for all other tasks.
+_BY_TYPE = {
+    "embedding": "MegatronEmbeddingTrainer",
+    "reranker": "MegatronRerankerTrainer",
+    "generative_reranker": "MegatronRerankerTrainer",
+    "dpo": "MegatronDPOTrainer",
+    "kto": "MegatronKTOTrainer",
+    "rm": "MegatronRewardTrainer",
+    "grpo": "MegatronGRPOTrainer",
+    "gkd": "MegatronGKDTrainer",
+}
+
+
+@dataclass
+class SftArguments(MegatronSftArguments):
+    """ms-swift's options, and `--mcore_ckpt`: options of CheckpointConfig as JSON."""
+
+    mcore_ckpt: str | None = None
+
+
+@dataclass
+class PretrainArguments(MegatronPretrainArguments):
+    """See SftArguments."""
+
+    mcore_ckpt: str | None = None
+
+
+@dataclass
+class RLHFArguments(MegatronRLHFArguments):
+    """See SftArguments."""
+
+    mcore_ckpt: str | None = None
+
+
+class CheckpointPipeline:
+    """A mixin that gives a Megatron pipeline trainers of ours. It must be the first base."""
+
+    args: Any
+
+    def prepare_trainer(self) -> Any:
+        """Makes the trainer that ms-swift chooses. Raises UnsupportedError if there is none of ours in its place."""
+        args = self.args
+        name = _BY_TYPE.get(args.rlhf_type or args.task_type, "MegatronTrainer")
+        # Its names are looked up there: `sft` imports them, `rlhf` asks the package.
+        module = sft if hasattr(sft, name) else trainers
+        with replaced((module.__name__,), name, getattr(own, name)):
+            trainer = super().prepare_trainer()  # type: ignore[misc]
+        if not isinstance(trainer, CheckpointTrainer):
+            raise UnsupportedError(
+                f"ms-swift trains this with {type(trainer).__name__}, for which mcore_ckpt has no trainer: use the "
+                "script of ms-swift itself"
+            )
+        return trainer
+
+
+class MegatronSft(CheckpointPipeline, StockSft):
+    """`megatron sft` with checkpoints of this package."""
+
+    args_class = SftArguments
+
+
+class MegatronPretrain(CheckpointPipeline, StockPretrain):
+    """`megatron pt` with checkpoints of this package."""
+
+    args_class = PretrainArguments
+
+
+class MegatronRLHF(CheckpointPipeline, StockRLHF):
+    """`megatron rlhf` with checkpoints of this package."""
+
+    args_class = RLHFArguments

@@ -1,0 +1,12 @@
+"""Trains as `megatron pt` of ms-swift does, with checkpoints of this package. The options are ms-swift's."""
+
+from __future__ import annotations
+
+import os
+
+if __name__ == "__main__":
+    # As ms-swift's own script does, before anything can use a GPU.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from mcore_ckpt.integrations.swift.pipelines import MegatronPretrain
+
+    MegatronPretrain().main()

@@ -1,0 +1,230 @@
+"""A mixin that makes a Megatron trainer of ms-swift (4.6) save and load with this package."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swift.megatron.utils import load_mcore_checkpoint
+from swift.utils import is_master
+
+from mcore_ckpt import SaveHandle
+from mcore_ckpt.checkpoint import MANIFEST_FILE
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
+from mcore_ckpt.integrations.kit.options import kept_count
+from mcore_ckpt.integrations.swift.options import arguments, read_config, refuse_unsupported, saving
+from mcore_ckpt.steps import StepStatus, complete_steps, delete_step, write_tracker
+
+logger = logging.getLogger(__name__)
+
+ROLE = "actor"
+"""The folder in `checkpoint-{N}` that takes the place of ms-swift's `iter_{N}`."""
+
+# The modules that call `load_mcore_checkpoint`. The second, for RLHF, needs packages that other trainings do without.
+LOADING = ("swift.megatron.trainers.base", "swift.megatron.trainers.rlhf_mixin")
+SAVING = ("swift.megatron.trainers.base",)
+# What a resumed run has to know to keep the best checkpoint. ms-swift itself forgets it.
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+
+
+class CheckpointTrainer:
+    """A mixin that saves and loads with this package. It must be the first base.
+
+    ms-swift's own methods still decide when and where to save, and write everything else into `checkpoint-{N}`. Only
+    the two functions that they call for Megatron's state are replaced, while they run.
+    """
+
+    # Attributes of BaseMegatronTrainer.
+    args: Any
+    state: Any
+    config: Any
+    template: Any
+    wrapped_models: list[Any]
+    optimizer: Any
+    opt_param_scheduler: Any
+
+    _checkpoints: LoopCheckpoints
+    _committing: tuple[SaveHandle, Callable[[], Any]] | None = None
+
+    def _load_checkpoint(self) -> None:
+        refuse_unsupported(self.args)
+        self._checkpoints = LoopCheckpoints()
+        with replaced(LOADING, "load_mcore_checkpoint", self._load):
+            super()._load_checkpoint()  # type: ignore[misc]
+
+    def _load_iteration(self) -> int:
+        """Returns the iteration of the HuggingFace weights that the run starts from, if they lie in a checkpoint."""
+        args = self.args
+        folder = args.adapters[0] if args.tuner_type != "full" and args.adapters else args.model
+        if folder is None or not _is_ours(folder):
+            return int(super()._load_iteration())  # type: ignore[misc]
+        options = arguments(args, load=folder, exit_on_missing_checkpoint=True, no_load_optim=True, no_load_rng=True)
+        config = replace(read_config(args), load_contents=("extra",))
+        return self._take_over(self._found(self._checkpoints.load(self._training([]), options, config)))
+
+    def save_checkpoint(self) -> None:
+        """Saves `<output_dir>/checkpoint-{iteration}`, as ms-swift does. Every rank calls it.
+
+        Raises CheckpointError: see CheckpointManager.save.
+        """
+        with replaced(SAVING, "save_mcore_checkpoint", self._save):
+            super().save_checkpoint()  # type: ignore[misc]
+
+    def run_train_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._link_committed()
+        return super().run_train_step(*args, **kwargs)  # type: ignore[misc]
+
+    def finalize_training(self) -> None:
+        """Ends the training, and waits for a save that is under way. Raises CheckpointError if that save fails."""
+        super().finalize_training()  # type: ignore[misc]
+        self._checkpoints.finalize(terminate=True)
+        self._link_committed()
+
+    def _rotate_checkpoints(self, output_dir: str) -> None:
+        """Deletes all checkpoints but the newest `save_total_limit`, one of which is the best. Only rank 0 calls it.
+
+        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned ones stay.
+        """
+        limit = kept_count(self.args.save_total_limit)
+        if limit is None:
+            return
+        complete = [status for status in complete_steps(Path(output_dir)) if ROLE in status.committed]
+        best = [status for status in complete[:-limit] if status.step == self.state.best_global_step]
+        for status in complete[: -max(1, limit - len(best))]:
+            if status not in best and not status.pinned:
+                _delete(status)
+
+    def _save(
+        self,
+        args: Any,
+        models: list[Any],
+        optimizer: Any = None,
+        opt_param_scheduler: Any = None,
+        iteration: int = 1,
+        output_dir: str | None = None,
+        peft_format: bool = False,
+        async_finalize_fn: Callable[[], Any] | None = None,
+    ) -> bool:
+        """Takes the place of ms-swift's `save_mcore_checkpoint`, and has its arguments."""
+        step_path = Path(output_dir or args.output_dir)
+        options = arguments(args, save=str(step_path.parent))
+        training = self._training(self.wrapped_models, optimizer, opt_param_scheduler)
+        config = saving(read_config(args), peft_format, bool(models))
+        handle = self._checkpoints.save(iteration, training, options, config, self._counters, path=step_path / ROLE)
+        if is_master():
+            # What ms-swift copies beside a merged model, and reads the iteration of HuggingFace weights from.
+            write_tracker(step_path, iteration)
+        self._link_committed()  # the save before, which the manager has waited for
+        if args.async_save and async_finalize_fn is not None:
+            self._committing = (handle, async_finalize_fn)
+        return bool(args.async_save)
+
+    def _counters(self) -> dict[str, Any]:
+        return {
+            "num_floating_point_operations_so_far": 0,
+            "consumed_train_samples": int(self.state.consumed_train_samples),
+            **{name: getattr(self.state, name) for name in _BEST},
+        }
+
+    def _load(
+        self,
+        args: Any,
+        ddp_models: list[Any],
+        optimizer: Any = None,
+        opt_param_scheduler: Any = None,
+        load_arg: str = "mcore_model",
+        adapter_name: str = "default",
+    ) -> int:
+        """Takes the place of ms-swift's `load_mcore_checkpoint`, and has its arguments."""
+        folder = getattr(args, load_arg)
+        is_peft = load_arg == "mcore_adapter"
+        if load_arg.startswith("mcore_ref") or (args.tuner_type != "full" and not is_peft):
+            # Weights beside those that are trained: a reference, or the base model below adapters.
+            _refuse_ours(load_arg, folder)
+            return int(
+                load_mcore_checkpoint(
+                    args, ddp_models, optimizer, opt_param_scheduler, load_arg=load_arg, adapter_name=adapter_name
+                )
+            )
+        options = arguments(args, load=folder, exit_on_missing_checkpoint=True)
+        config = replace(read_config(args), skip_frozen=is_peft)
+        training = self._training(ddp_models, optimizer, opt_param_scheduler)
+        loaded = self._found(self._checkpoints.load(training, options, config))
+        logger.info("loaded iteration %d from %s", loaded.iteration, folder)
+        return 0 if args.finetune else self._take_over(loaded)
+
+    def _found(self, loaded: Loaded | None) -> Loaded:
+        assert loaded is not None, "exit_on_missing_checkpoint makes it an error"
+        return loaded
+
+    def _take_over(self, loaded: Loaded) -> int:
+        """Continues where a checkpoint ends. Returns its iteration."""
+        self.args.consumed_train_samples = loaded.counters["consumed_train_samples"]
+        for name in _BEST:
+            setattr(self.state, name, loaded.state.get(name))
+        return loaded.iteration
+
+    def _training(self, model: list[Any], optimizer: Any = None, scheduler: Any = None) -> Training:
+        hf_config = getattr(self.config, "hf_config", None)
+        return Training(
+            list(model or self.wrapped_models), optimizer, scheduler, ROLE, hf_config, self.template.processor
+        )
+
+    def _link_committed(self) -> None:
+        """Lets ms-swift's link `last-checkpoint` point to an async save once it is committed."""
+        if self._committing is not None and self._committing[0].done:
+            (handle, link), self._committing = self._committing, None
+            if handle.committed and is_master():
+                link()
+
+
+def _is_ours(folder: str) -> bool:
+    """Returns True for a step's folder, a role's folder, or the folder of all steps, if this package wrote them."""
+    path = Path(folder)
+    return any((each / MANIFEST_FILE).exists() for each in (path, path / ROLE)) or bool(complete_steps(path))
+
+
+def _refuse_ours(option: str, folder: str) -> None:
+    """Raises UnsupportedError if an option names a checkpoint of ours for weights that are not trained."""
+    if _is_ours(folder):
+        instead = {"mcore_model": "model", "mcore_ref_model": "ref_model"}.get(option, "ref_adapters")
+        raise UnsupportedError(
+            f"--{option} {folder}: mcore_ckpt saved it, and loads only what is trained. Give HuggingFace weights: "
+            f"--{instead} with this folder if it has safetensors, or with what mcore-ckpt merge makes of it"
+        )
+
+
+def _delete(status: StepStatus) -> None:
+    obstacle = delete_step(status)
+    if obstacle is None:
+        # merge_lora puts the merged model there.
+        shutil.rmtree(f"{status.path}-merged", ignore_errors=True)
+    else:
+        logger.info("%s is too old, but stays for now: %s", status.path, obstacle)
+
+
+@contextmanager
+def replaced(modules: Iterable[str], name: str, value: Any) -> Iterator[None]:
+    """Lets modules of ms-swift find `value` under one of their names. Modules that are not imported are left out.
+
+    Raises UnsupportedError: a module has no such name.
+    """
+    there = [sys.modules[module] for module in modules if module in sys.modules]
+    for module in there:
+        if not hasattr(module, name):
+            raise UnsupportedError(f"{module.__name__} has no {name}: use ms-swift 4.6, whose trainers are known")
+    stock = [(module, getattr(module, name)) for module in there]
+    for module, _ in stock:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, own in stock:
+            setattr(module, name, own)

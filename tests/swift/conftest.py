@@ -1,0 +1,8 @@
+"""Finds the tests of with_swift/ only where ms-swift is on PYTHONPATH: test_swift.py launches them there."""
+
+import os
+from pathlib import Path
+
+# Not swift itself: this folder has its name, and pytest puts the one above on the path.
+_FOLDERS = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+collect_ignore = [] if any((Path(folder) / "mcore_bridge").is_dir() for folder in _FOLDERS) else ["with_swift"]
