@@ -78,7 +78,9 @@ packages() {
 # All tests run with the newest megatron-core, and some with the other versions (tests/test_versions.py).
 newest=megatron-0.19
 wanted=("$newest" triton emerging)
-[ "$tier" = quick ] || wanted+=(megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote verl areal bridge)
+# Frameworks are tested beside the environment: they want other versions of what it has.
+frameworks=(verl verl-0.6 verl-0.7 verl-0.8 areal bridge swift)
+[ "$tier" = quick ] || wanted+=(megatron-0.15 megatron-0.16 megatron-0.17 megatron-0.18 te transformers4 quantized remote "${frameworks[@]}")
 for name in "${wanted[@]}"; do
     beside "packages-$name" packages "$name"
 done

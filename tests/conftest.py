@@ -30,6 +30,7 @@ hypothesis.settings.load_profile("any machine")
 NOT_QUICK = frozenset(
     {
         "areal",
+        "bridge",
         "chaos",
         "crash",
         "distributed",
@@ -38,6 +39,7 @@ NOT_QUICK = frozenset(
         "hostile",
         "integrations",
         "s3",
+        "swift",
         "te",
         "verl",
         "test_build.py",
@@ -74,7 +76,16 @@ NOT_QUICK = frozenset(
 ON_DISK = frozenset({"faults", "native", "save", "test_shared_writes.py"})
 
 # The longest first. Begun last, they would run on alone when all else has ended.
-LONG = ("test_areal.py", "test_verl.py", "test_versions.py", "test_demo.py", "test_chaos.py")
+LONG = (
+    "test_areal.py",
+    "test_bridge.py",
+    "test_swift.py",
+    "test_verl.py",
+    "test_older_verl.py",
+    "test_versions.py",
+    "test_demo.py",
+    "test_chaos.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
