@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=("megatron", "bridge", "verl", "verl-0.8"),
         default="megatron",
-        help="with CHECKPOINT: trainer that goes on from it (verl-0.8: verl 0.6 to 0.8)",
+        help="with CHECKPOINT: trainer that goes on from it (verl-0.8: verl 0.7.1 and 0.8)",
     )
     parser.add_argument(
         "--step",

@@ -21,6 +21,7 @@ from layouts import LAYOUTS
 from megatron_lm import poison_for_megatron, ready_to_load
 from slime_run import Run, arguments, installed
 from snapshot import assert_same, poison, snapshot
+from test_verl_manager import with_value_head
 from tiers import marks
 from training import Layout, build, parallel, train
 from walk import block, section
@@ -39,12 +40,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def beginning(layout: Layout, folder: Path) -> Path:
-    """A checkpoint of Megatron-LM's to start from (`--ref-load`), with the weights of another training."""
+    """Weights of another training, for `--ref-load`, as slime's `convert_hf_to_torch_dist.py` leaves them."""
     training = build(layout, seed=9)
     train(training, 0, 1)  # Megatron-LM cannot save an optimizer before its first step
-    save_torch_dist(training, folder / "iter_0000001", "dp_reshardable", iteration=1)
+    save_torch_dist(training, folder / "release", "dp_reshardable", iteration=1)
     if dist.get_rank() == 0:
-        (folder / "latest_checkpointed_iteration.txt").write_text("1")
+        (folder / "latest_checkpointed_iteration.txt").write_text("release")
     dist.barrier()
     return folder
 
@@ -209,8 +210,63 @@ def test_weights_and_data_position_go_back_together(shared_path: Path) -> None:
             second = Run(DP2, arguments(DP2, root, **more), patched, seed=2)
             assert second.start() == 2
             assert second.source.sample_offset == 16
+        # The old actor of --keep-old-actor is of the step that the actor has.
+        weights = snapshot(second.training)
+        poison(second.training)
+        second.actor.load_other_checkpoint("old_actor", str(root))
+        found = snapshot(second.training)
+        models = [name for name in found if name.endswith("weight") and "optimizer" not in name]
+        with everywhere():
+            assert_same({name: found[name] for name in models}, {name: weights[name] for name in models})
         named = Run(DP2, arguments(DP2, root, ckpt_step=2, **more), patched, seed=2)
         assert named.start() == 3
+        if dist.get_rank() == 0:
+            data.with_name("global_dataset_state_dict_1.pt").write_bytes(b"cut")
+            data.with_name("global_dataset_state_dict_0.pt").unlink()
+        dist.barrier()
+        last = Run(DP2, arguments(DP2, root, **more), patched, seed=3)
+        with pytest.raises(CheckpointNotFoundError, match="set --ckpt-step 2"):
+            last.start()
+
+
+@pytest.mark.world(2)
+def test_the_step_zero_is_a_step(shared_path: Path) -> None:
+    root = shared_path / "run"
+    with parallel(DP2), installed("slime") as patched:
+        more = {"ref_load": str(beginning(DP2, shared_path / "ref"))}
+        first = Run(DP2, arguments(DP2, root, **more), patched)
+        first.go(first.start(), 2)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (root / "rollout" / "global_dataset_state_dict_1.pt").unlink()
+        dist.barrier()
+        assert Run(DP2, arguments(DP2, root, **more), patched, seed=2).start() == 1
+
+
+@pytest.mark.world(1)
+@pytest.mark.parametrize("fork", ["slime", "miles"])
+def test_a_critic_starts_from_a_language_model(fork: str, shared_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is its own, and the fork makes it anew. miles gives the critic a folder of its own."""
+    plain, root = LAYOUTS["plain"], shared_path / "run"
+    with parallel(plain), installed(fork) as patched:
+        start = beginning(plain, shared_path / "ref")
+        language = Run(plain, arguments(plain, root, fork, ref_load=str(start)), patched, fork)
+        language.start()
+        wanted = snapshot(language.training)
+        with_value_head(monkeypatch)
+        args = arguments(plain, shared_path / "run_critic", fork, ref_load=str(start), use_critic=True)
+        critic = Run(plain, args, patched, fork, role="critic", seed=2)
+        assert critic.start() == 0
+        found = snapshot(critic.training)
+        head = "chunk0.output_layer.weight"
+        names = [name for name in wanted if name.startswith("chunk0.") and name != head]
+        assert_same({name: found[name] for name in names}, {name: wanted[name] for name in names})
+        assert found[head].shape[0] == 1
+        assert all(parameter.requires_grad for parameter in critic.training.model[0].parameters())
+        critic.actor.save_model(0)
+        critic.finish()
+        counts = [status.step for status in complete_steps(shared_path / "run_critic")]
+        assert counts == ([0] if fork == "miles" else [])  # slime's step has the actor, too
 
 
 @each_fork("other layout", "moving over")

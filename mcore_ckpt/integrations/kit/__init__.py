@@ -2,6 +2,7 @@
 
 - `kept`: the one CheckpointManager that an integration keeps between saves;
 - `options`: our options among a framework's own, and its words for how many checkpoints stay;
+- `together`: what rank 0 decides for all ranks;
 - `published`: the config of the HuggingFace model that a training started from;
 - `loop`: saving and loading for loops like Megatron-LM's, with `arguments` (their options, by Megatron-LM's names),
   `resume` (which checkpoint such a loop resumes from) and `rerun` (the state of a step that is to be run again).

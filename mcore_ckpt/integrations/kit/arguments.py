@@ -80,7 +80,8 @@ class Arguments:
         """Returns our options for a manager that loads, overridden by Megatron's arguments."""
         without_optimizer = self["no_load_optim"] or self["finetune"] or not with_optimizer
         words = tuple(word for word in config.load_contents if word != "optimizer" or not without_optimizer)
-        return replace(config, save_contents=("model",), load_contents=words)
+        # `async_save` would make the manager prepare host memory for saves.
+        return replace(config, save_contents=("model",), load_contents=words, async_save=False)
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedError if the arguments ask for non-persistent checkpoints, or for a format of FSDP."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,16 @@ class Training:
         return {"world_size": topology.world_size, "tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
 
 
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a loop's own options do not contain. An integration's `configure` sets it. See CheckpointManager."""
+
+    config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    role: str = "actor"
+    hf_config: Any = None
+    processing_class: Any = None
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """What a load has brought back, beside the training's own state.
@@ -69,12 +79,10 @@ class Loaded:
     Attributes:
         folder: the folder of all checkpoints in which it was found.
         state: what `LoopCheckpoints.save` was given as `state`, completed with the counters.
-        is_theirs: True for a checkpoint in the framework's own format.
     """
 
     folder: str
     state: Mapping[str, Any]
-    is_theirs: bool
 
     @property
     def iteration(self) -> int:
@@ -178,7 +186,7 @@ class LoopCheckpoints:
             return None
 
         def look(root: Path, step: int | None) -> dict[str, Any] | None:
-            return find(root, training.role, step or choose_step(root), find_theirs)
+            return find(root, training.role, choose_step(root) if step is None else step, find_theirs)
 
         # A manager of its own finds the checkpoint: what the load needs depends on what is found.
         finder = CheckpointManager(
@@ -230,7 +238,7 @@ def _find_together(
     look: Callable[[Path, int | None], dict[str, Any] | None],
 ) -> dict[str, Any]:
     """Returns on all ranks what rank 0 has found to load; empty if there never was a checkpoint."""
-    step = args["ckpt_step"]
+    step = args["ckpt_step"] or None  # Megatron-LM asks whether it is true
     needed = args["exit_on_missing_checkpoint"] or len(folders) > 1
 
     def answer() -> dict[str, Any]:
@@ -257,9 +265,10 @@ def _load(found: dict[str, Any], args: Arguments, config: CheckpointConfig, trai
         layout = training.layout()
         # Megatron-LM saves random number generators by tensor-parallel and pipeline-parallel rank.
         has_rng = not found["state"]["no_save_rng"] and (found["tp"], found["pp"]) == (layout["tp"], layout["pp"])
-        if keeps_rng or not has_rng:
-            words = tuple(word for word in config.load_contents if word != "extra")
-            config = replace(config, load_contents=words)
+        left_out = {"extra"} if keeps_rng or not has_rng else set()
+        left_out |= {"optimizer"} if found["weights_alone"] else set()
+        words = tuple(word for word in config.load_contents if word not in left_out)
+        config = replace(config, load_contents=words)
     generators = read_rng()
     manager = CheckpointManager(found["folder"], config=config, **training.arguments())
     try:
@@ -276,7 +285,7 @@ def _load(found: dict[str, Any], args: Arguments, config: CheckpointConfig, trai
     same_layout = state.get("layout") == training.layout()
     if not args["finetune"] and state.get("rerun_state_machine") is not None and same_layout:
         write_rerun_state(state["rerun_state_machine"])
-    return Loaded(found["folder"], state, theirs is not None)
+    return Loaded(found["folder"], state)
 
 
 def _state_of(result: LoadResult) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""Reads the transformers config of the model that a training started from, to write it beside the checkpoints."""
+"""Reads config and tokenizer of the model that a training started from, to write them beside the checkpoints."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
 def published_config(path: str | None, needed: bool) -> Any:
-    """Returns the config of a HuggingFace folder or model name; None without a path.
+    """Returns the transformers config of a HuggingFace folder or model name; None without a path.
 
     Args:
         path: what the framework was given as its HuggingFace model.
@@ -22,10 +23,23 @@ def published_config(path: str | None, needed: bool) -> Any:
         return None
     from transformers import AutoConfig
 
+    return _read(path, "config", AutoConfig.from_pretrained, needed)
+
+
+def published_tokenizer(path: str | None) -> Any:
+    """Returns the tokenizer of a HuggingFace folder or model name; None, with a warning, if there is none to read."""
+    if not path:
+        return None
+    from transformers import AutoTokenizer
+
+    return _read(path, "tokenizer", AutoTokenizer.from_pretrained, needed=False)
+
+
+def _read(path: str, what: str, read: Callable[..., Any], needed: bool) -> Any:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
+        return read(path, trust_remote_code=False)  # None would prompt the user
     except (OSError, ValueError) as error:
         if needed:
             raise
-        logger.warning("%s: no HuggingFace config is written beside the checkpoints: %s", path, error)
+        logger.warning("%s: no HuggingFace %s is written beside the checkpoints: %s", path, what, error)
         return None

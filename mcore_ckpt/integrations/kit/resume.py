@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.checkpoint import MANIFEST_FILE, megatron_dir, read_manifest
+from mcore_ckpt.checkpoint import MANIFEST_FILE, TRACKER_FILE, megatron_dir, read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedError
-from mcore_ckpt.formats import TorchDistFiles, torch_dist_folders
+from mcore_ckpt.formats import TorchDistFiles, kind_of, torch_dist_folders
 from mcore_ckpt.integrations.kit.arguments import COUNTERS
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import complete_steps, read_tracker
+
+# Megatron-LM's name for weights without an iteration, as a folder and in the tracker.
+_RELEASE = "release"
 
 
 @dataclass(frozen=True)
@@ -20,17 +24,17 @@ class Theirs:
     """A checkpoint in a framework's own format.
 
     Attributes:
-        iteration: the iteration by which the framework would choose it.
         folder: its folder.
         state: what all ranks share, in the form of `LoopCheckpoints.save`.
         tp, pp: the tensor-parallel and pipeline-parallel sizes, which its random number generators fit.
+        weights_alone: whether it has no optimizer.
     """
 
-    iteration: int
     folder: Path
     state: dict[str, Any]
     tp: int
     pp: int
+    weights_alone: bool = False
 
 
 # Called with the folder of all checkpoints and the step that was asked for, or None for the newest. Returns a function
@@ -49,8 +53,8 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
 
     Returns:
         {"step": step} for a step of ours; {"path": folder} for a folder that is a checkpoint of ours;
-        {"theirs": folder, "state": {...}, "tp": size, "pp": size} for a checkpoint in the framework's own format; None
-        if there never was a checkpoint.
+        {"theirs": folder, ...} with the other fields of Theirs for a checkpoint in the framework's own format; None if
+        there never was a checkpoint.
 
     Raises:
         CheckpointNotFoundError: there are checkpoints, but none is complete; or `step` is given, but missing.
@@ -58,47 +62,63 @@ def find(root: Path, role: str, step: int | None, find_theirs: FindTheirs) -> di
     """
     named = next((folder for folder in (root, root / role) if (folder / MANIFEST_FILE).exists()), None)
     if named is not None:
-        if step and read_manifest(named).step != step:
+        if step is not None and read_manifest(named).step != step:
             raise CheckpointNotFoundError(f"{root}: is a checkpoint of step {read_manifest(named).step}, not of {step}")
         return {"path": str(named)}
     ours = [status.step for status in complete_steps(root) if role in status.committed]
     theirs = find_theirs(root, step)
     if theirs is not None:
         iteration, read = theirs
-        if iteration not in ours and (step or not ours or ours[-1] < iteration):
+        if iteration not in ours and (step is not None or not ours or ours[-1] < iteration):
             found = asdict(read())
             return {"theirs": str(found.pop("folder")), **found}
     # The manager finds the newest step itself, because it skips damaged ones.
-    return {"step": step or None} if resumable_steps(root, (role,), step or None) else None
+    return {"step": step} if resumable_steps(root, (role,), step) else None
 
 
 def megatron_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], Theirs]] | None:
-    """Finds the checkpoint of Megatron-LM's (`iter_0000100`, format torch_dist) that its tracker names, or of a step.
+    """Finds the checkpoint of Megatron-LM's (format torch_dist) that its tracker names, or of a step.
 
-    Of Megatron-LM's folders, only the one that the tracker names is known to be complete. If the caller gives a step,
-    its folder is not checked.
+    The root may also be the checkpoint's own folder, such as `iter_0000100`. Of Megatron-LM's folders, only the one
+    that the tracker names is known to be complete. If the caller gives a step or the folder, it is not checked.
     """
-    iteration = step or read_tracker(root)
+    own = re.fullmatch(r"iter_(\d{7})|release", root.name)
+    if own is not None and step is None and kind_of(root) == "torch_dist":
+        return int(own[1] or 0), lambda: read_megatron_checkpoint(root)
+    if step is None and _names_release(root):
+        return 0, lambda: read_megatron_checkpoint(root / _RELEASE)
+    iteration = read_tracker(root) if step is None else step
     if iteration is None or not megatron_dir(root, iteration).is_dir():
         return None
-    return iteration, lambda: read_megatron_checkpoint(megatron_dir(root, iteration), iteration)
+    return iteration, lambda: read_megatron_checkpoint(megatron_dir(root, iteration))
 
 
-def read_megatron_checkpoint(path: Path, iteration: int) -> Theirs:
+def read_megatron_checkpoint(path: Path) -> Theirs:
     """Reads the state that all ranks share. Never executes code in a file.
+
+    A released checkpoint has weights alone, and training begins with them (`load_checkpoint` of core_r0.16 to main).
 
     Raises CheckpointCorruptError: a file is missing or damaged.
     """
     common = TorchDistFiles(path, torch_dist_folders(path)).common
     args = vars(common["args"]) if "args" in common else {}
+    is_release = path.name == _RELEASE
     state = {
-        "iteration": common.get("iteration", 0),
+        "iteration": 0 if is_release else common.get("iteration", 0),
         "num_floating_point_operations_so_far": common.get("num_floating_point_operations_so_far", 0),
-        "no_save_rng": bool(args.get("no_save_rng", False)),
-        **{name: args.get(name, 0) for name in COUNTERS},
+        "no_save_rng": is_release or bool(args.get("no_save_rng", False)),
+        **{name: 0 if is_release else args.get(name, 0) for name in COUNTERS},
     }
-    sizes = (args.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    return Theirs(iteration, path, state, *sizes)
+    tp, pp = args.get("tensor_model_parallel_size", 1), args.get("pipeline_model_parallel_size", 1)
+    return Theirs(path, state, tp, pp, is_release)
+
+
+def _names_release(root: Path) -> bool:
+    """True if the tracker names weights that were released (`tools/convert_hf_to_torch_dist.py` of slime)."""
+    try:
+        return (root / TRACKER_FILE).read_bytes()[:99].strip() == _RELEASE.encode() and (root / _RELEASE).is_dir()
+    except OSError:
+        return False
 
 
 def check_integrity(path: str) -> None:

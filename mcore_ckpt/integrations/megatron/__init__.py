@@ -16,7 +16,7 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
@@ -28,7 +28,7 @@ except ImportError as error:
     raise ImportError("mcore_ckpt.integrations.megatron needs megatron-core: pip install megatron-core") from error
 
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
-from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training, restore_counters
+from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, LoopSettings, Training, restore_counters
 from mcore_ckpt.integrations.megatron.refusals import (
     check_groups,
     check_place,
@@ -38,14 +38,10 @@ from mcore_ckpt.integrations.megatron.refusals import (
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _Settings(LoopSettings):
     """The arguments of `configure`, which describes them."""
 
     args: Any = None
-    config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    role: str = "actor"
-    hf_config: Any = None
-    processing_class: Any = None
 
     def training(self, model: Any, optimizer: Any, scheduler: Any) -> Training:
         chunks = list(model) if isinstance(model, Sequence) else [model]
@@ -107,7 +103,7 @@ def configure(
     """
     global _settings
     _checkpoints.finalize(terminate=True)
-    _settings = _Settings(args, config or CheckpointConfig(), role, hf_config, processing_class)
+    _settings = _Settings(config or CheckpointConfig(), role, hf_config, processing_class, args)
 
 
 def save_checkpoint(

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.integrations.miles.adapters import AdapterCheckpoints
-from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints, replace_functions
+from mcore_ckpt.integrations.miles.adapters import AdapterCheckpoints, MilesCheckpoints
+from mcore_ckpt.integrations.slime.replacing import replace_functions
 
 __all__ = ["install"]
 
@@ -36,4 +36,4 @@ def install(args: Any) -> None:
             "written here. Leave it out, or take --save-hf for a HuggingFace model"
         )
     has_adapters = getattr(args, "lora_rank", 0) > 0 or getattr(args, "lora_adapter_path", None) is not None
-    replace_functions("miles", args, AdapterCheckpoints if has_adapters else ActorCheckpoints)
+    replace_functions("miles", args, AdapterCheckpoints if has_adapters else MilesCheckpoints)

@@ -16,10 +16,19 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.integrations.kit.loop import Training
+from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.integrations.slime.replacing import ActorCheckpoints
 
 
-class AdapterCheckpoints(ActorCheckpoints):
+class MilesCheckpoints(ActorCheckpoints):
+    """Saves and loads the model of one of miles' actors or critics."""
+
+    def _shares_folder(self) -> bool:
+        # `--critic-save` is another folder, by default `<save>_critic`.
+        return False
+
+
+class AdapterCheckpoints(MilesCheckpoints):
     """Saves and loads a model's adapters alone. The base model comes from `--ref-load` or `--hf-checkpoint`."""
 
     _loads_base = False
@@ -39,8 +48,9 @@ class AdapterCheckpoints(ActorCheckpoints):
 
         Raises CheckpointError: see LoopCheckpoints.load.
         """
-        folder = Path(adapter_path)
-        if not (folder / MANIFEST_FILE).exists() and not step_dirs(folder):
+        topic, timeout_s = "looking at --lora-adapter-path", self._config.timeout_s
+        is_ours = decided_by_rank_0("miles/adapters", topic, adapter_path, lambda: _is_ours(adapter_path), timeout_s)
+        if not is_ours:
             return self._load_stock_adapter(
                 model, adapter_path, optimizer=optimizer, opt_param_scheduler=opt_param_scheduler
             )
@@ -80,3 +90,7 @@ class AdapterCheckpoints(ActorCheckpoints):
 
     def _read_config(self) -> CheckpointConfig:
         return replace(super()._read_config(), skip_frozen=True)
+
+
+def _is_ours(path: str) -> bool:
+    return (Path(path) / MANIFEST_FILE).exists() or bool(step_dirs(Path(path)))

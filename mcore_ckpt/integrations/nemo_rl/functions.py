@@ -23,6 +23,7 @@ from mcore_ckpt.integrations.bridge.options import arguments, own_config, refuse
 from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
 from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
+from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.steps import write_tracker
 
 _STEP = re.compile(r"(?:tmp_)?step_\d+")
@@ -35,19 +36,32 @@ class BridgeFunctions:
     Args:
         config: the options of this package, which NeMo-RL's override.
         stock_load: Bridge's `load_checkpoint`, for checkpoints that are not ours.
+        hf_config, processing_class: see CheckpointManager.
 
     Raises InvalidArgumentError: an option is set that the driver decides on.
     """
 
-    def __init__(self, config: CheckpointConfig, stock_load: Callable[..., tuple[int, float]]) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        stock_load: Callable[..., tuple[int, float]],
+        hf_config: Any = None,
+        processing_class: Any = None,
+    ) -> None:
         for name in ("max_to_keep", "keep_every", "remote", "roles"):
             if getattr(config, name) is not None:
                 raise InvalidArgumentError(
                     f"{name} is not for NeMo-RL's workers, because its driver keeps and deletes the steps: leave it "
                     "out of checkpoint_config"
                 )
+        if config.if_failed != "raise":
+            raise InvalidArgumentError(
+                f"if_failed is {config.if_failed!r}: NeMo-RL's driver deletes older steps when the workers report no "
+                "error, so a failed save must be one: leave it out of checkpoint_config"
+            )
         self._config = config
         self._stock_load = stock_load
+        self._beside = (hf_config, processing_class)
         self._checkpoints = LoopCheckpoints()
 
     def save_checkpoint(
@@ -67,7 +81,8 @@ class BridgeFunctions:
         """
         weights = Path(state.cfg.checkpoint.save)
         refuse_save(_context(state, model))
-        refuse_unsupported(state.cfg.checkpoint)
+        # NeMo-RL sets it for the first load of a run with FP8 parameters, which is Bridge's. A save has no use for it.
+        refuse_unsupported(state.cfg.checkpoint, but=("load_main_params_from_ckpt",))
         root, role = _place(weights)
         args = arguments(state.cfg)
         args["save"] = str(root)
@@ -75,7 +90,7 @@ class BridgeFunctions:
         config = replace(self._config_of(state), async_mode="snapshot")
         self._checkpoints.save(
             _ITERATION,
-            Training(model, optimizer, opt_param_scheduler, role),
+            Training(model, optimizer, opt_param_scheduler, role, *self._beside),
             args,
             config,
             lambda: saved_state(state, num_floating_point_operations_so_far),
@@ -104,9 +119,13 @@ class BridgeFunctions:
             UnsupportedError: the configuration asks for something that cannot be honoured. Nothing has been done.
             CheckpointError: see CheckpointManager.load.
         """
-        weights = state.cfg.checkpoint.load
-        root, role = _place(Path(weights)) if weights else (None, "policy")
-        if root is None or not (Path(weights) / role / MANIFEST_FILE).exists():
+        weights, timeout_s = state.cfg.checkpoint.load, self._config.timeout_s
+        _, role = _place(Path(weights)) if weights else (None, "policy")
+
+        def is_ours() -> bool:
+            return bool(weights) and (Path(weights) / role / MANIFEST_FILE).exists()
+
+        if not decided_by_rank_0("nemo_rl/load", f"looking at {weights}", str(weights), is_ours, timeout_s):
             # The HuggingFace model at the first start, a reference model, or a checkpoint from before.
             return self._stock_load(
                 state,
@@ -117,6 +136,7 @@ class BridgeFunctions:
                 skip_load_to_model_and_opt=skip_load_to_model_and_opt,
             )
         refuse_load(_context(state, model, skip_load_to_model_and_opt))
+        refuse_unsupported(state.cfg.checkpoint)
         training = Training(list(model), optimizer, opt_param_scheduler, role)
         loaded = self._checkpoints.load(training, arguments(state.cfg), self._config_of(state))
         assert loaded is not None, "the manifest is there"

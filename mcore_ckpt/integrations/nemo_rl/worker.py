@@ -21,6 +21,8 @@ except ImportError as error:
 import torch.distributed as dist
 
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.integrations.kit.published import published_config
 from mcore_ckpt.integrations.nemo_rl.functions import BridgeFunctions
 
 
@@ -34,19 +36,26 @@ class CheckpointedWorkerImpl(stock.MegatronPolicyWorkerImpl):
 
     checkpoint_config: ClassVar[CheckpointConfig] = CheckpointConfig()
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        functions = BridgeFunctions(self.checkpoint_config, stock_load=setup.load_checkpoint)
+    def __init__(self, config: Any, tokenizer: Any, *args: Any, **more: Any) -> None:
+        if config.get("quant_cfg") is not None:
+            raise UnsupportedError("quant_cfg is set: quantized policies have a worker of NeMo-RL's, not ours")
+        hf_config = published_config(
+            config.get("model_name"), needed="hf_model" in self.checkpoint_config.save_contents
+        )
+        functions = BridgeFunctions(self.checkpoint_config, setup.load_checkpoint, hf_config, tokenizer)
         setup.load_checkpoint = functions.load_checkpoint
         stock.save_checkpoint = functions.save_checkpoint
         stock.maybe_finalize_async_save = functions.maybe_finalize_async_save
-        super().__init__(*args, **more)
+        super().__init__(config, tokenizer, *args, **more)
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **more: Any) -> None:
         """Saves as NeMo-RL's worker does, and shows its driver that the optimizer is in the checkpoint."""
         super().save_checkpoint(weights_path, optimizer_path, **more)
         if optimizer_path is not None and dist.get_rank() == 0:
-            # `CheckpointManager.get_resume_paths` looks for this folder.
-            Path(optimizer_path).mkdir(parents=True, exist_ok=True)
+            # `CheckpointManager.get_resume_paths` looks for this folder. Some programs copy no empty folders.
+            folder = Path(optimizer_path)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "README.txt").write_text("The optimizer is in the checkpoint in the folder weights.\n")
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import zipfile
 from pathlib import Path
-from typing import Any
 
+from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.steps import complete_steps
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def data_file(root: Path, rollout_id: int) -> Path:
     return root / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
-def newest_with_data(root: Path, role: str, args: Any) -> int | None:
+def newest_with_data(root: Path, role: str, data_root: Path) -> int | None:
     """Returns the newest complete step that has its data position, if the newest step of all lacks it.
 
     The driver reads the data position of the step that the actors return, so both go back together.
@@ -30,23 +30,24 @@ def newest_with_data(root: Path, role: str, args: Any) -> int | None:
     Args:
         root: the folder of all steps.
         role: the role that is loaded.
-        args: slime's arguments.
+        data_root: the folder in which slime's driver looks for the data position (`--load`).
 
     Returns:
-        None if the newest step is the right one: it has its data position, no step has one, or none is needed.
+        None if the newest step is the right one: it has its data position, or there never was one.
+
+    Raises CheckpointNotFoundError: there are data positions, but no step has its own.
     """
-    if not args.rollout_global_dataset or args.finetune:
-        return None
     steps = [status.step for status in complete_steps(root) if role in status.committed]
-    whole = [step for step in steps if _is_whole(data_file(root, step))]
-    if not whole or whole[-1] == steps[-1]:
+    whole = [step for step in steps if _is_whole(data_file(data_root, step))]
+    if not steps or (whole and whole[-1] == steps[-1]) or not any(data_file(data_root, 0).parent.glob("global_*.pt")):
         return None
-    logger.warning(
-        "%s is missing or cut, because the run died while saving step %d: loading step %d",
-        data_file(root, steps[-1]),
-        steps[-1],
-        whole[-1],
-    )
+    missing = f"{data_file(data_root, steps[-1])} is missing or cut, because the run died while saving step {steps[-1]}"
+    if not whole:
+        raise CheckpointNotFoundError(
+            f"{missing}, and no older step has its data position: to go on with step {steps[-1]} and begin the data "
+            f"anew, set --ckpt-step {steps[-1]}"
+        )
+    logger.warning("%s: loading step %d", missing, whole[-1])
     return whole[-1]
 
 

@@ -15,18 +15,22 @@ from typing import Any
 
 from mcore_ckpt.checkpoint import MANIFEST_FILE
 from mcore_ckpt.config import CheckpointConfig
+from mcore_ckpt.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import COUNTERS, Arguments
-from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training, restore_counters
+from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training, restore_counters
 from mcore_ckpt.integrations.kit.options import own_config
-from mcore_ckpt.integrations.kit.published import published_config
-from mcore_ckpt.integrations.megatron.refusals import refuse_other_kinds, refuse_partial_loads
+from mcore_ckpt.integrations.kit.published import published_config, published_tokenizer
+from mcore_ckpt.integrations.kit.together import decided_by_rank_0
+from mcore_ckpt.integrations.megatron.refusals import refuse_partial_loads
+from mcore_ckpt.integrations.slime.critic_head import without_head
 from mcore_ckpt.integrations.slime.data_position import newest_with_data
 from mcore_ckpt.steps import complete_steps
 
 logger = logging.getLogger(__name__)
 
-# slime says these by --async-save, --no-save-optim, --no-load-optim and --use-critic.
-_SAID_ELSEWHERE = ("async_save", "roles", "load_contents")
+# slime says them by --async-save and --no-load-optim. Which roles a step has follows from --use-critic. Saves always
+# copy at once: slime puts other models' weights into the live parameters between two steps (`_switch_model`).
+_SAID_ELSEWHERE = ("async_save", "async_mode", "roles", "load_contents")
 # What slime sets for a run that has no checkpoint yet (`slime_validate_args`).
 _FROM_THE_BEGINNING = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
 
@@ -73,6 +77,11 @@ class ActorCheckpoints:
         self._config = self._read_config()
         self._checkpoints = LoopCheckpoints()
         self._hf_config = published_config(args.hf_checkpoint, needed="hf_model" in self._config.save_contents)
+        self._tokenizer = published_tokenizer(args.hf_checkpoint)
+        # The driver looks for the data position there. miles gives the critic another --load after this.
+        self._data_root = args.load
+        # The step that each folder was resumed from: --keep-old-actor loads the same folder once more.
+        self._resumed: dict[str, int] = {}
 
     def save_checkpoint(
         self,
@@ -92,7 +101,7 @@ class ActorCheckpoints:
             UnsupportedError: an argument cannot be honoured.
             CheckpointError: see CheckpointManager.save.
         """
-        refuse_other_kinds(non_persistent_ckpt, False, "")
+        _refuse_in_memory(non_persistent_ckpt, checkpointing_context)
         args, training = Arguments(self._args), self._training(model, optimizer, opt_param_scheduler)
         args.refuse_unsupported()
 
@@ -121,6 +130,7 @@ class ActorCheckpoints:
             CheckpointError: see LoopCheckpoints.load.
         """
         refuse_partial_loads(True, skip_load_to_model_and_opt)
+        _refuse_in_memory(False, checkpointing_context)
         args, training = Arguments(self._args), self._training(ddp_model, optimizer, opt_param_scheduler)
         args.refuse_unsupported()
         if self._only_critic_was_trained(training):
@@ -129,36 +139,57 @@ class ActorCheckpoints:
         return self._load_ours(training, args)
 
     def _load_ours(self, training: Training, args: Arguments) -> tuple[int, float]:
-        loaded = self._checkpoints.load(
-            training, args, self._config, choose_step=lambda root: newest_with_data(root, training.role, self._args)
-        )
+        try:
+            loaded = self._load_whole(training, args)
+        except CheckpointMismatchError as error:
+            if training.role != "critic" or not args["finetune"]:
+                raise
+            logger.warning(
+                "the critic keeps the head that it was made with, because the checkpoint has another: %s", error
+            )
+            with without_head(training.model):
+                loaded = self._load_whole(training, args, skip_frozen=True)
         if loaded is None:
-            return 0, 0
-        if not args["finetune"]:
-            restore_counters(loaded, args)
-        return (0 if args["finetune"] else loaded.iteration), loaded.operations
+            raise CheckpointNotFoundError(f"{args['load']}: there is no checkpoint")
+        if args["finetune"]:
+            return 0, loaded.operations
+        restore_counters(loaded, args)
+        self._resumed[str(args["load"])] = loaded.iteration
+        return loaded.iteration, loaded.operations
+
+    def _load_whole(self, training: Training, args: Arguments, **options: Any) -> Loaded | None:
+        def choose_step(root: Path) -> int | None:
+            if args["finetune"]:
+                return self._resumed.get(str(root))
+            needs_data = self._args.rollout_global_dataset and self._data_root is not None
+            return newest_with_data(root, training.role, Path(self._data_root)) if needs_data else None
+
+        return self._checkpoints.load(training, args, replace(self._config, **options), choose_step=choose_step)
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
         """Waits for an async save. Takes the place of Megatron-LM's function. See LoopCheckpoints.finalize."""
         self._checkpoints.finalize(blocking, terminate)
 
     def is_megatron_checkpoint(self, stock: Any) -> Any:
-        """Returns a function that tells checkpoints from HuggingFace folders. Ours may be a single role's folder."""
-        return lambda path: (Path(path) / MANIFEST_FILE).exists() or stock(path)
+        """Returns a function that tells checkpoints from HuggingFace folders. Ours may be one step's folder."""
+        return lambda path: any(Path(path).glob(f"{{,*/}}{MANIFEST_FILE}")) or stock(path)
 
     def replace_more(self, model: Any) -> None:
         """Replaces what only a fork has, given its module `backends.megatron_utils.model`."""
 
     def _read_config(self) -> CheckpointConfig:
         config = own_config(getattr(self._args, "mcore_ckpt", None) or {}, _SAID_ELSEWHERE, "args.mcore_ckpt")
-        if self._args.offload_train:
-            # `sleep`, right after the save, gives back the memory of parameters and optimizer state.
-            config = replace(config, async_mode="snapshot")
+        retains = config.max_to_keep is not None or Arguments(self._args)["save_retain_interval"] is not None
+        if retains and self._args.rollout_global_dataset:
+            # The driver writes the data position of a step after the step before may have been deleted.
+            config = replace(config, max_to_keep=max(2, config.max_to_keep or 1))
         return config
 
     def _training(self, model: Any, optimizer: Any, scheduler: Any) -> Training:
         # `initialize_model_and_optimizer` sets the role before it loads.
-        return Training(list(model), optimizer, scheduler, getattr(model[0], "role", "actor"), self._hf_config)
+        return Training(
+            list(model), optimizer, scheduler, getattr(model[0], "role", "actor"), self._hf_config, self._tokenizer
+        )
 
     def _shares_folder(self) -> bool:
         """True if actor and critic save to the same folder. A file of settings for each role can separate them."""
@@ -175,8 +206,13 @@ class ActorCheckpoints:
         args = self._args
         if training.role != "actor" or args.finetune or not self._shares_folder():
             return False
-        steps = complete_steps(Path(args.load))
-        return bool(steps) and all(s.committed == {"critic"} and s.step < args.num_critic_only_steps for s in steps)
+        topic, timeout_s = "looking for steps of the actor", self._config.timeout_s
+        return bool(decided_by_rank_0("slime/load", topic, str(args.load), self._sees_critic_alone, timeout_s))
+
+    def _sees_critic_alone(self) -> bool:
+        steps = complete_steps(Path(self._args.load))
+        last = self._args.num_critic_only_steps
+        return bool(steps) and all(step.committed == {"critic"} and step.step < last for step in steps)
 
     def _load_beginning(self, training: Training) -> tuple[int, float]:
         """Loads the weights that the training starts from, as if there were no checkpoint."""
@@ -195,3 +231,12 @@ class ActorCheckpoints:
             )
         finally:
             vars(args).update(before)
+
+
+def _refuse_in_memory(non_persistent_ckpt: bool, context: dict[str, Any] | None) -> None:
+    """Raises UnsupportedError if a checkpoint in memory is asked for, as miles has them for healing."""
+    if non_persistent_ckpt or "local_checkpoint_manager" in (context or {}):
+        raise UnsupportedError(
+            "checkpoints in memory (--non-persistent-ckpt-type local) are not supported: leave the argument out, and "
+            "save more often with --async-save"
+        )

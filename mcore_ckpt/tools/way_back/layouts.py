@@ -21,6 +21,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedError
+from mcore_ckpt.formats.huggingface.export_plan import ExportPlan, FileTensor
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.writer import Contents
 from mcore_ckpt.models.architecture import HfModel, read_config
@@ -188,13 +189,12 @@ def _rng_of_bridge(reader: NativeReader) -> dict[str, bytes]:
     return rng_objects(reader, of_each_replica=reader.manifest.topology.ep > 1)
 
 
-def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes] | None:
-    """Returns Bridge's tracker, for steps of NeMo-RL: they have iteration 0, which Bridge takes from no other tracker.
+def _bridge_tracker(reader: NativeReader, step: int) -> tuple[str, bytes]:
+    """Returns Bridge's tracker, a `TrainState.state_dict` (0.6.2).
 
-    It is a `TrainState.state_dict` (Bridge 0.6.2). For other steps it is not needed.
+    Bridge prefers it to Megatron-LM's, so one from before would hide the converted step. For iteration 0, which all
+    steps of NeMo-RL have, Bridge takes no other.
     """
-    if step != 0:
-        return None
     loop = read_loop_state(reader)
     counted = {name: torch.tensor(int(loop.get(name, 0))) for name in COUNTERS}
     operations = torch.tensor(float(loop.get("num_floating_point_operations_so_far", 0)), dtype=torch.float64)
@@ -277,7 +277,19 @@ def _export(role: Role, hf_model_path: Path | None) -> MergeJob:
     # A critic's config.json is that of a language model.
     value = True if head is not None and head.shape[0] == 1 else None
     request = MergeRequest(role.path, role.path, hf_model_path=hf_model_path, value=value)
-    return prepare(request, FoundCheckpoint(role.path, "native"))
+    job = prepare(request, FoundCheckpoint(role.path, "native"))
+    return replace(job, plan=_with_head_of_verl(job.plan)) if value else job
+
+
+def _with_head_of_verl(plan: ExportPlan) -> ExportPlan:
+    """Returns the plan with a critic's head under the name by which mbridge loads and saves it (0.15)."""
+
+    def renamed(tensor: FileTensor) -> FileTensor:
+        is_head = tensor.name == "score.weight"
+        return replace(tensor, tensor=replace(tensor.tensor, name="lm_head.weight")) if is_head else tensor
+
+    files = (replace(file, tensors=tuple(map(renamed, file.tensors))) for file in plan.files)
+    return replace(plan, files=tuple(files))
 
 
 def _is_verls(entry: Path) -> bool:
