@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from mcore_ckpt.errors import CheckpointMismatchError, UnsupportedError
 from mcore_ckpt.formats.kinds import step_of, torch_dist_folders
-from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
+from mcore_ckpt.formats.torch_dist.files import OPTIMIZER_KEY, TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.stored_keys import StoredKeys
 from mcore_ckpt.load.foreign_state import (
     KINDS,
@@ -59,7 +59,6 @@ _BY_PARAMETER = "None"
 # `fully_reshardable` calls main parameters by the first name, Float16OptimizerWithFloat16Params by the second one.
 _MAIN_NAMES = (PARAM, "fp32_param")
 _INNER = "master_param"
-_OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +96,8 @@ def load_torch_dist(trainer: Trainer, path: Path) -> ForeignLoad:
     """Loads a torch_dist folder, or the `dist_ckpt` folders that verl writes below it. Every rank calls it.
 
     The model, a `fully_reshardable` or `fully_sharded_model_space` optimizer, and optimizers beside
-    DistributedOptimizer can be loaded under any layout. For a `dp_reshardable` optimizer, only the data-parallel size
+    DistributedOptimizer can be loaded under any layout (`fully_sharded_model_space`: with the same padding of the
+    vocabulary). For a `dp_reshardable` optimizer, only the data-parallel size
     may differ from the saved one. For random states, the tensor-parallel and pipeline-parallel sizes must be the saved
     ones. The step is the checkpoint's `iteration`. Without one, it is the number in the folder's name, or 0.
 
@@ -159,7 +159,7 @@ def _check_leftovers(trainer: Trainer, files: TorchDistFiles, positions: Sequenc
             # `convert` writes a norm under several names, one for each layer spec, and a main parameter under both of
             # megatron's. It is enough if one of them is read.
             continue
-        kind = "optimizer" if _OPTIMIZER_TENSOR.match(name) else "model"
+        kind = "optimizer" if OPTIMIZER_KEY.match(name) else "model"
         if kind in contents:
             why = " (is the parameter frozen now?)" if kind == "optimizer" else ""
             raise CheckpointMismatchError(f"{files.path}: tensor {name}: wanted no such tensor{why}, found one")

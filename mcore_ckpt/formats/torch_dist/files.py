@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -38,6 +39,8 @@ _METADATA_FILE = ".metadata"
 # (`dist_checkpointing.save`). As `load_common_state_dict` of 0.19 does, the file comes first where both are there.
 _COMMON_FILE = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
+# Keys of optimizer state, of one optimizer or of a chain.
+OPTIMIZER_KEY = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,6 +231,8 @@ class TorchDistFiles:
         found = self._tensors.get(wanted.key)
         if found is None or len(found[1].size) != len(wanted.global_shape) + 1:
             return False
+        if not OPTIMIZER_KEY.match(wanted.key):
+            return False  # weights of a model are never stored so: another number of axes is another tensor
         *grid, numel = found[1].size
         cell = _cell_shape(wanted.global_shape, grid)
         return cell is not None and prod(cell) == numel

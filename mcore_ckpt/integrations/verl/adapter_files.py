@@ -58,9 +58,10 @@ def _read(chunk: Any, file: Path) -> dict[torch.Tensor, torch.Tensor]:
     saved = found.get("adapter_state_dict") if isinstance(found, Mapping) else None
     live = {name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad}
     if not isinstance(saved, Mapping) or saved.keys() != live.keys():
-        names = sorted(live.keys() ^ (saved.keys() if isinstance(saved, Mapping) else set()))
+        names = sorted(map(str, live.keys() ^ (saved.keys() if isinstance(saved, Mapping) else set())))
         raise CheckpointMismatchError(
-            f"{file}: the adapters are not those of the model: only one of the two has {', '.join(map(str, names[:3]))}"
+            f"{file}: the adapters are not what the model trains: only one of the two has {', '.join(names[:3])} (verl "
+            "0.7 saves nothing but adapters)"
         )
     for name, tensor in saved.items():
         if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):

@@ -20,6 +20,7 @@ from mcore_ckpt.integrations.verl.adapter_files import load_adapter_files
 from mcore_ckpt.integrations.verl.options import read_options
 from mcore_ckpt.integrations.verl.place import Place, remote_root
 from mcore_ckpt.integrations.verl.stock import adapter_folder, huggingface_weights
+from mcore_ckpt.integrations.verl.value_head import IGNORED, fill_value_head, value_head_file
 from mcore_ckpt.manager import CheckpointManager
 from mcore_ckpt.steps import complete_steps, delete_step, step_status
 
@@ -148,7 +149,8 @@ class MegatronCheckpointManager:
                 names the newest complete step. If the tracker named the step that cannot be loaded, it names the
                 complete step from then on.
             CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
-            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed, but the weights of a
+                checkpoint of verl's own manager.
         """
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)
@@ -160,12 +162,7 @@ class MegatronCheckpointManager:
         seen = manager.agree(
             "looking for verl's checkpoint",
             request,
-            lambda: {
-                "there": resume.is_checkpoint(place.folder),
-                "lacks": resume.why_not_whole(place),
-                "weights": str(self._weights_of(place)),
-                "adapters": str(adapter_folder(place.folder) or ""),
-            },
+            lambda: self._look_at(place),
         )
         try:
             if seen["lacks"]:
@@ -195,14 +192,25 @@ class MegatronCheckpointManager:
         if seen["adapters"]:
             load_adapter_files(manager, model, optimizer, Path(seen["adapters"]))
         else:
-            load_hf(model, seen["weights"], optimizer=optimizer, timeout_s=self._config.timeout_s)
+            ignore = IGNORED if seen["value_head"] else ()
+            load_hf(model, seen["weights"], ignore=ignore, optimizer=optimizer, timeout_s=self._config.timeout_s)
+        if seen["value_head"]:
+            fill_value_head(manager, model, optimizer, Path(seen["value_head"]))
         if rest:
             self._manager_of(place, replace(self._config, load_contents=rest)).load(path=place.folder)
 
-    def _weights_of(self, place: Place) -> Path | str:
+    def _look_at(self, place: Place) -> dict[str, Any]:
+        """Returns what rank 0 sees of verl's own manager in a folder, as JSON values; "" for what is not there."""
         # Beside adapters, verl 0.7.0 writes HuggingFace weights with the adapters merged into them, which the base
         # model must not get.
-        return "" if self._config.skip_frozen else huggingface_weights(place.folder) or ""
+        weights = None if self._config.skip_frozen else huggingface_weights(place.folder)
+        return {
+            "there": resume.is_checkpoint(place.folder),
+            "lacks": resume.why_not_whole(place),
+            "weights": str(weights or ""),
+            "adapters": str(adapter_folder(place.folder) or ""),
+            "value_head": str((weights and value_head_file(weights)) or ""),
+        }
 
     def wait(self) -> None:
         """Waits until no save and no upload is under way. Every rank calls it.

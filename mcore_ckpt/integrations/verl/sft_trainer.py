@@ -15,7 +15,7 @@ try:
     from verl.utils.device import auto_set_device
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 except ImportError as error:
-    raise ImportError(f"this trainer needs verl 0.9: pip install verl ({error})") from error
+    raise ImportError(f"this trainer needs verl 0.7.1 or newer: pip install verl ({error})") from error
 
 from mcore_ckpt.integrations.verl.epochs import ResumesAtEpochEnd
 
