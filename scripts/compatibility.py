@@ -41,6 +41,10 @@ def main(full: bool, wanted: list[str]) -> int:
     paths = sorted({path for framework in chosen for path in TESTS[framework]})
     results, code = run(paths, full)
     found = rows(line for line in results if line["framework"] in chosen)
+    missing = sorted(set(chosen) - {_framework(line) for line in found})
+    if missing:
+        print(f"no results of {', '.join(missing)}: the page stays as it is")
+        return code or 1
     kept = [
         line for line in old.strip().splitlines()[2:] if line.strip("| ").split(" |")[0].split(" ")[0] not in chosen
     ]

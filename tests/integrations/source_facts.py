@@ -26,8 +26,8 @@ class Facts:
     Attributes:
         name: of the framework, and of the file.
         version: `commit` and `date` of a checkout, or the `version` of a wheel.
-        functions: `path:qualname` with its `signature`, without types, and the functions that it is `called_by`, as far
-            as they are in `callers`.
+        functions: `path:qualname` with its `signature`, without types, and the functions in `callers` that it is
+            `called_by`: those that call a function, or a method, of this name.
         callers: the files in which calls are looked for.
         texts: file and texts that stand in it: names of files, and attributes that are read.
         classes: folder and the classes in it, as `module:name`, whose names end with one of `endings`.
@@ -54,8 +54,9 @@ class Facts:
         for name in self.functions:
             path, qualname = name.split(":")
             called = qualname.split(".")[-1]
+            key = (called, "." in qualname)
             # An `__init__` is called by the name of its class.
-            by = [] if called.startswith("__") else sorted(caller for caller, names in calls.items() if called in names)
+            by = [] if called[:2] == "__" else sorted(caller for caller, names in calls.items() if key in names)
             functions[name] = {"signature": signature_in((source / path).read_text(), qualname), "called_by": by}
         found = {path: (source / path).read_text() for path in self.texts}
         texts = {path: [text for text in each if text in found[path]] for path, each in self.texts.items()}
@@ -69,11 +70,10 @@ class Facts:
 
 def signature_in(source: str, qualname: str) -> str:
     """The parameters of a function or method, as they stand in the source, without types."""
-    body: list[ast.stmt] = ast.parse(source).body
-    *classes, function = qualname.split(".")
-    for name in classes:
-        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name).body
-    found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
+    functions = dict(_functions(ast.parse(source).body))
+    if qualname not in functions:
+        raise LookupError(f"{qualname} is gone")
+    found: Any = functions[qualname]
     for argument in ast.walk(found.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -87,12 +87,13 @@ def signature_of(function: Callable[..., Any]) -> str:
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)).replace(" = ", "=")
 
 
-def _calls(source: Path, paths: list[str]) -> Iterator[tuple[str, set[str]]]:
-    """The functions in files, and the names of what each of them calls."""
+def _calls(source: Path, paths: list[str]) -> Iterator[tuple[str, set[tuple[str, bool]]]]:
+    """The functions in files, and the names of what each of them calls, with whether it is called as a method."""
     for path in paths:
         for qualname, node in _functions(ast.parse((source / path).read_text()).body):
             called = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
-            names = {each.id if isinstance(each, ast.Name) else getattr(each, "attr", "") for each in called}
+            names = {(each.id, False) for each in called if isinstance(each, ast.Name)}
+            names |= {(each.attr, True) for each in called if isinstance(each, ast.Attribute)}
             yield f"{path}:{qualname}", names
 
 

@@ -27,3 +27,8 @@ def initialize_model_and_optimizer(args, role="actor"):
         model, optimizer, opt_param_scheduler, checkpointing_context={}, skip_load_to_model_and_opt=False
     )
     return model, optimizer, opt_param_scheduler, iteration
+
+
+def _critic_output_layer_needs_reinit(args, model, role):
+    """slime: from the metadata of Megatron-LM's checkpoint, before it is loaded."""
+    return False
