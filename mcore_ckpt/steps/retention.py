@@ -78,13 +78,21 @@ class RetentionDecision(Generic[Step]):
     reason: str
 
 
-def too_old(statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None) -> list[Step]:
+def too_old(
+    statuses: Sequence[Step],
+    policy: PreservationPolicy,
+    committed: int | None = None,
+    spared: Collection[int] = (),
+) -> list[Step]:
     """Returns the steps that may be deleted. It has the arguments of `judge`."""
-    return [decision.status for decision in judge(statuses, policy, committed) if not decision.stays]
+    return [decision.status for decision in judge(statuses, policy, committed, spared) if not decision.stays]
 
 
 def judge(
-    statuses: Sequence[Step], policy: PreservationPolicy, committed: int | None = None
+    statuses: Sequence[Step],
+    policy: PreservationPolicy,
+    committed: int | None = None,
+    spared: Collection[int] = (),
 ) -> list[RetentionDecision[Step]]:
     """Decides for each step whether it stays.
 
@@ -95,6 +103,7 @@ def judge(
         statuses: all steps of a root, ordered by step.
         policy: which steps stay.
         committed: the step that was saved last. It stays even if it is not among the newest, as after a rollback.
+        spared: further steps that stay, such as the best one.
 
     Returns:
         One decision for each status, in the same order.
@@ -105,6 +114,8 @@ def judge(
     decisions = []
     for status in statuses:
         reason = _why_it_stays(status, policy, newest, oldest_needed, committed)
+        if reason is None and status.step in spared:
+            reason = "spared by its number"
         if reason is not None:
             decisions.append(RetentionDecision(status, True, reason))
         elif status.is_complete:
@@ -156,15 +167,17 @@ def _why_it_stays(
     return "saved last" if status.step == committed else None
 
 
-def delete_old_steps(root: Path, policy: PreservationPolicy, committed: int | None = None) -> list[int]:
+def delete_old_steps(
+    root: Path, policy: PreservationPolicy, committed: int | None = None, spared: Collection[int] = ()
+) -> list[int]:
     """Deletes the steps that the policy does not keep, and returns their numbers.
 
-    A step that cannot be deleted now is left for the next call. `policy` and `committed` are those of `judge`.
+    A step that cannot be deleted now is left for the next call. The other arguments are those of `judge`.
 
     Raises OSError: the steps cannot be listed.
     """
     deleted = []
-    for status in too_old(list_steps(root), policy, committed):
+    for status in too_old(list_steps(root), policy, committed, spared):
         obstacle = delete_step(status)
         if obstacle is None:
             deleted.append(status.step)

@@ -94,6 +94,12 @@ def test_the_step_just_saved_stays_after_a_rollback(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == {60: 60, 100: 100}
 
 
+def test_spared_steps_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    assert delete_old_steps(tmp_path, PreservationPolicy(1), spared=(2, 7)) == [1, 3]
+
+
 def test_a_role_s_retention_leaves_another_role_its_newest(tmp_path: Path) -> None:
     for step in (8, 9):
         for role in (ROLE, "critic"):
@@ -127,14 +133,15 @@ def complete_of(found: list[StepStatus], role: str) -> list[int]:
 
 @given(statuses(), st.integers(1, 4), st.none() | st.integers(1, 20), st.data())
 def test_what_stays(found: list[StepStatus], keep: int, every: int | None, data: st.DataObject) -> None:
-    committed = data.draw(st.none() | st.sampled_from([status.step for status in found] or [0]))
-    verdicts = judge(found, PreservationPolicy(keep, every), committed)
+    numbers = st.sampled_from([status.step for status in found] or [0])
+    committed, named = data.draw(st.none() | numbers), data.draw(st.sets(numbers, max_size=2))
+    verdicts = judge(found, PreservationPolicy(keep, every), committed, named)
     assert [verdict.status for verdict in verdicts] == found
     gone = [verdict.status for verdict in verdicts if not verdict.stays]
     wanted = {step for role in ROLES for step in complete_of(found, role)[-keep:]}
     for status in found:
         complete_and_old = status.is_complete and status.step not in wanted and status.step != committed
-        spared = status.pinned or (every is not None and status.step % every == 0)
+        spared = status.pinned or status.step in named or (every is not None and status.step % every == 0)
         if status.is_complete:
             assert (status in gone) == (complete_and_old and not spared)
     for status in gone:
@@ -142,6 +149,7 @@ def test_what_stays(found: list[StepStatus], keep: int, every: int | None, data:
         assert not status.problems, "what cannot be read may be of a newer version, or somebody's copy"
         assert not status.pinned
         assert status.step != committed
+        assert status.step not in named
         if not status.is_complete:
             assert status.step < min(wanted), "another role may still be on its way into it"
     # Whoever comes back finds what he would have found.

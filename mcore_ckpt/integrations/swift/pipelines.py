@@ -14,6 +14,7 @@ from swift.megatron.pipelines.train.sft import MegatronSft as StockSft
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations import swift as own
+from mcore_ckpt.integrations.swift.options import read_config
 from mcore_ckpt.integrations.swift.trainer import CheckpointTrainer, replaced
 
 # The trainers that `prepare_trainer` chooses by `rlhf_type` or `task_type`. MegatronTrainer is for all other tasks.
@@ -30,24 +31,32 @@ _BY_TYPE = {
 
 
 @dataclass
-class SftArguments(MegatronSftArguments):
-    """ms-swift's options, and `--mcore_ckpt`: options of CheckpointConfig as JSON."""
+class OwnArguments:
+    """A mixin that adds `--mcore_ckpt` to ms-swift's options: options of CheckpointConfig as JSON.
+
+    It must be the first base. It raises InvalidArgumentError for wrong options of ours before ms-swift does anything.
+    """
 
     mcore_ckpt: str | None = None
+
+    def __post_init__(self) -> None:
+        read_config(self)
+        super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass
-class PretrainArguments(MegatronPretrainArguments):
-    """See SftArguments."""
-
-    mcore_ckpt: str | None = None
+class SftArguments(OwnArguments, MegatronSftArguments):
+    """ms-swift's options for `megatron sft`, and ours."""
 
 
 @dataclass
-class RLHFArguments(MegatronRLHFArguments):
-    """See SftArguments."""
+class PretrainArguments(OwnArguments, MegatronPretrainArguments):
+    """ms-swift's options for `megatron pt`, and ours."""
 
-    mcore_ckpt: str | None = None
+
+@dataclass
+class RLHFArguments(OwnArguments, MegatronRLHFArguments):
+    """ms-swift's options for `megatron rlhf`, and ours."""
 
 
 class CheckpointPipeline:

@@ -16,11 +16,12 @@ from swift.utils import is_master
 
 from mcore_ckpt import SaveHandle
 from mcore_ckpt.checkpoint import MANIFEST_FILE
+from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
 from mcore_ckpt.integrations.kit.options import kept_count
 from mcore_ckpt.integrations.swift.options import arguments, read_config, refuse_unsupported, saving
-from mcore_ckpt.steps import StepStatus, complete_steps, delete_step, write_tracker
+from mcore_ckpt.steps import PreservationPolicy, complete_steps, delete_old_steps, write_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ ROLE = "actor"
 # The modules that call `load_mcore_checkpoint`. The second, for RLHF, needs packages that other trainings do without.
 LOADING = ("swift.megatron.trainers.base", "swift.megatron.trainers.rlhf_mixin")
 SAVING = ("swift.megatron.trainers.base",)
+# merge_lora writes the merged weights of `checkpoint-{N}` to the folder beside it that has this at its name's end.
+_MERGED = "-merged"
 # What a resumed run has to know to keep the best checkpoint. ms-swift itself forgets it.
 _BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
@@ -50,11 +53,13 @@ class CheckpointTrainer:
     optimizer: Any
     opt_param_scheduler: Any
 
+    _own: CheckpointConfig
     _checkpoints: LoopCheckpoints
     _committing: tuple[SaveHandle, Callable[[], Any]] | None = None
 
     def _load_checkpoint(self) -> None:
         refuse_unsupported(self.args)
+        self._own = read_config(self.args)
         self._checkpoints = LoopCheckpoints()
         with replaced(LOADING, "load_mcore_checkpoint", self._load):
             super()._load_checkpoint()  # type: ignore[misc]
@@ -62,11 +67,20 @@ class CheckpointTrainer:
     def _load_iteration(self) -> int:
         """Returns the iteration of the HuggingFace weights that the run starts from, if they lie in a checkpoint."""
         args = self.args
-        folder = args.adapters[0] if args.tuner_type != "full" and args.adapters else args.model
-        if folder is None or not _is_ours(folder):
-            return int(super()._load_iteration())  # type: ignore[misc]
+        named = args.adapters[0] if args.tuner_type != "full" and args.adapters else args.model
+        folder = None if named is None else _step_of_weights(named)
+        if folder is None:
+            iteration = int(super()._load_iteration())  # type: ignore[misc]
+            if iteration and not getattr(args, "consumed_train_samples", 0):
+                logger.warning(
+                    "%s is of iteration %d, but nothing says how many samples the training had read, so it reads them "
+                    "again: put the folder beside the checkpoint of which it was made",
+                    named,
+                    iteration,
+                )
+            return iteration
         options = arguments(args, load=folder, exit_on_missing_checkpoint=True, no_load_optim=True, no_load_rng=True)
-        config = replace(read_config(args), load_contents=("extra",))
+        config = replace(self._own, load_contents=("extra",))
         return self._take_over(self._found(self._checkpoints.load(self._training([]), options, config)))
 
     def save_checkpoint(self) -> None:
@@ -90,16 +104,19 @@ class CheckpointTrainer:
     def _rotate_checkpoints(self, output_dir: str) -> None:
         """Deletes all checkpoints but the newest `save_total_limit`, one of which is the best. Only rank 0 calls it.
 
-        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned ones stay.
+        Checkpoints are counted on disk and by step, so a restart changes nothing. Pinned ones stay, and the one that
+        was saved just now, even if the run went back and newer ones are there.
         """
         limit = kept_count(self.args.save_total_limit)
         if limit is None:
             return
-        complete = [status for status in complete_steps(Path(output_dir)) if ROLE in status.committed]
-        best = [status for status in complete[:-limit] if status.step == self.state.best_global_step]
-        for status in complete[: -max(1, limit - len(best))]:
-            if status not in best and not status.pinned:
-                _delete(status)
+        root, best = Path(output_dir), self.state.best_global_step
+        # ms-swift refuses a limit of 1 (MegatronArguments.__post_init__), so at least one newest stays.
+        is_older = best in [status.step for status in complete_steps(root)][:-limit]
+        policy = PreservationPolicy(limit - 1 if is_older else limit)
+        for step in delete_old_steps(root, policy, self.state.iteration, [best] if is_older else []):
+            # merge_lora puts the merged model there.
+            shutil.rmtree(root / f"checkpoint-{step}{_MERGED}", ignore_errors=True)
 
     def _save(
         self,
@@ -116,7 +133,7 @@ class CheckpointTrainer:
         step_path = Path(output_dir or args.output_dir)
         options = arguments(args, save=str(step_path.parent))
         training = self._training(self.wrapped_models, optimizer, opt_param_scheduler)
-        config = saving(read_config(args), peft_format, bool(models))
+        config = saving(self._own, peft_format, bool(models))
         handle = self._checkpoints.save(iteration, training, options, config, self._counters, path=step_path / ROLE)
         if is_master():
             # What ms-swift copies beside a merged model, and reads the iteration of HuggingFace weights from.
@@ -154,7 +171,7 @@ class CheckpointTrainer:
                 )
             )
         options = arguments(args, load=folder, exit_on_missing_checkpoint=True)
-        config = replace(read_config(args), skip_frozen=is_peft)
+        config = replace(self._own, skip_frozen=is_peft)
         training = self._training(ddp_models, optimizer, opt_param_scheduler)
         loaded = self._found(self._checkpoints.load(training, options, config))
         logger.info("loaded iteration %d from %s", loaded.iteration, folder)
@@ -191,6 +208,18 @@ def _is_ours(folder: str) -> bool:
     return any((each / MANIFEST_FILE).exists() for each in (path, path / ROLE)) or bool(complete_steps(path))
 
 
+def _step_of_weights(folder: str) -> str | None:
+    """Returns the step of ours of which HuggingFace weights are; None if there is none.
+
+    That is their own folder or, for merged weights, the one beside it: ms-swift copies the counters to the merged
+    weights as `iter_{N}/common.pt`, which no step of ours has.
+    """
+    if _is_ours(folder):
+        return folder
+    beside = Path(str(Path(folder)).removesuffix(_MERGED))
+    return str(beside) if (beside / ROLE / MANIFEST_FILE).exists() else None
+
+
 def _refuse_ours(option: str, folder: str) -> None:
     """Raises UnsupportedError if an option names a checkpoint of ours for weights that are not trained."""
     if _is_ours(folder):
@@ -199,15 +228,6 @@ def _refuse_ours(option: str, folder: str) -> None:
             f"--{option} {folder}: mcore_ckpt saved it, and loads only what is trained. Give HuggingFace weights: "
             f"--{instead} with this folder if it has safetensors, or with what mcore-ckpt merge makes of it"
         )
-
-
-def _delete(status: StepStatus) -> None:
-    obstacle = delete_step(status)
-    if obstacle is None:
-        # merge_lora puts the merged model there.
-        shutil.rmtree(f"{status.path}-merged", ignore_errors=True)
-    else:
-        logger.info("%s is too old, but stays for now: %s", status.path, obstacle)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import forked_ranks
 import pytest
 import swift_on_cpu
 import torch
+from checkpoints import make
 from fused_adam import fused_adam
 from safetensors.torch import load_file
 from snapshot import assert_same
@@ -27,8 +28,8 @@ from swift_run import STEPS, SwiftRun
 
 from mcore_ckpt import pin
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.errors import UnsupportedError
-from mcore_ckpt.integrations.swift import TRAINERS, pipelines
+from mcore_ckpt.errors import InvalidArgumentError, UnsupportedError
+from mcore_ckpt.integrations.swift import TRAINERS, MegatronTrainer, pipelines
 from mcore_ckpt.integrations.swift.options import refuse_unsupported
 from mcore_ckpt.integrations.swift.trainer import LOADING, ROLE, SAVING, CheckpointTrainer
 from mcore_ckpt.steps import complete_steps, read_tracker
@@ -138,6 +139,42 @@ def test_the_best_checkpoint_stays_after_a_restart(model: Path, tmp_path: Path) 
     assert saved(again) == [best, 6]
     assert state["best_model_checkpoint"] == str(run.root / f"checkpoint-{best}")
     assert not merged.exists()
+
+
+@pytest.mark.shows("ms-swift", "retention")
+@pytest.mark.full
+def test_the_step_just_saved_stays_after_a_rollback(model: Path, tmp_path: Path) -> None:
+    run = killed(model, tmp_path, save_steps=1)
+    again = resumed(run, mcore_model=run.root / "checkpoint-2", train_iters=3, save_total_limit=2)
+    assert saved(again) == [3, 4, 5]
+    assert os.readlink(run.root / "last-checkpoint") == "checkpoint-3"
+
+
+@pytest.mark.parametrize(
+    ("current", "best", "left"),
+    [
+        (140, None, [120, 140]),
+        (140, 60, [60, 140]),
+        (140, 120, [120, 140]),
+        (140, 7, [120, 140]),  # the best one is gone
+        (80, None, [80, 120, 140]),
+        (80, 60, [60, 80, 140]),
+        (80, 80, [80, 140]),
+    ],
+)
+def test_what_stays_is_the_newest_the_best_and_the_current_one(
+    tmp_path: Path, current: int, best: int | None, left: list[int]
+) -> None:
+    for step in (60, 80, 120, 140):
+        make(tmp_path / f"checkpoint-{step}" / ROLE, step)
+        (tmp_path / f"checkpoint-{step}-merged").mkdir()
+    trainer: Any = CheckpointTrainer()
+    trainer.args = SimpleNamespace(save_total_limit=2)
+    trainer.state = SimpleNamespace(iteration=current, best_global_step=best)
+    trainer._rotate_checkpoints(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        name for step in left for name in (f"checkpoint-{step}", f"checkpoint-{step}-merged")
+    )
 
 
 @pytest.mark.shows("ms-swift", "moving over")
@@ -267,6 +304,25 @@ def test_weights_that_are_safetensors_alone_keep_their_place(model: Path, tmp_pa
     assert (state["iteration"], state["consumed_train_samples"]) == (STEPS, 4 * STEPS)
 
 
+def test_merged_weights_keep_their_place(model: Path, tmp_path: Path) -> None:
+    """ms-swift reads it from `iter_{N}/common.pt`, which it would have copied beside the merged weights."""
+    run = killed(model, tmp_path, save_safetensors=True, **LORA)
+    merged = run.root / "checkpoint-4-merged"
+    assert not (merged / ROLE).exists()
+    (state,) = resumed(run, model=f"{merged}/").counters
+    assert (state["iteration"], state["consumed_train_samples"]) == (STEPS, 4 * STEPS)
+
+
+def test_merged_weights_without_their_checkpoint_say_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    trainer = MegatronTrainer.__new__(MegatronTrainer)
+    trainer.args = SimpleNamespace(tuner_type="full", adapters=[], model=str(tmp_path))
+    assert trainer._load_iteration() == 4
+    assert "put the folder beside the checkpoint of which it was made" in caplog.text
+
+
 @pytest.mark.full
 def test_finetune_begins_anew_with_the_saved_weights(model: Path, tmp_path: Path) -> None:
     """`finetune` is ms-swift's default: weights alone, iteration 0."""
@@ -356,6 +412,18 @@ def test_the_places_that_are_replaced_are_all_that_there_are() -> None:
 def test_kinds_of_training_that_are_not_supported_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         refuse_unsupported(SimpleNamespace(**options))
+
+
+@pytest.mark.parametrize("given", ['{"timeot_s": 60}', "{timeout_s: 60}", "60"])
+def test_wrong_options_of_ours_are_refused_before_anything_is_made(model: Path, given: str) -> None:
+    """Not by the first save: a fresh run may train for hours until then."""
+    for arguments in (pipelines.SftArguments, pipelines.PretrainArguments, pipelines.RLHFArguments):
+        with pytest.raises(InvalidArgumentError, match="--mcore_ckpt"):
+            arguments(model=str(model), mcore_ckpt=given)
+    trainer: Any = CheckpointTrainer()  # of somebody's own pipeline
+    trainer.args = SimpleNamespace(tuner_type="full", mcore_ckpt=given)
+    with pytest.raises(InvalidArgumentError, match="--mcore_ckpt"):
+        trainer._load_checkpoint()
 
 
 @pytest.fixture(scope="session")
