@@ -35,8 +35,6 @@ TESTS = {
 
 
 def main(full: bool, wanted: list[str]) -> int:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    old, _, after = rest.partition(END)
     chosen = wanted or list(TESTS)
     paths = sorted({path for framework in chosen for path in TESTS[framework]})
     results, code = run(paths, full)
@@ -45,6 +43,8 @@ def main(full: bool, wanted: list[str]) -> int:
     if missing:
         print(f"no results of {', '.join(missing)}: the page stays as it is")
         return code or 1
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    old, _, after = rest.partition(END)
     kept = [
         line for line in old.strip().splitlines()[2:] if line.strip("| ").split(" |")[0].split(" ")[0] not in chosen
     ]

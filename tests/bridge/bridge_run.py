@@ -39,6 +39,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.enums import AttnBackend
+from modelopt.torch.opt import ModeloptStateManager
 from simulated_device import simulated_device
 from snapshot import Snapshot, poison, snapshot
 from walk import block, section
@@ -57,6 +58,14 @@ LEFT = {
 OURS = "mcore_ckpt.integrations.bridge.McoreCheckpointManager"
 # The lines that a start script has, as the document prints them.
 LINES = block(section("integrations.md", "Megatron-Bridge"), "python", "custom_manager_class")
+
+
+def _is_converted(model: torch.nn.Module) -> bool:
+    return any(hasattr(module, "_modelopt_state") for module in model.modules())
+
+
+# The class is a stand-in of bridge_on_cpu. As in the real one (0.19), a module that was converted has a state.
+ModeloptStateManager.is_converted = staticmethod(_is_converted)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checkpoints for Megatron-Bridge (0.4 to 0.6, and main until 2026-08). Two lines switch a start script over:
+"""Checkpoints for Megatron-Bridge (0.6; tested by hand with 0.5.1 and 0.4.2). Two lines switch a start script over:
 
     import mcore_ckpt.integrations.bridge
 

@@ -17,7 +17,7 @@ _EVENT = "on_checkpoint_save"
 
 
 @dataclass(frozen=True, eq=False)
-class Save:
+class AnnouncedSave:
     """A save that somebody is to be told of.
 
     Attributes:
@@ -54,9 +54,9 @@ class Announcements:
     """Tells of the save that was begun last, once it is committed. Every rank calls the same methods."""
 
     def __init__(self) -> None:
-        self._save: Save | None = None
+        self._save: AnnouncedSave | None = None
 
-    def follow(self, save: Save) -> None:
+    def follow(self, save: AnnouncedSave) -> None:
         """Follows another save. The one before has ended."""
         self._save = save
 
@@ -81,14 +81,14 @@ class Announcements:
             save.fire()
 
 
-def _all_ended(save: Save) -> bool:
+def _all_ended(save: AnnouncedSave) -> bool:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     ended = torch.tensor([int(save.handle.done)], dtype=torch.int, device=device)
     dist.all_reduce(ended, op=dist.ReduceOp.MIN)
     return bool(ended.item())
 
 
-def _tell_loggers(state: Any, save: Save) -> None:
+def _tell_loggers(state: Any, save: AnnouncedSave) -> None:
     from megatron.bridge.training.utils import comet_utils, mlflow_utils, wandb_utils
     from megatron.bridge.training.utils.log_utils import append_to_progress_log
 

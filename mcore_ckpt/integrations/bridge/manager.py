@@ -5,18 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from mcore_ckpt.checkpoint import step_dir
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.integrations.bridge import after_commit, data_loader
+from mcore_ckpt.integrations.bridge.hf_config import PublishedConfig
 from mcore_ckpt.integrations.bridge.offloaded import KeptMains
-from mcore_ckpt.integrations.bridge.options import arguments, own_config, refuse_unsupported
-from mcore_ckpt.integrations.bridge.resume import Source, check_findable, find_source, nothing_else
+from mcore_ckpt.integrations.bridge.options import (
+    arguments,
+    overridden_config,
+    refuse_unsupported,
+    warn_of_retention,
+)
+from mcore_ckpt.integrations.bridge.resume import (
+    Source,
+    check_adapters_findable,
+    check_findable,
+    find_source,
+    no_foreign_checkpoint,
+)
 from mcore_ckpt.integrations.bridge.settings import settings
 from mcore_ckpt.integrations.bridge.tokenizers import BridgeTokenizer
 from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
-from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
+from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_model, refuse_save
 from mcore_ckpt.integrations.kit.loop import Loaded, LoopCheckpoints, Training
-from mcore_ckpt.integrations.kit.published import published_config
+from mcore_ckpt.integrations.kit.together import on_all_ranks
 from mcore_ckpt.ranks import read_topology
 from mcore_ckpt.state import process_groups_of
 
@@ -34,19 +48,22 @@ class McoreCheckpointManager:
         UnsupportedError: an option cannot be honoured.
         InvalidArgumentError: `load` or `pretrained_checkpoint` names one checkpoint of ours. Bridge sees only the
             folder of all of them.
-        CheckpointNotFoundError: `exit_on_missing_checkpoint` is set, and there is no checkpoint.
+        CheckpointNotFoundError: `exit_on_missing_checkpoint` or `ckpt_step` is set, and `load` has no checkpoint. With
+            the first alone, one in `pretrained_checkpoint` is enough.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
         from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 
         refuse_unsupported(checkpoint_config)
-        check_findable(checkpoint_config, settings().role)
+        check_findable(checkpoint_config, settings().role, settings().config.timeout_s)
         self._checkpoints = LoopCheckpoints()
         self._stock = DefaultCheckpointManager(checkpoint_config)
         self._announcements = after_commit.Announcements()
         self._handed_over = data_loader.HandedOver()
         self._mains: KeptMains | None = None
+        self._published = PublishedConfig()
+        self._has_begun = False
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
@@ -69,6 +86,7 @@ class McoreCheckpointManager:
         from megatron.bridge.training import checkpointing, fault_tolerance
 
         refuse_save(ctx)
+        self._begin(ctx.state.cfg)
         self._restore_mains()
         state, cfg, step = ctx.state, ctx.state.cfg, ctx.state.train_state.step
         fault_tolerance.on_checkpointing_start(state)
@@ -80,7 +98,7 @@ class McoreCheckpointManager:
         args, config = arguments(cfg), _config(cfg)
         handle = self._checkpoints.save(
             step,
-            _training(ctx, config),
+            self._training(ctx, config),
             args,
             config,
             lambda: _saved_state(ctx),
@@ -89,7 +107,7 @@ class McoreCheckpointManager:
         self._announcements.tell(state, has_ended=True)  # of the save before, which this one has waited for
         fire = after_commit.event_of(ctx, callback_manager)
         place = step_dir(Path(args.folder("save")), step)
-        self._announcements.follow(after_commit.Save(handle, place, step, fire))
+        self._announcements.follow(after_commit.AnnouncedSave(handle, place, step, fire))
         if not cfg.checkpoint.async_save:
             self._announcements.tell(state, has_ended=True)
         fault_tolerance.on_checkpointing_end(global_state=state, is_async_finalization=False)
@@ -109,6 +127,7 @@ class McoreCheckpointManager:
         """
         refuse_load(ctx)
         cfg = ctx.state.cfg
+        self._begin(cfg)
         self._checkpoints.finalize(blocking=True)
         source = find_source(cfg.checkpoint, settings().role, settings().config.timeout_s)
         if source is Source.THEIRS:
@@ -119,8 +138,8 @@ class McoreCheckpointManager:
         args, config = arguments(cfg), _config(cfg)
         if source is Source.PRETRAINED:
             args["load"], args["ckpt_step"] = cfg.checkpoint.pretrained_checkpoint, None
-        training = _training(ctx, config)
-        loaded = self._checkpoints.load(training, args, config, find_theirs=nothing_else)
+        training = self._training(ctx, config)
+        loaded = self._checkpoints.load(training, args, config, find_theirs=no_foreign_checkpoint)
         assert loaded is not None, "rank 0 has found a checkpoint"
         if ctx.optimizer is not None and not (args["finetune"] or args["no_load_optim"]):
             self._mains = KeptMains(ctx.optimizer)
@@ -139,9 +158,12 @@ class McoreCheckpointManager:
             terminate: True also waits, and then frees the memory that saves use.
 
         Raises:
+            UnsupportedError, CheckpointNotFoundError: only the first call raises them, for what was not known before:
+                a model that a checkpoint cannot hold, and adapters that `exit_on_missing_checkpoint` misses.
             CheckpointError: the save that was under way failed. All ranks raise it. Without `blocking` and `terminate`
                 this method does not raise it, but the next save or load does.
         """
+        self._begin(state.cfg)
         self._restore_mains()
         self._checkpoints.finalize(blocking, terminate)
         self._announcements.tell(state, has_ended=blocking or terminate)
@@ -149,6 +171,27 @@ class McoreCheckpointManager:
             self._handed_over.remove()
             # Bridge's `setup` has started a process for its own asynchronous saves.
             self._stock.finalize_async_saves(state, blocking=True, terminate=True)
+
+    def _begin(self, cfg: Any) -> None:
+        """Checks once, as soon as Bridge shows its whole configuration, what `cfg.checkpoint` alone did not say."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        refuse_model(cfg.model)
+        if cfg.checkpoint.save and dist.get_rank() == 0:
+            warn_of_retention(cfg.checkpoint, settings().config)
+        if cfg.peft is not None and cfg.checkpoint.exit_on_missing_checkpoint:
+            check_adapters_findable(cfg.checkpoint, settings().config.timeout_s)
+
+    def _training(self, ctx: Any, config: CheckpointConfig) -> Training:
+        own, cfg = settings(), ctx.state.cfg
+        hf_config = own.hf_config
+        if hf_config is None and "hf_model" in config.save_contents:
+            hf_config = self._published.get(cfg, own.config.timeout_s)
+        processing_class, tokenizer = own.processing_class, getattr(cfg.dataset, "tokenizer", None)
+        if processing_class is None and tokenizer is not None and cfg.checkpoint.save_tokenizer_assets:
+            processing_class = BridgeTokenizer(tokenizer, cfg.tokenizer)
+        return Training(list(ctx.model), ctx.optimizer, ctx.opt_param_scheduler, own.role, hf_config, processing_class)
 
     def _restore_mains(self) -> None:
         mains, self._mains = self._mains, None
@@ -159,34 +202,19 @@ class McoreCheckpointManager:
         """Lets Bridge's `setup` find the data loader's state, unless its configuration names another place."""
         if cfg.checkpoint.finetune or getattr(cfg.dataset, "dataloader_load", None) is not None:
             return
-        state = loaded.state.get(data_loader.STATE)
-        folder = self._handed_over.write(state, loaded.iteration, _data_parallel(training.model))
-        self.checkpointing_context[data_loader.CONTEXT_FIELD] = folder
+        state, dp = loaded.state.get(data_loader.STATE), _data_parallel(training.model)
+
+        def write() -> None:
+            # A rank without a state has nothing to compare, so the error of the others must reach it.
+            folder = self._handed_over.write(state, loaded.iteration, dp)
+            self.checkpointing_context[data_loader.CONTEXT_FIELD] = folder
+
+        topic = "handing over the data loader's state"
+        on_all_ranks("bridge/data_loader", topic, write, settings().config.timeout_s)
 
 
 def _config(cfg: Any) -> CheckpointConfig:
-    return own_config(cfg.checkpoint, settings().config, cfg.peft is not None)
-
-
-def _training(ctx: Any, config: CheckpointConfig) -> Training:
-    own, cfg = settings(), ctx.state.cfg
-    hf_config = own.hf_config
-    if hf_config is None and "hf_model" in config.save_contents:
-        hf_config = published_config(_hf_source(cfg), needed=True)
-    processing_class, tokenizer = own.processing_class, getattr(cfg.dataset, "tokenizer", None)
-    if processing_class is None and tokenizer is not None and cfg.checkpoint.save_tokenizer_assets:
-        processing_class = BridgeTokenizer(tokenizer, cfg.tokenizer)
-    return Training(list(ctx.model), ctx.optimizer, ctx.opt_param_scheduler, own.role, hf_config, processing_class)
-
-
-def _hf_source(cfg: Any) -> str | None:
-    """Returns the HuggingFace model that a configuration names, as Bridge's `_resolve_hf_source` (0.6.2) chooses it."""
-    named = (
-        getattr(cfg.checkpoint, "hf_source_path", None),
-        getattr(cfg.model, "hf_model_id", None),
-        getattr(cfg.tokenizer, "tokenizer_model", None),
-    )
-    return next((str(each) for each in named if each), None)
+    return overridden_config(cfg.checkpoint, settings().config, cfg.peft is not None)
 
 
 def _data_parallel(model: list[Any]) -> tuple[int, int]:

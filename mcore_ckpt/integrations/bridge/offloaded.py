@@ -7,38 +7,46 @@ alone were loaded. After the optimizer was loaded, too, it loses the bits that b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-# The dicts of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) from a parameter to a copy of it, or several.
-_COPIES = ("param_to_inner_param", "gpu_params_map_cpu_copy", "param_to_fp32_param")
+# The dict of HybridDeviceOptimizer (megatron-core 0.16 to 0.19) from a parameter to the one that is updated in its
+# place, and those to other copies of it. After a load all are what the updated one is, in their own dtype.
+_UPDATED = "param_to_inner_param"
+_COPIES = ("gpu_params_map_cpu_copy", "param_to_fp32_param")
 
 
 class KeptMains:
-    """Copies of all main parameters of the HybridDeviceOptimizers in an optimizer; nothing if it has none."""
+    """One copy in host memory of each parameter of the HybridDeviceOptimizers in an optimizer; nothing without them.
+
+    Args:
+        optimizer: megatron's optimizer, right after a load.
+    """
 
     def __init__(self, optimizer: Any) -> None:
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in _main_parameters(optimizer)]
+        self._kept = [
+            (updated.detach().to("cpu", copy=True), levels)
+            for inner in _inner_optimizers(optimizer)
+            for updated, levels in _levels(inner)
+        ]
 
     def restore(self) -> None:
         """Puts them back, and frees the copies."""
-        copies, self._copies = self._copies, []
+        kept, self._kept = self._kept, []
         with torch.no_grad():
-            for tensor, copy in copies:
-                tensor.data.copy_(copy)
+            for copy, levels in kept:
+                for tensor in levels:
+                    tensor.data.copy_(copy)
 
 
-def _main_parameters(optimizer: Any) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
-    for inner in _inner_optimizers(optimizer):
-        for name in _COPIES:
-            copies: Mapping[Any, Any] = getattr(inner, name, {})
-            for tensor in (*copies.keys(), *copies.values()):
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield tensor
+def _levels(inner: Any) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Yields the parameter that is updated, and all that are copies of it, itself among them."""
+    for outer, updated in getattr(inner, _UPDATED).items():
+        copies = [getattr(inner, name, {}).get(outer) for name in _COPIES]
+        levels = [outer, updated, *(copy for copy in copies if copy is not None)]
+        yield updated, list({id(tensor): tensor for tensor in levels}.values())
 
 
 def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -46,5 +54,5 @@ def _inner_optimizers(optimizer: Any) -> Iterator[Any]:
     if chained is not None:  # its own `optimizer` raises if there are several
         for each in chained:
             yield from _inner_optimizers(each)
-    elif hasattr(getattr(optimizer, "optimizer", None), _COPIES[0]):
+    elif hasattr(getattr(optimizer, "optimizer", None), _UPDATED):
         yield optimizer.optimizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,12 @@ from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.kit.arguments import Arguments
 from mcore_ckpt.integrations.kit.options import kept_count
+
+logger = logging.getLogger(__name__)
+
+# The options that name folders of checkpoints. Bridge tries the first two in this order.
+LOADED_FROM = ("load", "pretrained_checkpoint")
+FOLDERS = (*LOADED_FROM, "save")
 
 HONOURED = frozenset(
     {
@@ -72,12 +80,21 @@ REFUSED = {
 }
 
 
-def refuse_unsupported(checkpoint: Any) -> None:
-    """Raises UnsupportedError if a field of `cfg.checkpoint` has a value that cannot be honoured."""
+def refuse_unsupported(checkpoint: Any, but: Collection[str] = ()) -> None:
+    """Raises UnsupportedError if a field of `cfg.checkpoint`, but these, has a value that cannot be honoured."""
     for name, refusal in REFUSED.items():
+        if name in but:
+            continue
         value = getattr(checkpoint, name, refusal.allowed[0])
         if value not in refusal.allowed:
             raise UnsupportedError(f"checkpoint.{name} is {value!r}, which is not supported: {refusal.instead}")
+    for name in FOLDERS:
+        folder = getattr(checkpoint, name, None)
+        if folder and "://" in str(folder):
+            raise UnsupportedError(
+                f"checkpoint.{name} is {str(folder)!r}, which is not supported: checkpoints are on a disk that all "
+                "nodes share. Name a folder there, and copy what is elsewhere by other means"
+            )
     if checkpoint.most_recent_k == 0:
         raise UnsupportedError(
             "checkpoint.most_recent_k is 0, which would delete every checkpoint as soon as it is saved: use 1 or more, "
@@ -85,7 +102,7 @@ def refuse_unsupported(checkpoint: Any) -> None:
         )
 
 
-def own_config(checkpoint: Any, config: CheckpointConfig, has_adapters: bool) -> CheckpointConfig:
+def overridden_config(checkpoint: Any, config: CheckpointConfig, has_adapters: bool) -> CheckpointConfig:
     """Returns our options, overridden by what Bridge has words for."""
     kept = kept_count(checkpoint.most_recent_k)
     contents = config.save_contents
@@ -99,6 +116,19 @@ def own_config(checkpoint: Any, config: CheckpointConfig, has_adapters: bool) ->
         # Bridge saves a run with adapters without the base model, which it fills from `pretrained_checkpoint`.
         skip_frozen=config.skip_frozen or has_adapters,
     )
+
+
+def warn_of_retention(checkpoint: Any, config: CheckpointConfig) -> None:
+    """Logs a warning if saves delete checkpoints although `most_recent_k` keeps all, as it does by default."""
+    interval = checkpoint.save_retain_interval
+    if interval is not None and overridden_config(checkpoint, config, False).max_to_keep is None:
+        logger.warning(
+            "checkpoint.save_retain_interval is %s, so only the newest checkpoint and each multiple of %s stay, as in "
+            "Megatron-LM (Bridge's own manager ignores it). To keep all, leave checkpoint.save_retain_interval out; to "
+            "keep more of the newest, set checkpoint.most_recent_k",
+            interval,
+            interval,
+        )
 
 
 def arguments(cfg: Any) -> Arguments:

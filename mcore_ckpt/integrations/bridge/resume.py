@@ -7,17 +7,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from mcore_ckpt.checkpoint import MANIFEST_FILE, megatron_dir
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, InvalidArgumentError
 from mcore_ckpt.formats import load_safely
+from mcore_ckpt.integrations.bridge.options import LOADED_FROM
 from mcore_ckpt.integrations.kit.resume import Theirs, find
-from mcore_ckpt.ranks import agree, rendezvous
+from mcore_ckpt.integrations.kit.together import decided_by_rank_0
 from mcore_ckpt.steps import complete_steps, move_tracker, read_tracker
 
-# The options that name folders, in the order in which Bridge tries them.
-_FOLDERS = ("load", "pretrained_checkpoint")
+_TOPIC = "finding a checkpoint"
+# The options that say that there must be a checkpoint in `load`.
+_NEEDED = ("ckpt_step", "exit_on_missing_checkpoint")
 # Bridge's tracker, which it prefers to Megatron-LM's. It has the counters of the newest checkpoint of its own.
 _TRACKER = "latest_train_state.pt"
 
@@ -30,38 +30,79 @@ class Source(Enum):
     THEIRS = "theirs"  # everything that Bridge's own manager decides
 
 
-def check_findable(checkpoint: Any, role: str) -> None:
-    """Makes sure that Bridge asks for a load if there is a checkpoint of ours. Every rank calls it, before `setup`.
+def check_findable(checkpoint: Any, role: str, timeout_s: float) -> None:
+    """Makes sure that Bridge asks for a load if there is a checkpoint. Every rank calls it, before `setup` asks.
 
     Bridge calls the manager only if it sees a tracker in the folder (`_should_load_checkpoint`, 0.4 to 0.6), and begins
     from scratch without a word if not. A crash between the commit of the first step and the tracker leaves none.
 
     Raises:
         InvalidArgumentError: an option names one checkpoint instead of the folder of all.
-        CheckpointNotFoundError: `exit_on_missing_checkpoint` is set, and there is no checkpoint.
+        CheckpointNotFoundError: a checkpoint must be there, and there is none.
+        AgreementError: the ranks have other options, or a rank is missing.
     """
+
+    def look() -> None:
+        for name in LOADED_FROM:
+            given = getattr(checkpoint, name)
+            if given:
+                _refuse_one_checkpoint(name, Path(given), role)
+                _complete_tracker(Path(given))
+        # Bridge takes the weights from there if `load` has nothing. It has no step, so `ckpt_step` is not meant for it.
+        fallback = checkpoint.pretrained_checkpoint
+        if checkpoint.ckpt_step is not None or not (fallback and _has_checkpoint(Path(fallback))):
+            _check_not_missing(checkpoint)
+
+    decided_by_rank_0("bridge/begin", _TOPIC, _request(checkpoint), look, timeout_s)
+
+
+def check_adapters_findable(checkpoint: Any, timeout_s: float) -> None:
+    """Does what `check_findable` could not do before a run was known to have adapters. Every rank calls it.
+
+    Adapters are only in `load`: Bridge itself has taken the base model from `pretrained_checkpoint`.
+
+    Raises CheckpointNotFoundError, AgreementError: see `check_findable`.
+    """
+    decided_by_rank_0(
+        "bridge/adapters", _TOPIC, _request(checkpoint), lambda: _check_not_missing(checkpoint), timeout_s
+    )
+
+
+def _refuse_one_checkpoint(name: str, root: Path, role: str) -> None:
+    if (root / MANIFEST_FILE).exists() or (root / role / MANIFEST_FILE).exists():
+        raise InvalidArgumentError(
+            f"checkpoint.{name} is {root}, which is one checkpoint: Bridge would not find it. Name the folder of all "
+            "checkpoints, and the step with checkpoint.ckpt_step"
+        )
+
+
+def _complete_tracker(root: Path) -> None:
     from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
 
-    for name in _FOLDERS:
-        given = getattr(checkpoint, name)
-        if not given:
-            continue
-        root = Path(given)
-        if (root / MANIFEST_FILE).exists() or (root / role / MANIFEST_FILE).exists():
-            raise InvalidArgumentError(
-                f"checkpoint.{name} is {given}, which is one checkpoint: Bridge would not find it. Name the folder of "
-                "all checkpoints, and the step with checkpoint.ckpt_step"
-            )
-        if _rank() == 0 and not checkpoint_exists(given) and complete_steps(root):
-            move_tracker(root)
-    load = checkpoint.load
-    if not checkpoint.exit_on_missing_checkpoint or not load or checkpoint.pretrained_checkpoint:
-        return
-    # Not the tracker alone: rank 0 may be writing it at this moment.
-    if not complete_steps(Path(load)) and not checkpoint_exists(load):
+    if not checkpoint_exists(str(root)) and complete_steps(root):
+        move_tracker(root)
+
+
+def _check_not_missing(checkpoint: Any) -> None:
+    asked = [f"{name} is {getattr(checkpoint, name)}" for name in _NEEDED if _is_asked(getattr(checkpoint, name))]
+    if asked and not (checkpoint.load and _has_checkpoint(Path(checkpoint.load))):
         raise CheckpointNotFoundError(
-            f"{load}: there is no checkpoint, and checkpoint.exit_on_missing_checkpoint is set"
+            f"checkpoint.load is {checkpoint.load}, where there is no checkpoint, and checkpoint.{asked[0]}: name the "
+            f"folder of all checkpoints in checkpoint.load, or leave out checkpoint.{asked[0].split()[0]} to begin "
+            "without one"
         )
+
+
+def _is_asked(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _has_checkpoint(root: Path) -> bool:
+    """True if Bridge asks for a load from a folder. Bridge 0.4 and 0.5 do not for one of a HuggingFace model."""
+    from megatron.bridge.training.utils import checkpoint_utils
+
+    is_huggingface = getattr(checkpoint_utils, "is_hf_checkpoint_dir", lambda path: False)
+    return bool(checkpoint_utils.checkpoint_exists(str(root)) or is_huggingface(str(root)))
 
 
 def find_source(checkpoint: Any, role: str, timeout_s: float) -> Source:
@@ -69,30 +110,29 @@ def find_source(checkpoint: Any, role: str, timeout_s: float) -> Source:
 
     Raises CheckpointNotFoundError: there are steps of ours, but none is complete; or `ckpt_step` is missing.
     """
-    topic = "finding a checkpoint"
-    request = {name: str(getattr(checkpoint, name)) for name in (*_FOLDERS, "ckpt_step")}
-
-    def answer() -> dict[str, str]:
-        return {"source": _look(checkpoint, role).value}
-
-    return Source(agree(rendezvous("bridge/load", timeout_s, topic), topic, request, answer)["source"])
+    found = decided_by_rank_0(
+        "bridge/load", _TOPIC, _request(checkpoint), lambda: _look(checkpoint, role).value, timeout_s
+    )
+    return Source(found)
 
 
-def nothing_else(root: Path, step: int | None) -> None:
+def _request(checkpoint: Any) -> dict[str, str]:
+    return {name: str(getattr(checkpoint, name)) for name in (*LOADED_FROM, *_NEEDED)}
+
+
+def no_foreign_checkpoint(root: Path, step: int | None) -> None:
     """Finds no checkpoint in Bridge's format: `find_source` has decided already."""
 
 
 def _look(checkpoint: Any, role: str) -> Source:
-    from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists
-
-    for name in _FOLDERS:
+    for name in LOADED_FROM:
         folder = getattr(checkpoint, name)
         if not folder:
             continue
         found = find(Path(folder), role, checkpoint.ckpt_step if name == "load" else None, _bridge_checkpoint)
         if found is not None:
             return Source.THEIRS if "theirs" in found else Source(name)
-        if checkpoint_exists(folder) or (Path(folder) / "config.json").exists():  # or a HuggingFace model
+        if _has_checkpoint(Path(folder)):
             return Source.THEIRS
     return Source.THEIRS
 
@@ -102,7 +142,7 @@ def _bridge_checkpoint(root: Path, step: int | None) -> tuple[int, Callable[[], 
     iteration = step if step is not None else _tracked(root)
     if iteration is None or not megatron_dir(root, iteration).is_dir():
         return None
-    return iteration, lambda: Theirs(iteration, megatron_dir(root, iteration), {}, 1, 1)
+    return iteration, lambda: Theirs(megatron_dir(root, iteration), {}, 1, 1)
 
 
 def _tracked(root: Path) -> int | None:
@@ -114,7 +154,3 @@ def _tracked(root: Path) -> int | None:
         return int(load_safely(path, str(path))["step"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{path}: names no iteration ({error}): remove it to resume without it") from None
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import UnsupportedError
+from mcore_ckpt.integrations.kit.loop import LoopSettings
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `configure`, which describes them."""
-
-    config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    role: str = "actor"
-    hf_config: Any = None
-    processing_class: Any = None
-
-
-_settings = Settings()
+_settings = LoopSettings()
 
 
 def configure(
@@ -50,9 +39,9 @@ def configure(
             "CheckpointConfig.remote is set: Bridge asks for a load only if checkpoint.load has a checkpoint, so a run "
             "on new machines would begin from scratch without a word. Leave it out, and copy the folder by other means"
         )
-    _settings = Settings(config or CheckpointConfig(), role, hf_config, processing_class)
+    _settings = LoopSettings(config or CheckpointConfig(), role, hf_config, processing_class)
 
 
-def settings() -> Settings:
+def settings() -> LoopSettings:
     """Returns what `configure` was given last."""
     return _settings

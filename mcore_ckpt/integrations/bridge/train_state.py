@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
-from mcore_ckpt.integrations.bridge.run_config import as_yaml
 from mcore_ckpt.integrations.kit.arguments import COUNTERS
 from mcore_ckpt.integrations.kit.loop import Loaded
 
@@ -29,7 +30,7 @@ def saved_state(state: Any, operations: float) -> dict[str, Any]:
         **{name: getattr(train_state, name) for name in COUNTERS},
         _KEY: {**counts, "floating_point_operations_so_far": operations},
         # For the way back. It is the same on all ranks.
-        "run_config": as_yaml(state.cfg) if dist.get_rank() == 0 else None,
+        "run_config": _as_yaml(state.cfg) if dist.get_rank() == 0 else None,
     }
 
 
@@ -52,3 +53,11 @@ def restore_train_state(state: Any, loaded: Loaded) -> None:
     known = {field.name for field in fields(TrainState)}
     state.train_state = TrainState(**{name: value for name, value in saved.items() if name in known})
     update_num_microbatches(consumed_samples=state.train_state.consumed_train_samples, verbose=True)
+
+
+def _as_yaml(cfg: Any) -> str:
+    """Returns what Bridge's own checkpoints have as run_config.yaml. Only Bridge knows how to write it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run_config.yaml"
+        cfg.to_yaml(str(path))
+        return path.read_text()

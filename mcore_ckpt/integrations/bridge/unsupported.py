@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+from megatron.core.utils import unwrap_model
 
 from mcore_ckpt.errors import UnsupportedError
 from mcore_ckpt.integrations.megatron.refusals import check_groups
 
 # Bridge keeps gate and up of such layers in turn, and saves them one after the other (0.6.2, `_get_model_glu_...`).
 _INTERLEAVED = ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")
+
+_NO_MODELOPT = (
+    "ModelOpt's own state is not in the checkpoints here, so a run could not resume from them. Leave out "
+    "checkpoint.custom_manager_class"
+)
+
+
+def refuse_model(config: Any) -> None:
+    """Raises UnsupportedError for `cfg.model` of a model that a checkpoint here cannot hold."""
+    if getattr(config, "restore_modelopt_state", False):
+        raise UnsupportedError(f"model.restore_modelopt_state is set: {_NO_MODELOPT}")
+    model = getattr(config, "transformer", config)
+    for name in _INTERLEAVED:
+        if getattr(model, name, None) is not None:
+            raise UnsupportedError(
+                f"model.{name} is {getattr(model, name)}: the rows of such layers are not in the order that their "
+                "names say, which is not supported: leave it out"
+            )
 
 
 def refuse_save(ctx: Any) -> None:
@@ -42,13 +63,18 @@ def _refuse_both(ctx: Any) -> None:
             f"module_name={module!r}: the modules of MegatronMIMO have process groups of their own, which is not "
             "supported: leave out checkpoint.custom_manager_class"
         )
-    model = getattr(ctx.state.cfg.model, "transformer", ctx.state.cfg.model)
-    for name in _INTERLEAVED:
-        if getattr(model, name, None) is not None:
-            raise UnsupportedError(
-                f"model.{name} is {getattr(model, name)}: the rows of such layers are not in the order that their "
-                "names say, which is not supported: leave it out"
-            )
+    refuse_model(ctx.state.cfg.model)
+    if any(map(_is_converted, ctx.model)):
+        raise UnsupportedError(f"the model was converted by ModelOpt: {_NO_MODELOPT}")
     groups = getattr(ctx, "pg_collection", None)
     if groups is not None:
         check_groups(list(ctx.model), groups.tp, groups.pp, groups.dp_cp, groups.dp, groups.expt_dp)
+
+
+def _is_converted(chunk: Any) -> bool:
+    """True if ModelOpt has quantized, pruned or distilled a chunk of the model, which has its state then."""
+    try:
+        modelopt = import_module("modelopt.torch.opt")
+    except ImportError:
+        return False
+    return bool(modelopt.ModeloptStateManager.is_converted(unwrap_model(chunk)))

@@ -1,4 +1,4 @@
-"""Lets rank 0 decide for all ranks, where each rank alone might see another state of a shared file system."""
+"""Lets rank 0 decide for all ranks, and lets an error of one rank reach all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from mcore_ckpt.ranks import agree, rendezvous
 
 
 def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[], Any], timeout_s: float) -> Any:
-    """Returns rank 0's answer on every rank. Every rank calls it with the same question.
+    """Returns rank 0's answer on every rank, because each rank alone might see another state of a shared file system.
+
+    Every rank calls it with the same question.
 
     Args:
         name: a name for the meeting of the ranks, the same on all of them.
@@ -21,3 +23,24 @@ def decided_by_rank_0(name: str, topic: str, question: Any, answer: Callable[[],
     Raises AgreementError: the questions differ, or a rank is missing.
     """
     return agree(rendezvous(name, timeout_s, topic), topic, {"question": question}, lambda: {"is": answer()})["is"]
+
+
+def on_all_ranks(name: str, topic: str, work: Callable[[], None], timeout_s: float) -> None:
+    """Does this rank's part of the work, and returns when all ranks have done theirs. Every rank calls it.
+
+    Args:
+        name: a name for the meeting of the ranks, the same on all of them.
+        topic: what is being done, for messages.
+        work: this rank's part. It waits for no other rank.
+        timeout_s: how long a rank waits for the others, in seconds.
+
+    Raises:
+        CheckpointError: raised by `work` on any rank. It is the same on all ranks.
+        AgreementError: a rank is missing, or `work` raised another exception.
+    """
+
+    def request() -> dict[str, str]:
+        work()
+        return {}
+
+    agree(rendezvous(name, timeout_s, topic), topic, request, dict)

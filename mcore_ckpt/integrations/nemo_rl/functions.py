@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mcore_ckpt.checkpoint import MANIFEST_FILE
 from mcore_ckpt.config import CheckpointConfig
 from mcore_ckpt.errors import InvalidArgumentError
-from mcore_ckpt.integrations.bridge.options import arguments, own_config, refuse_unsupported
+from mcore_ckpt.integrations.bridge.options import arguments, overridden_config, refuse_unsupported
 from mcore_ckpt.integrations.bridge.train_state import restore_train_state, saved_state
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
 from mcore_ckpt.integrations.kit.loop import LoopCheckpoints, Training
@@ -150,7 +150,7 @@ class BridgeFunctions:
         self._checkpoints.finalize(blocking, terminate)
 
     def _config_of(self, state: Any) -> CheckpointConfig:
-        return own_config(state.cfg.checkpoint, self._config, state.cfg.peft is not None)
+        return overridden_config(state.cfg.checkpoint, self._config, state.cfg.peft is not None)
 
 
 def _place(weights: Path) -> tuple[Path, str]:

@@ -149,8 +149,8 @@ class MegatronCheckpointManager:
                 names the newest complete step. If the tracker named the step that cannot be loaded, it names the
                 complete step from then on.
             CheckpointCorruptError: the checkpoint is damaged. The message and the tracker are as above.
-            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed, but the weights of a
-                checkpoint of verl's own manager.
+            CheckpointMismatchError: the checkpoint does not fit the model. Nothing has been changed; of a checkpoint of
+                verl's own manager, the weights may have been loaded.
         """
         place = Place.of(local_path, self.role)
         config = self._with(hdfs_path, None)

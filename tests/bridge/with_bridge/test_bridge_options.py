@@ -8,6 +8,8 @@ from typing import Any
 
 import forked_ranks
 import pytest
+import torch
+import transformers
 from bridge_run import OURS
 from megatron.bridge.training import checkpointing
 from megatron.bridge.training.config import CheckpointConfig, GPTDatasetConfig
@@ -17,13 +19,19 @@ from megatron.bridge.utils.instantiate_utils import InstantiationException
 import mcore_ckpt
 from mcore_ckpt.checkpoint import MANIFEST_FILE
 from mcore_ckpt.errors import (
+    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     InvalidArgumentError,
+    RemoteError,
     UnsupportedError,
 )
 from mcore_ckpt.integrations.bridge import McoreCheckpointManager, data_loader, options, settings
+from mcore_ckpt.integrations.bridge import manager as bridge_manager
+from mcore_ckpt.integrations.bridge.hf_config import PublishedConfig
+from mcore_ckpt.integrations.bridge.offloaded import KeptMains
 from mcore_ckpt.integrations.bridge.unsupported import refuse_load, refuse_save
+from mcore_ckpt.integrations.kit.loop import Loaded, Training
 
 
 def checkpoint(**given: Any) -> CheckpointConfig:
@@ -52,6 +60,9 @@ def test_each_field_of_bridges_config_is_known_here() -> None:
         {"load_main_params_from_ckpt": True},
         {"dist_ckpt_strictness": "ignore_all"},
         {"most_recent_k": 0},
+        {"save": "msc://bucket/run"},
+        {"load": "msc://bucket/run"},
+        {"pretrained_checkpoint": "s3://bucket/run"},
     ],
     ids=str,
 )
@@ -62,8 +73,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any]) -> No
 
 def test_bridges_words_override_ours() -> None:
     own = mcore_ckpt.CheckpointConfig(max_to_keep=5, keep_every=10)
-    assert options.own_config(checkpoint(), own, False).max_to_keep == 5
-    found = options.own_config(checkpoint(most_recent_k=2, also_save_hf_checkpoint=True), own, True)
+    assert options.overridden_config(checkpoint(), own, False).max_to_keep == 5
+    found = options.overridden_config(checkpoint(most_recent_k=2, also_save_hf_checkpoint=True), own, True)
     assert (found.max_to_keep, found.keep_every, found.skip_frozen) == (2, 10, True)
     assert found.save_contents == ("model", "optimizer", "extra", "hf_model")
 
@@ -96,6 +107,25 @@ def test_interleaved_layers_are_refused() -> None:
         refuse_load(SimpleNamespace(state=SimpleNamespace(cfg=cfg), strict=True, skip_load_to_model_and_opt=False))
 
 
+def test_a_model_with_modelopts_state_is_refused() -> None:
+    """The state would not be in the checkpoint. ModelOpt is a stand-in here (bridge_run.py)."""
+    plain, converted = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    converted[0]._modelopt_state = []
+
+    def context(chunk: Any, **model: Any) -> Any:
+        state = SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace(**model)))
+        return SimpleNamespace(
+            state=state, model=[chunk], strict=True, skip_load_to_model_and_opt=False, non_persistent_ckpt=False
+        )
+
+    for refuse in (refuse_save, refuse_load):
+        refuse(context(plain, restore_modelopt_state=False))
+        with pytest.raises(UnsupportedError, match="converted by ModelOpt"):
+            refuse(context(converted))
+        with pytest.raises(UnsupportedError, match=r"model\.restore_modelopt_state is set"):
+            refuse(context(plain, restore_modelopt_state=True))
+
+
 def test_the_folder_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
     """Bridge would begin from scratch without a word."""
     one = tmp_path / "global_steps_4" / "actor"
@@ -109,6 +139,128 @@ def test_the_folder_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_an_error_if_it_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="exit_on_missing_checkpoint"):
         McoreCheckpointManager(checkpoint(load=str(tmp_path / "none"), exit_on_missing_checkpoint=True))
+
+
+@pytest.mark.parametrize("missing", ["exit_on_missing_checkpoint", "ckpt_step"])
+@pytest.mark.parametrize("load", ["none", None])
+def test_bridge_does_not_begin_from_scratch_if_a_checkpoint_must_be_there(
+    tmp_path: Path, missing: str, load: str | None
+) -> None:
+    """Bridge would, because it asks for a load only if there is something to load."""
+    given = {"load": load and str(tmp_path / load), missing: 4 if missing == "ckpt_step" else True}
+    for fallback in (None, str(tmp_path / "no_weights")):
+        with pytest.raises(CheckpointNotFoundError, match=missing):
+            McoreCheckpointManager(checkpoint(**given, pretrained_checkpoint=fallback))
+    with_fallback = checkpoint(**given, pretrained_checkpoint=huggingface_folder(tmp_path / "weights"))
+    if missing == "ckpt_step":  # the weights have no steps
+        with pytest.raises(CheckpointNotFoundError, match=missing):
+            McoreCheckpointManager(with_fallback)
+    else:
+        McoreCheckpointManager(with_fallback)
+    McoreCheckpointManager(checkpoint(**{**given, "load": huggingface_folder(tmp_path / "resumed")}))
+
+
+def huggingface_folder(path: Path) -> str:
+    """What Bridge takes for the folder of a HuggingFace model."""
+    path.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (path / name).touch()
+    return str(path)
+
+
+def state_of(checkpoint: CheckpointConfig, **more: Any) -> Any:
+    """What Bridge's GlobalState has of these."""
+    return SimpleNamespace(cfg=SimpleNamespace(**{"checkpoint": checkpoint, "peft": None, "model": None, **more}))
+
+
+def test_adapters_must_be_there_too(tmp_path: Path) -> None:
+    """With them `pretrained_checkpoint` is always there, but has the base model alone."""
+    weights = huggingface_folder(tmp_path / "weights")
+    given = checkpoint(
+        load=str(tmp_path / "none"), pretrained_checkpoint=weights, exit_on_missing_checkpoint=True, save=None
+    )
+    McoreCheckpointManager(given).finalize_async_saves(state_of(given))
+    manager = McoreCheckpointManager(given)
+    with pytest.raises(CheckpointNotFoundError, match="exit_on_missing_checkpoint"):
+        manager.finalize_async_saves(state_of(given, peft=object()))
+
+
+def test_an_unsupported_model_is_refused_before_the_first_iteration() -> None:
+    given = checkpoint(save=None)
+    with pytest.raises(UnsupportedError, match="restore_modelopt_state"):
+        McoreCheckpointManager(given).finalize_async_saves(
+            state_of(given, model=SimpleNamespace(restore_modelopt_state=True))
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "deletes"),
+    [
+        ({}, False),
+        ({"most_recent_k": 2}, False),
+        ({"save_retain_interval": 10}, True),
+        ({"save_retain_interval": 10, "most_recent_k": 2}, False),
+    ],
+    ids=str,
+)
+def test_a_run_that_keeps_less_than_bridges_says_so_once(
+    given: dict[str, Any], deletes: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    bridges = checkpoint(**given)
+    manager = McoreCheckpointManager(bridges)
+    for _ in range(2):
+        manager.finalize_async_saves(state_of(bridges))
+    found = [record.getMessage() for record in caplog.records if "save_retain_interval is 10" in record.getMessage()]
+    assert len(found) == int(deletes)
+
+
+def errors_of_ranks(tmp_path: Path, work: Callable[[int], Any]) -> list[str]:
+    """The error that each of two ranks gets."""
+
+    def record(rank: int) -> None:
+        with pytest.raises(CheckpointError) as error:
+            work(rank)
+        (tmp_path / f"error_{rank}").write_text(f"{type(error.value).__name__}: {error.value}")
+
+    log = tmp_path / "log"
+    assert forked_ranks.run(2, record, log) == [0, 0], log.read_text()
+    return [(tmp_path / f"error_{rank}").read_text() for rank in range(2)]
+
+
+def test_a_hub_that_one_rank_does_not_reach_is_an_error_of_all(tmp_path: Path) -> None:
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(hf_source_path="org/model"), model=None, tokenizer=None)
+
+    def work(rank: int) -> None:
+        def read(path: str, **words: Any) -> str:
+            if rank == 1:
+                raise OSError("the hub does not answer")
+            return path
+
+        transformers.AutoConfig.from_pretrained = read
+        PublishedConfig().get(cfg, timeout_s=10)
+
+    errors = errors_of_ranks(tmp_path, work)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("RemoteError: rank 1: org/model: its config")
+
+
+def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def read(path: str, **words: Any) -> object:
+        asked.append(path)
+        if len(asked) == 1:
+            raise OSError("the hub does not answer")
+        return object()
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(), model=SimpleNamespace(hf_model_id="org/model"), tokenizer=None)
+    published = PublishedConfig()
+    with pytest.raises(RemoteError):
+        published.get(cfg, timeout_s=10)
+    assert published.get(cfg, timeout_s=10) is published.get(cfg, timeout_s=10)
+    assert asked == ["org/model"] * 2
 
 
 def test_bridge_makes_our_manager() -> None:
@@ -168,6 +320,40 @@ def test_bridge_reads_the_data_loaders_state_that_we_hand_over() -> None:
     with pytest.raises(CheckpointMismatchError, match="data-parallel rank 0 of 2"):
         handed_over.write(saved, 4, (0, 1))
     assert not Path(str(folder)).exists()
+
+
+def test_a_data_loaders_state_of_another_size_is_an_error_of_all_ranks(tmp_path: Path) -> None:
+    """The run that saved had one data-parallel rank, so the new second one has no state."""
+    saved = data_loader.read_state(SimpleNamespace(iterable=Loader(7)), (0, 1))
+
+    def work(rank: int) -> None:
+        manager = McoreCheckpointManager(checkpoint())
+        states = {"iteration": 4, data_loader.STATE: saved if rank == 0 else None}
+        bridge_manager._data_parallel = lambda model: (rank, 2)
+        manager._hand_over(state_of(checkpoint(), dataset=None).cfg, Loaded("new", states), Training([]))
+
+    errors = errors_of_ranks(tmp_path, work)
+    assert errors[0] == errors[1]
+    assert "data-parallel rank 0 of 1" in errors[0]
+
+
+def test_main_parameters_are_kept_once_and_in_host_memory() -> None:
+    outer, rounded = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3, dtype=torch.bfloat16)
+    updated = torch.tensor([1.0, 1.0 + 2**-20, 3.0])  # the second is no bf16
+    inner = SimpleNamespace(
+        param_to_inner_param={outer: updated},
+        gpu_params_map_cpu_copy={outer: rounded},
+        param_to_fp32_param={outer: updated},
+    )
+    kept = KeptMains(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
+    assert [(copy.device.type, copy.dtype) for copy, _ in kept._kept] == [("cpu", torch.float32)]
+    wanted = updated.clone()
+    updated.fill_(float("nan"))
+    kept.restore()
+    assert torch.equal(outer, wanted)
+    assert torch.equal(updated, wanted)
+    assert torch.equal(rounded, wanted.bfloat16())
+    assert not kept._kept
 
 
 def test_an_iterator_without_a_state_has_none() -> None:

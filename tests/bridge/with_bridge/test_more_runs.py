@@ -1,5 +1,6 @@
 """Bridge's own switches, its adapters, pretrained weights, and the way back, each in runs of its own training."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,8 @@ def test_a_strangers_walk(tmp_path: Path, left_by_bridge: BridgeRun) -> None:
     assert -9 in over.start(), over.log
     (tmp_path / "CHECKPOINTS").symlink_to(over.root)
     command = block(text, "bash", "mcore-ckpt convert")
+    (tmp_path / "BACK").mkdir()
+    shutil.copy(left_by_bridge.root / "latest_train_state.pt", tmp_path / "BACK")  # of an older way back
     typed = run_in_shell(f"set -e\nmcore-ckpt list CHECKPOINTS\n{command}", tmp_path, {})
     assert typed.returncode == 0, typed.stderr
     assert "global_steps_5" in typed.stdout

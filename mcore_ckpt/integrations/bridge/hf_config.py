@@ -1,0 +1,50 @@
+"""Reads the transformers config of the model that a run of Megatron-Bridge's names, once for all saves and loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt.errors import InvalidArgumentError, RemoteError
+from mcore_ckpt.integrations.kit.published import published_config
+from mcore_ckpt.integrations.kit.together import on_all_ranks
+
+
+class PublishedConfig:
+    """Keeps the config of the HuggingFace model that was asked for last. Every rank calls the same methods."""
+
+    def __init__(self) -> None:
+        self._source: str | None = None
+        self._config: Any = None
+
+    def get(self, cfg: Any, timeout_s: float) -> Any:
+        """Returns the config of the model that Bridge's configuration names; None if it names none.
+
+        Raises:
+            RemoteError, InvalidArgumentError: a rank cannot read it. All ranks raise it, and the next call tries again.
+            AgreementError: a rank is missing.
+        """
+        source = _hf_source(cfg)
+        if source is not None and source != self._source:
+            on_all_ranks("bridge/hf_config", f"reading the config of {source}", lambda: self._read(source), timeout_s)
+            self._source = source
+        return self._config if source is not None else None
+
+    def _read(self, source: str) -> None:
+        try:
+            self._config = published_config(source, needed=True)
+        except (OSError, ValueError) as error:
+            kind = InvalidArgumentError if isinstance(error, ValueError) else RemoteError
+            raise kind(
+                f"{source}: its config, which checkpoint.also_save_hf_checkpoint needs, cannot be read: {error}. Name "
+                "a folder that all nodes share in checkpoint.hf_source_path, or give configure(hf_config=...)"
+            ) from None
+
+
+def _hf_source(cfg: Any) -> str | None:
+    """Returns the HuggingFace model that a configuration names, as Bridge's `_resolve_hf_source` (0.6.2) chooses it."""
+    named = (
+        getattr(cfg.checkpoint, "hf_source_path", None),
+        getattr(cfg.model, "hf_model_id", None),
+        getattr(cfg.tokenizer, "tokenizer_model", None),
+    )
+    return next((str(each) for each in named if each), None)
