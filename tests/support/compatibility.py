@@ -7,7 +7,7 @@ of pytest writes down which of these have passed, with the version of the framew
 
 import json
 import os
-import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,8 @@ COLUMNS = (
     "offload",
     "precision-aware",
 )
-# The module that has the version of a framework's real package, or the record of its sources.
-PACKAGES = {"verl": "verl", "AReaL": "areal", "Megatron-Bridge": "megatron.bridge", "ms-swift": "swift"}
+# The name of a framework's real package, or of the record of its sources.
+PACKAGES = {"verl": "verl", "AReaL": "areal", "Megatron-Bridge": "megatron-bridge", "ms-swift": "ms-swift"}
 RECORDS = {"ROLL": "roll", "slime": "slime", "miles": "miles", "NeMo-RL": "nemo_rl", "Megatron-LM": "megatron"}
 
 
@@ -52,4 +52,5 @@ def version_of(framework: str) -> str:
     if framework in RECORDS:
         path = REPOSITORY / "tests" / "integrations" / "facts" / f"{RECORDS[framework]}.json"
         return f"of {json.loads(path.read_text())['version']['date']}"
-    return str(sys.modules[PACKAGES[framework]].__version__)
+    # Of several on the path, the first, as for an import.
+    return version(PACKAGES[framework])
