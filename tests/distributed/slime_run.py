@@ -20,13 +20,16 @@ from typing import Any
 import megatron_lm
 import pytest
 import torch.distributed as dist
-from megatron.training import async_utils, global_vars
 from training import Layout, Step, Training, build, train
 
 STAND_INS = Path(__file__).parents[1] / "integrations"
 sys.path.append(str(STAND_INS.parent / "verl"))
 
 import absent  # noqa: E402
+
+_NONE = "the wheel of megatron-core 0.16 has nothing of Megatron-LM, whose functions slime calls"
+async_utils = pytest.importorskip("megatron.training.async_utils", reason=_NONE)
+global_vars = pytest.importorskip("megatron.training.global_vars", reason=_NONE)
 
 SAMPLES = 8  # of one rollout
 
