@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mcore_ckpt.errors import CheckpointCorruptError
@@ -27,11 +27,23 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> None:
 
     Raises FileExistsError if the file exists, and OSError for any other failure.
     """
+    _write_new(path, parts, os.fsync)
+
+
+def write_hint(path: Path, data: bytes) -> None:
+    """Writes a new file that means nothing after a power loss. It raises the errors of `write_file`, but does not wait.
+
+    After a power loss, the file may be missing, empty or damaged.
+    """
+    _write_new(path, [data], lambda descriptor: None)
+
+
+def _write_new(path: Path, parts: Iterable[memoryview | bytes], finish: Callable[[int], None]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         for part in parts:
             _write_all(descriptor, memoryview(part))
-        os.fsync(descriptor)
+        finish(descriptor)
     except OSError as error:
         # The system's error does not name the path. Without the path, a user could not see which disk is full.
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -56,6 +68,22 @@ def sync_file(path: Path) -> None:
 def sync_dir(path: Path) -> None:
     """Waits until the names in a folder are on the disk."""
     _sync(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+
+
+def sync_names(base: Path, paths: Iterable[str]) -> None:
+    """Waits until the names of files below `base` are on the disk, and those of folders in folders.
+
+    The names in `base` itself are not among them: the writer of the manifest makes them durable with its name.
+    """
+    folders = {base / folder for path in paths for folder in Path(path).parents[:-1]}
+    for folder in sorted(folders, reverse=True):
+        sync_dir(folder)
+
+
+def sync_folders(base: Path) -> None:
+    """Waits until all names below a folder are on the disk, whichever process of this host has made them."""
+    for folder, _, _ in os.walk(base):
+        sync_dir(Path(folder))
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -104,16 +132,27 @@ def _temporary_file(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its missing parents. Raises OSError."""
-    for parent in (*reversed(path.parents), path):
+    """Makes a folder and its missing parents, durably. Raises OSError."""
+    make_parents(path)
+    if not path.is_dir():
+        _make_durably(path)
+
+
+def make_parents(path: Path) -> None:
+    """Makes the missing folders above `path`, durably. Raises OSError."""
+    for parent in reversed(path.parents):
         # `mkdir(parents=True)` would ignore FOLDER_MODE for the parents and make them as open as the umask allows.
         if not parent.is_dir():
             try:
-                parent.mkdir(FOLDER_MODE, exist_ok=True)
+                _make_durably(parent)
             except FileExistsError:
-                if parent == path:
-                    raise
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from None
+
+
+def _make_durably(folder: Path) -> None:
+    folder.mkdir(FOLDER_MODE, exist_ok=True)
+    with suppress(PermissionError):  # the folder above belongs to another user, who may not let it be read
+        sync_dir(folder.parent)
 
 
 def open_regular(path: Path) -> int:

@@ -18,7 +18,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError, UnsupportedError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FILE_MODE, make_folder
+from mcore_ckpt.io.files import FILE_MODE, make_folder, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,16 @@ class Store:
             _abandon(stream)
             raise
         stream.close()
+        if is_local:
+            sync_dir(Path(path).parent)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Writes a small file, without retries."""
+        """Writes a small file, or replaces it atomically, without retries."""
+        if isinstance(self.fs, LocalFileSystem):
+            path = Path(self._path(key))
+            make_folder(path.parent)
+            replace_file(path, data)
+            return
         with self.writing(key, tuning.UPLOAD_PART_BYTES) as stream:
             stream.write(data)
 
@@ -160,6 +167,8 @@ class Store:
             for name in self.fs.find(path):
                 if name.endswith(f"/{first}"):
                     self.fs.rm_file(name)
+                    if isinstance(self.fs, LocalFileSystem):  # in an object store, each deletion is durable
+                        sync_dir(Path(name).parent)
             with suppress(FileNotFoundError):  # In an object store, an empty folder does not exist.
                 self.fs.rm(path, recursive=True)
 

@@ -26,7 +26,7 @@ from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, write_file
+from mcore_ckpt.io.files import FOLDER_MODE, sync_names, write_file
 from mcore_ckpt.models.adapters import peft_tensors, with_adapters
 from mcore_ckpt.models.architecture import HfModel
 from mcore_ckpt.models.mapping import hf_tensors
@@ -253,7 +253,7 @@ def _export(trainer: Trainer, reader: NativeReader, folder: Path) -> list[Writte
     if trainer.agreement.is_coordinator:
         assets = save_assets(folder, trainer.hf_config, trainer.processing_class)
         written += written_assets(folder, [*assets, write_config(folder, model, plan.dtype, plan.has_mtp)])
-    sync_dir(folder)
+    sync_names(folder.parent, [file.path for file in written])
     return written
 
 
@@ -270,9 +270,9 @@ def _export_adapter(trainer: Trainer, reader: NativeReader, folder: Path) -> lis
     target.mkdir(FOLDER_MODE, parents=True)
     written = write_adapter_folder(planned, reader, target, allow_nan=True)
     assets = written_assets(folder, save_assets(folder, trainer.hf_config, trainer.processing_class))
-    sync_dir(target)
-    sync_dir(folder)
-    return [*(replace(file, path=f"{folder.name}/{target.name}/{file.path}") for file in written), *assets]
+    written = [*(replace(file, path=f"{folder.name}/{target.name}/{file.path}") for file in written), *assets]
+    sync_names(folder.parent, [file.path for file in written])
+    return written
 
 
 def _own_files(trainer: Trainer, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from mcore_ckpt.checkpoint.manifest import FileRecord, IndexPlace, Manifest, Sta
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CommitError
+from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.save.rank_reports import TensorNames
@@ -54,6 +55,7 @@ def build_manifest(
         for number, part in enumerate(common["optimizers"]):
             part["step"] = _common_step(number, [record["steps"][number] for record in records])
         file = write_plain(staging, file_names.COMMON_FILE, "common", pickle_plain(common))
+        sync_dir((staging / file.path).parent)
         files.append((trainer.agreement.rank, file))
     for record in records:
         names.receive(record["names"])

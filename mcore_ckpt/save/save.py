@@ -25,7 +25,7 @@ from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.formats.native.writer import FileWriter
-from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.io.files import sync_names
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.hf_export import completed, export_together
@@ -285,8 +285,9 @@ class Save:
             self._steps = _read_steps(self._trainer)
         written += writer.finish()
         self._times["copied"] = self._copy_seconds(writer.times()[0])
-        for folder in {(staging / file.path).parent for file in written}:
-            sync_dir(folder)
+        # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
+        # on another host would not do that.
+        sync_names(staging, {*(plan.path for plan in self._plan.files), *(file.path for file in written)})
         self._times["written"] = time.perf_counter()
         return written
 

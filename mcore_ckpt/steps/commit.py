@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.errors import CommitError
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import FOLDER_MODE, make_folder, sync_dir, write_file
+from mcore_ckpt.io.files import FOLDER_MODE, make_parents, sync_dir, write_file
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.steps.foreign_files import link_foreign_files, move_foreign_entries
 from mcore_ckpt.steps.owner import write_owner
@@ -45,8 +45,10 @@ def open_staging(role_dir: Path, attempt: str) -> Path:
     """Makes the staging folder that ranks write into, beside the role's folder. Raises OSError."""
     staging = file_names.staging_dir(role_dir, attempt)
     for tries_left in reversed(range(_TRIES)):
-        make_folder(role_dir.parent)
+        make_parents(role_dir.parent)
         try:
+            # Not durably, because the trainer waits for this. `publish` syncs the name of this folder.
+            role_dir.parent.mkdir(FOLDER_MODE, exist_ok=True)
             staging.mkdir(FOLDER_MODE)
             write_owner(staging)
             return staging
@@ -101,7 +103,9 @@ def check_structures(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
-    """Makes the names of all files durable, then writes the manifest.
+    """Writes the manifest, durably. All other files must be durable already, with their names.
+
+    The names in the staging folder itself need not be durable.
 
     Raises:
         CommitError: the manifest could not be read back. Without this check, a checkpoint that cannot be loaded could
@@ -115,8 +119,6 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
         decode_manifest(data)
     except ValueError as error:
         raise CommitError(f"{staging}: not committed, because its manifest could not be read back: {error}") from None
-    for folder, _, _ in os.walk(staging):
-        sync_dir(Path(folder))
     write_file(staging / file_names.MANIFEST_FILE, [data])
     sync_dir(staging)
 
@@ -129,10 +131,10 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
 
     Raises OSError: the new checkpoint is not in place, and the old one is untouched.
     """
-    replaced = file_names.replaced_dir(role_dir, attempt)
+    replaced, has_links = file_names.replaced_dir(role_dir, attempt), False
     if not _rename_new(staging, role_dir):
         if not role_dir.is_symlink():
-            link_foreign_files(role_dir, staging)
+            has_links = link_foreign_files(role_dir, staging)
             # The old checkpoint is about to be moved aside. If this process dies then, the next one must know which
             # process moved it.
             with suppress(OSError):
@@ -141,7 +143,8 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
             _rename_in_turn(staging, role_dir, replaced)
     # The checkpoint is in place, so later failures are only logged and do not fail the save.
     try:
-        sync_dir(role_dir)
+        if has_links:
+            sync_dir(role_dir)
         sync_dir(role_dir.parent)
         # The owner file had to stay until the rename, because it shows other processes whether this one is alive.
         (role_dir / file_names.OWNER_FILE).unlink(missing_ok=True)

@@ -13,24 +13,31 @@ from contextlib import suppress
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io.files import sync_dir
 from mcore_ckpt.steps.work_folders import entries
 
 logger = logging.getLogger(__name__)
 
 
-def link_foreign_files(old: Path, new: Path) -> None:
-    """Makes hard links in `new` to the foreign files of `old`, so that none is missing, not even after a crash."""
-    for entry in _foreign_entries(old):
+def link_foreign_files(old: Path, new: Path) -> bool:
+    """Makes hard links in `new` to the foreign files of `old`, so that none is missing, not even after a crash.
+
+    Returns True if there are any. They become durable with the next sync of `new`.
+    """
+    foreign = _foreign_entries(old)
+    for entry in foreign:
         with suppress(OSError):  # `move_foreign_entries` moves what cannot be linked, such as a folder
             os.link(entry, new / entry.name, follow_symlinks=False)
+    return bool(foreign)
 
 
 def move_foreign_entries(old: Path, new: Path) -> bool:
-    """Moves the foreign files and folders of `old` that `new` lacks or has in an older version.
+    """Moves the foreign files and folders of `old` that `new` lacks or has in an older version, durably.
 
     These are the ones that `link_foreign_files` could not link, and those that were written since. Returns False if
     something has to stay in `old`.
     """
+    moved = False
     for entry in _foreign_entries(old):
         target = new / entry.name
         try:
@@ -38,9 +45,15 @@ def move_foreign_entries(old: Path, new: Path) -> bool:
                 os.rename(entry, target)
             elif _is_newer(entry, target):
                 os.replace(entry, target)
+            else:
+                continue
+            moved = True
         except OSError as error:
             logger.warning("%s belongs in %s, but could not be moved there, and stays: %s", entry, new, error)
             return False
+    if moved:
+        # Before the caller removes `old`. On the disk, the removal could otherwise come before the move.
+        sync_dir(new)
     return True
 
 

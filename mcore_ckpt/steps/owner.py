@@ -12,7 +12,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import inside, read_small, write_file
+from mcore_ckpt.io.files import inside, read_small, write_hint
 from mcore_ckpt.ranks.hosts import this_host
 
 
@@ -70,8 +70,9 @@ def _start_of(pid: int) -> int | None:
 
 def write_owner(folder: Path) -> None:
     """Records this process as the owner of a folder, in place of any earlier owner. Raises OSError."""
+    # Not durably: a power loss ends this process, and a folder with a damaged owner file has no owner.
     (folder / file_names.OWNER_FILE).unlink(missing_ok=True)
-    write_file(folder / file_names.OWNER_FILE, [fields.encode(asdict(Owner.this_process()))])
+    write_hint(folder / file_names.OWNER_FILE, fields.encode(asdict(Owner.this_process())))
 
 
 def read_owner(folder: Path) -> Owner | None:

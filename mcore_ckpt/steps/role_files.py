@@ -20,7 +20,7 @@ from mcore_ckpt.checkpoint.reading import read_checked, read_manifest, read_plai
 from mcore_ckpt.checkpoint.versions import package_versions
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.checksums import crc32
-from mcore_ckpt.io.files import make_folders, sync_dir, write_file
+from mcore_ckpt.io.files import make_folders, sync_dir, sync_names, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.steps import commit
@@ -151,6 +151,7 @@ def commit_role(
         check_seen(staging)
         writer = RoleWriter(staging, kind, agreement)
         write(writer)
+        sync_names(staging, [file.path for file in writer.files])
         return {"files": [asdict(file) for file in writer.files]}
 
     def describe(records: Sequence[Record]) -> Manifest:

@@ -29,7 +29,7 @@ from mcore_ckpt.formats.torch_dist.writer import (
     write_rest,
     write_slices,
 )
-from mcore_ckpt.io.files import FOLDER_MODE, sync_file
+from mcore_ckpt.io.files import FOLDER_MODE, sync_folders
 from mcore_ckpt.models.mcore_config import to_mcore_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
 from mcore_ckpt.sharding.names import expert_of
@@ -229,8 +229,8 @@ def _write_rest(reader: HuggingFaceReader, plan: _Plan, places: dict[int, list[l
     write_rest(plan.contents, places, staging)
     folder = staging / file_names.HUGGINGFACE_DIR
     folder.mkdir(FOLDER_MODE)
-    for path in (*copy_assets(reader.contents.folder, folder), folder, staging):
-        sync_file(path)
+    copy_assets(reader.contents.folder, folder)
+    sync_folders(staging)
 
 
 def _test(agreement: Agreement, reader: HuggingFaceReader, plan: _Plan, staging: Path) -> None:

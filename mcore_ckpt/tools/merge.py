@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from mcore_ckpt.formats.huggingface.hub import find_folder, find_folder_together
 from mcore_ckpt.formats.huggingface.safetensors_files import read_folder
 from mcore_ckpt.formats.huggingface.stored_weights import DequantizingReader
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
-from mcore_ckpt.io.files import FOLDER_MODE, sync_dir
+from mcore_ckpt.io.files import FOLDER_MODE, sync_dir, sync_folders
 from mcore_ckpt.models.architecture import HfModel, read_config
 from mcore_ckpt.models.config_fields import HfConfig
 from mcore_ckpt.models.reconcile import reconcile
@@ -236,7 +237,7 @@ def _merge(
             staging, ((rank, WrittenFile(*file)) for rank, record in enumerate(records) for file in record["files"])
         )
         _write_others(job, staging)
-        sync_dir(staging)
+        sync_folders(staging)
         return {}
 
     try:
@@ -265,7 +266,6 @@ def _write_adapter_beside(job: MergeJob, staging: Path, allow_nan: bool) -> list
     folder = staging / file_names.MERGED_ADAPTER_DIR
     folder.mkdir(FOLDER_MODE)
     files = write_adapter_folder(job.adapter, job.reader, folder, allow_nan=allow_nan)
-    sync_dir(folder)
     return [replace(file, path=f"{folder.name}/{file.path}") for file in files]
 
 
@@ -436,5 +436,7 @@ def _publish(staging: Path, target: Path) -> None:
             f"{target}: could not be put in place: {error}. The target is as it was: empty it, or name another folder"
         ) from error
     sync_dir(target.parent)
+    with suppress(PermissionError):  # the folder above belongs to another user, and this process may not open it
+        sync_dir(target.parent.parent)
     # Other runs remove staging folders of dead processes. Until the rename, this file marked this process as alive.
     (target / file_names.OWNER_FILE).unlink(missing_ok=True)

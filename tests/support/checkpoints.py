@@ -16,7 +16,7 @@ from mcore_ckpt.formats.native.folder import Folder, LocalFolder
 from mcore_ckpt.formats.native.write_requests import TensorWrite, WriteRequest
 from mcore_ckpt.formats.native.writer import Exchange, FileWriter
 from mcore_ckpt.io import json_fields as fields
-from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.io.files import sync_names
 from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.save.capture import FileTensors, capture_in_place
@@ -88,8 +88,7 @@ def write_files(staging: Path, exchange: Exchange, version: int, world: int) -> 
         small = pickle_plain(small_state(version, rank))
         written = [write_plain(staging, file_names.rng_file(0, 0, 0, rank), "rng", small)]
         written += writer.finish()
-    for folder in {(staging / file.path).parent for file in written}:
-        sync_dir(folder)
+    sync_names(staging, [file.path for file in written])
     return written
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.writer import Slice, file_name, write_rest, write_slices
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.files import inside, make_folders, read_small, replace_file, sync_dir, write_file
+from mcore_ckpt.io.files import inside, make_folders, read_small, replace_file, sync_folders, write_file
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.sharding.placement import share_of
 from mcore_ckpt.steps import commit, tracker
@@ -248,8 +248,7 @@ def _write(agreement: Agreement, job: _Job, staging: Path, progress: Progress) -
             write_file(staging / name, [read_small(inside(path.parent, path.name), limits.HF_ASSET_BYTES)])
         for name, text in job.plan.texts.items():
             write_file(staging / name, [text.encode()])
-        for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
-            sync_dir(folder)
+        sync_folders(staging)
         return {}
 
     decide(agreement, f"writing {staging}", work, combine, CommitError)
