@@ -1,0 +1,246 @@
+"""Opens states of a disk that lost power during recorded_saves.py, as a trainer that starts again would.
+
+Of each state: `list_steps`, `verify` and `recover` must find the newest step that the trainer was told of, or the one
+that was being saved, whole; and the next save must succeed and leave nothing behind.
+"""
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
+
+from checkpoints import remains  # noqa: E402
+from crash_states import Crashes, CrashState, empty  # noqa: E402
+from recorded_saves import HIDDEN, ROOT  # noqa: E402
+from snapshot import Snapshot, poison, snapshot  # noqa: E402
+from trace_of_files import Mark  # noqa: E402
+from training import Layout, Training, build, parallel  # noqa: E402
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
+from mcore_ckpt.checkpoint import file_names  # noqa: E402
+from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
+from mcore_ckpt.recover import recover  # noqa: E402
+from mcore_ckpt.steps import tracker  # noqa: E402
+from mcore_ckpt.steps.listing import complete_steps, list_steps  # noqa: E402
+from mcore_ckpt.tools.verify import verify  # noqa: E402
+
+ALONE = Layout(1, hidden_size=HIDDEN, precision="bf16")
+ROLE = "actor"
+# The step that has files of another program.
+FOREIGN_STEP = 3
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the marks before a moment allow.
+
+    Attributes:
+        keeps: the steps that must be there.
+        attempts: the attempt that each step must have.
+        acked: the step that was saved last.
+        pinned: the steps that are pinned.
+        foreign: a file of another program, which must stay.
+        next_keeps, next_attempts: the same if the save that was under way has been committed; None without one.
+    """
+
+    keeps: frozenset[int]
+    attempts: dict[int, str]
+    acked: int | None = None
+    pinned: frozenset[int] = frozenset()
+    foreign: str | None = None
+    saving: int | None = None
+    next_keeps: frozenset[int] = frozenset()
+    next_attempts: dict[int, str] = field(default_factory=dict)
+
+
+def expected(marks: Collection[str], later: Collection[str]) -> Expected:
+    """Reads marks: those before power was lost, and those after, which tell what a save under way would have become."""
+    found = Expected(frozenset(), {})
+    for line in marks:
+        said = json.loads(line)
+        if "acked" in said:
+            attempts = found.attempts | {said["acked"]: said["attempt"]}
+            found = replace(found, acked=said["acked"], attempts=attempts, saving=None)
+        found = replace(
+            found,
+            keeps=frozenset(said.get("keeps", found.keeps)),
+            saving=said.get("begun", found.saving),
+            pinned=frozenset(said.get("pinned", found.pinned)),
+            foreign=said.get("foreign", found.foreign),
+        )
+    if found.saving is None:
+        return found
+    acked = next((said for said in map(json.loads, later) if "acked" in said), None)
+    if acked is None:
+        return found  # this save was never to succeed
+    return replace(
+        found,
+        next_keeps=frozenset(acked["keeps"]),
+        next_attempts=found.attempts | {found.saving: acked["attempt"]},
+    )
+
+
+class Judge:
+    """Judges states of one recording.
+
+    Args:
+        crashes: the recording's states.
+        folder: an empty folder, in which states are made.
+        training: what is loaded into, of one rank.
+    """
+
+    def __init__(self, crashes: Crashes, folder: Path, training: Training) -> None:
+        self._crashes = crashes
+        self._folder = folder
+        self._training = training
+        self._marks = [event for event in crashes.trace.events if isinstance(event, Mark)]
+        self._digests: dict[str, str] = {}
+        for event in self._marks:
+            said = json.loads(event.text)
+            if "acked" in said and said["attempt"] not in self._digests:
+                self._sound = (CrashState(event.number, self._all_before(event.number)), said)
+                self._learn(*self._sound)
+
+    @property
+    def root(self) -> Path:
+        return self._folder / ROOT
+
+    def problems(self, state: CrashState) -> list[str]:
+        """Makes a state and opens it. Returns what is wrong with it."""
+        after = [event.text for event in self._marks if event.number >= state.at]
+        self._make(state)
+        try:
+            found = list(self._problems(expected(self._crashes.marks(state), after)))
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+        if found:
+            self._learn(*self._sound)  # the state that was loaded may be anything
+        return found
+
+    def _problems(self, allowed: Expected) -> Iterator[str]:
+        before = self._complete()
+        for role in verify(self.root).roles if before else ():
+            for damage in role.damages:
+                yield f"{role.path.relative_to(self._folder)}: {damage}"
+        # Where folders cannot be exchanged, a checkpoint may be between two renames. The start puts it back.
+        aside = {step for step in allowed.keeps - before.keys() if _is_aside(self._step_dir(step))}
+        tracked = tracker.read_tracker(self.root)
+        if tracked not in {allowed.acked, allowed.saving, None} or tracked not in {*before, *aside, allowed.acked}:
+            yield f"the tracker names {tracked}"
+        with self._manager() as manager:
+            found = self._complete()
+            if not before.items() <= found.items() or found.keys() - before.keys() != aside:
+                yield f"the start has made {found} of {before}"
+            yield from _differences(found, allowed)
+            if pinned := {s.step for s in list_steps(self.root) if s.pinned and s.step in found} ^ allowed.pinned:
+                yield f"other steps are pinned: {pinned}"
+            if allowed.foreign is not None and FOREIGN_STEP in found and not (self._folder / allowed.foreign).is_file():
+                yield f"{allowed.foreign} is lost"
+            newest = max(found, default=None)
+            if found:
+                poison(self._training)
+            recovery = recover(manager)
+            if recovery.step != newest or recovery.skipped:
+                yield f"step {recovery.step} was loaded, not {newest}; skipped: {recovery.skipped}"
+            elif newest is not None and self._digest() != self._digests[found[newest]]:
+                yield f"step {newest} was loaded with other contents"
+            following = max((status.step for status in list_steps(self.root)), default=0) + 1
+            manager.save(following).wait()
+            manager.wait()
+        after = sorted(self._complete())
+        if after != [*sorted(found), following]:
+            yield f"after the next save there are the steps {after}"
+        if tracker.read_tracker(self.root) != following:
+            yield f"after the next save the tracker names {tracker.read_tracker(self.root)}"
+        if left := remains(self.root):
+            yield f"after the next save there are leftovers: {left}"
+
+    def _complete(self) -> dict[int, str]:
+        """The attempt of each complete step."""
+        statuses = complete_steps(self.root)
+        return {status.step: read_manifest(status.role_dir(ROLE)).attempt for status in statuses}
+
+    def _step_dir(self, step: int) -> Path:
+        return file_names.step_dir(self.root, step)
+
+    def _make(self, state: CrashState) -> None:
+        empty(self._folder)
+        self._crashes.write(state, self._folder)
+
+    def _learn(self, state: CrashState, said: dict[str, Any]) -> None:
+        self._make(state)
+        poison(self._training)
+        with self._manager() as manager:
+            manager.load(step=said["acked"])
+        self._digests[said["attempt"]] = self._digest()
+
+    def _all_before(self, at: int) -> frozenset[int]:
+        return frozenset(change.number for change in self._crashes.changes if change.number < at)
+
+    def _digest(self) -> str:
+        return digest(snapshot(self._training))
+
+    @contextlib.contextmanager
+    def _manager(self) -> Iterator[CheckpointManager]:
+        training = self._training
+        manager = CheckpointManager(
+            self.root, training.model, training.optimizer, training.scheduler, config=CheckpointConfig(timeout_s=60.0)
+        )
+        try:
+            yield manager
+        finally:
+            manager.close()
+
+
+def _differences(found: Mapping[int, str], allowed: Expected) -> Iterator[str]:
+    """Says which steps are there that must not be, or the other way round. `found` has their attempts."""
+    keeps, attempts = allowed.keeps, allowed.attempts
+    if allowed.saving is not None and found.get(allowed.saving) == allowed.next_attempts[allowed.saving]:
+        keeps, attempts = allowed.next_keeps, allowed.next_attempts
+    if missing := keeps - found.keys():
+        yield f"steps {sorted(missing)} are lost; there are {sorted(found)}"
+    for step, attempt in found.items():
+        if attempts.get(step) != attempt:
+            yield f"step {step} is of another save"
+
+
+def _is_aside(step_dir: Path) -> bool:
+    """True if the checkpoint in a step has been moved aside, and the new one is not in its place yet."""
+    if (step_dir / ROLE).exists() or not step_dir.is_dir():
+        return False
+    works = [(entry, file_names.parse_work_dir(entry.name)) for entry in step_dir.iterdir()]
+    return any(
+        work is not None and work.purpose == "replaced" and (entry / file_names.MANIFEST_FILE).exists()
+        for entry, work in works
+    )
+
+
+def digest(state: Snapshot) -> str:
+    """Of every byte of a training's state."""
+    total = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        total.update(f"{name} {getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}".encode())
+        if isinstance(value, torch.Tensor):
+            total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(repr(value).encode())
+    return total.hexdigest()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Training]:
+    """A training of this process, which `Judge` needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    with parallel(ALONE):
+        yield build(ALONE, seed=2)
+    dist.destroy_process_group()

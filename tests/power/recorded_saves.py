@@ -1,0 +1,106 @@
+"""Run with recorder.c loaded: two ranks of a training save, save again, delete and pin below FOLDER.
+
+`recorded_saves.py FOLDER`. It marks in the recording what the trainer was told: `begun` before a save,
+with its step; `acked` when it is committed, with its attempt and the steps that must be there from then on.
+"""
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support"), str(TESTS / "power")]
+
+import forked_ranks  # noqa: E402
+from recording import mark, name_syncs  # noqa: E402
+from training import Layout, build, parallel, train  # noqa: E402
+
+from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
+from mcore_ckpt.checkpoint import file_names  # noqa: E402
+from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
+from mcore_ckpt.io import tuning  # noqa: E402
+from mcore_ckpt.io.files import sync_dir, write_file  # noqa: E402
+from mcore_ckpt.steps import commit  # noqa: E402
+from mcore_ckpt.steps.pins import pin, unpin  # noqa: E402
+from mcore_ckpt.steps.retention import PreservationPolicy  # noqa: E402
+from mcore_ckpt.tools.prune import prune  # noqa: E402
+
+WORLD = 2
+HIDDEN = 8
+ROOT = "runs/gpt/checkpoints"
+
+
+class Saver:
+    """Trains a step and saves it, and marks what the trainer is told."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.root = folder / ROOT
+        self.training = build(Layout(WORLD, hidden_size=HIDDEN, precision="bf16"), seed=1)
+        config = CheckpointConfig(max_to_keep=keep, timeout_s=60.0)
+        self.manager = CheckpointManager(
+            self.root, self.training.model, self.training.optimizer, self.training.scheduler, config=config
+        )
+        self.trained = 0
+
+    def save(self, step: int, keeps: list[int]) -> None:
+        train(self.training, self.trained, self.trained + 1)
+        self.trained += 1
+        dist.barrier()
+        mark(begun=step)
+        self.manager.save(step, extra_state={"trained": self.trained}).wait()
+        mark(acked=step, attempt=read_manifest(self.role_dir(step)).attempt, keeps=keeps)
+        self.manager.wait()
+        dist.barrier()
+
+    def role_dir(self, step: int) -> Path:
+        return file_names.step_dir(self.root, step) / "actor"
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
+    name_syncs()
+    with parallel(Layout(WORLD, hidden_size=HIDDEN, precision="bf16")):
+        saver = Saver(folder, keep=2)
+        saver.save(1, [1])
+        saver.save(2, [1, 2])
+        saver.save(2, [1, 2])
+        saver.save(3, [2, 3])
+        if rank == 0:
+            # As a trainer that writes its data position beside the checkpoint.
+            data = saver.role_dir(3) / "data.pt"
+            write_file(data, [b"a trainer's own file"])
+            sync_dir(data.parent)
+            mark(foreign=str(data.relative_to(folder)))
+        dist.barrier()
+        saver.save(3, [2, 3])
+        if rank == 0:
+            (data.parent / "folder").mkdir()
+        commit._exchange = lambda first, second: False
+        dist.barrier()
+        saver.save(3, [2, 3])
+        if rank == 0:
+            pin(saver.root, 2)
+            mark(pinned=[2])
+        dist.barrier()
+        saver.save(4, [2, 3, 4])
+        saver.save(5, [2, 4, 5])
+        if rank == 0:
+            mark(foreign=None, unpinning=2)
+            unpin(saver.root, 2)
+            mark(pinned=[], keeps=[5])
+            prune(saver.root, PreservationPolicy(max_to_keep=1))
+        dist.barrier()
+        saver.manager.close()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    log = folder.with_name("ranks.log")
+    codes = forked_ranks.run(WORLD, lambda rank: run_rank(rank, folder), log)
+    sys.stdout.write(log.read_text())
+    sys.exit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    main()
