@@ -1,0 +1,273 @@
+"""Finds out how much can still be written into a folder, and whether given files fit.
+
+Three things limit a folder: the free bytes of its file system, the number of files (inodes) that can still be made, and
+the quotas of the user, group or project that the files will belong to.
+
+Nothing that would have fitted may be called too large. So the size of what is to be written is a lower bound, a limit
+that the system does not tell is no limit, and where files may take less room than their bytes, `Room.is_certain` is
+False.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.io.quotas import quotas_of
+
+# Types of file systems (statfs(2), linux/magic.h).
+_EXT = 0xEF53  # ext2, ext3 and ext4
+_XFS = 0x58465342
+_TMPFS = 0x01021994
+# Files on these may take less room than their bytes, or what the system tells is a guess: btrfs, bcachefs, f2fs and zfs
+# can compress, and behind FUSE can be anything.
+_UNCERTAIN = (0x9123683E, 0xCA451A4E, 0xF2F52010, 0x2FC12FC1, 0x65735546)
+# On these, each file takes whole blocks of `f_frsize`. Elsewhere, as on NFS, that number is only a unit of counting.
+_WHOLE_BLOCKS = (_EXT, _XFS, _TMPFS)
+
+_CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
+
+
+@dataclass(frozen=True)
+class Need:
+    """Files that are to be written.
+
+    Attributes:
+        sizes: the size of each file in bytes, or a lower bound of it.
+        folders: the folders to make, as paths below a common folder.
+        loose: further bytes, in an unknown number of files.
+    """
+
+    sizes: tuple[int, ...] = ()
+    folders: frozenset[str] = frozenset()
+    loose: int = 0
+
+    def __add__(self, other: Need) -> Need:
+        return Need.sum((self, other))
+
+    @staticmethod
+    def sum(needs: Iterable[Need]) -> Need:
+        """Returns everything together. Folders of the same path are made only once."""
+        needs = tuple(needs)
+        return Need(
+            tuple(size for need in needs for size in need.sizes),
+            frozenset().union(*(need.folders for need in needs)),
+            sum(need.loose for need in needs),
+        )
+
+    @staticmethod
+    def of(files: Iterable[tuple[str, int]]) -> Need:
+        """Returns the need of files, which are given as pairs of path and size.
+
+        Example:
+            >>> Need.of([("model/a.pt", 100), ("b.pt", 5)])
+            Need(sizes=(100, 5), folders=frozenset({'model'}), loose=0)
+        """
+        files = tuple(files)
+        folders = (str(parent) for path, _ in files for parent in Path(path).parents[:-1])
+        return Need(tuple(size for _, size in files), frozenset(folders))
+
+
+NOTHING = Need()
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What files take, or what is free: bytes on the disk, and entries, which are files and folders."""
+
+    nbytes: int
+    entries: int
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.nbytes + other.nbytes, self.entries + other.entries)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.nbytes - other.nbytes, self.entries - other.entries)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit on what can be written.
+
+    Attributes:
+        kind: whether it limits the bytes or the entries.
+        free: how much can still be written.
+        where: what has the limit, for messages.
+    """
+
+    kind: Literal["nbytes", "entries"]
+    free: int
+    where: str
+
+    def holds(self, amount: Amount) -> bool:
+        """True if the amount fits."""
+        return getattr(amount, self.kind) <= self.free
+
+    def describe(self, amount: Amount) -> str:
+        """Says how much is needed and how much is free."""
+        if self.kind == "nbytes":
+            return f"{amount.nbytes:,} bytes are needed, but only {self.free:,} bytes are free ({self.where})"
+        return f"{amount.entries:,} files and folders are needed, but only {self.free:,} are free ({self.where})"
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much can be written into a folder.
+
+    Attributes:
+        limits: the limits that the system tells.
+        block: each file takes a multiple of this many bytes.
+        folder_bytes: how many bytes a new folder takes.
+        is_certain: False if files may take less room than their bytes, as where they are compressed.
+    """
+
+    limits: tuple[Limit, ...]
+    block: int = 1
+    folder_bytes: int = 0
+    is_certain: bool = True
+
+    def taken_by(self, need: Need) -> Amount:
+        """Returns what the files will take here."""
+        nbytes = sum(-(-size // self.block) for size in need.sizes) * self.block
+        return Amount(nbytes + need.loose + len(need.folders) * self.folder_bytes, len(need.sizes) + len(need.folders))
+
+    def shortage(self, amount: Amount) -> Limit | None:
+        """Returns the first limit that the amount exceeds; None if it fits."""
+        return next((limit for limit in self.limits if not limit.holds(amount)), None)
+
+
+def existing(folder: Path) -> Path:
+    """Returns the folder, or the nearest one above it that exists. Raises OSError."""
+    return next(each for each in (folder, *folder.parents) if each.exists())
+
+
+def room_of(folder: Path) -> Room:
+    """Returns how much can be written into a folder, or where it would be made. Raises OSError.
+
+    Example:
+        >>> room_of(Path("/")).shortage(Amount(0, 0)) is None
+        True
+    """
+    folder = existing(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return _room_of(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def _room_of(descriptor: int, folder: Path) -> Room:
+    space, status, kind = os.fstatvfs(descriptor), os.fstat(descriptor), _type_of(descriptor)
+    rights = _Rights.of_this_thread()
+    options = _mount_options(status.st_dev)
+    quotas = list(quotas_of(descriptor, options, without_0=kind == _XFS))
+    project = next((quota for quota in quotas if quota.kind == "project"), None)
+    limits: list[Limit] = []
+    # Where a project has a quota, the system shows what is left of it in place of the disk's own free room. It takes
+    # the soft limit, which may be exceeded for some days.
+    if project is None or not project.is_shown_by(space):
+        limits += _disk_limits(space, status.st_dev, kind, folder, rights, options)
+    # Processes with this capability may exceed quotas, except those of XFS.
+    if not rights.may_exceed_quotas or kind == _XFS:
+        for quota in quotas:
+            where = f"{quota} in the file system of {folder}"
+            if quota.nbytes.free is not None:
+                limits.append(Limit("nbytes", quota.nbytes.free, where))
+            if quota.entries.free is not None:
+                limits.append(Limit("entries", quota.entries.free, f"inodes, {where}"))
+    return Room(
+        tuple(limits),
+        block=space.f_frsize if kind in _WHOLE_BLOCKS else 1,
+        # A small folder is in its inode on most file systems, and on ext4 with `inline_data`.
+        folder_bytes=space.f_frsize if kind == _EXT and status.st_blocks else 0,
+        is_certain=kind not in _UNCERTAIN,
+    )
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------
+
+
+def _disk_limits(
+    space: os.statvfs_result, device: int, kind: int, folder: Path, rights: _Rights, options: Mapping[str, str]
+) -> Iterator[Limit]:
+    if space.f_blocks > 0:
+        free = space.f_bavail
+        if rights.may_use_reserve(options):
+            # Some of ext4's blocks are kept for the file system itself, even from root.
+            free = space.f_bfree - (_own_blocks(device) if kind == _EXT else 0)
+        # Some network file systems report more free than there is in all, when they mean less than nothing.
+        if free <= space.f_blocks:
+            yield Limit("nbytes", max(0, free) * space.f_frsize, f"file system of {folder}")
+    if space.f_files > 0 and space.f_favail <= space.f_files:
+        yield Limit("entries", space.f_favail, f"inodes in the file system of {folder}")
+
+
+def _type_of(descriptor: int) -> int:
+    """Returns the type of the file system; 0 if it cannot be asked."""
+    buffer = ctypes.create_string_buffer(256)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fstatfs") or libc.fstatfs(descriptor, buffer) != 0:
+        return 0
+    # The first field is of the size of a word on all systems but s390x.
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def _own_blocks(device: int) -> int:
+    with suppress(OSError, ValueError):
+        name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+        return int(Path(f"/sys/fs/ext4/{name}/reserved_clusters").read_text())
+    return 0
+
+
+def _mount_options(device: int) -> Mapping[str, str]:
+    """Returns the options of a mounted file system, such as {"resuid": "1000", "grpid": ""}."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            mount, _, system = line.partition(" - ")
+            if mount.split()[2] == wanted:
+                options = [*mount.split()[5].split(","), *system.split()[-1].split(",")]
+                return {name: value for name, _, value in (option.partition("=") for option in options)}
+    return {}
+
+
+# -- rights -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rights:
+    """What this thread may do. Capabilities count only outside of user namespaces, so there they may be unused."""
+
+    uid: int
+    gids: frozenset[int]
+    may_exceed_quotas: bool
+
+    @staticmethod
+    def of_this_thread() -> _Rights:
+        capabilities = 0
+        with suppress(OSError):
+            found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/thread-self/status").read_text(), re.MULTILINE)
+            capabilities = int(found[1], 16) if found else 0
+        may_exceed = bool(capabilities & _CAP_SYS_RESOURCE) and not _is_in_user_namespace()
+        return _Rights(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), may_exceed)
+
+    def may_use_reserve(self, options: Mapping[str, str]) -> bool:
+        """True if this thread may use the blocks that ext4 reserves for root, or for another user or group."""
+        if self.may_exceed_quotas:
+            return True
+        gid = int(options.get("resgid", "0"))
+        return self.uid == int(options.get("resuid", "0")) or (gid > 0 and gid in self.gids)
+
+
+@lru_cache(maxsize=1)
+def _is_in_user_namespace() -> bool:
+    with suppress(OSError):
+        return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
+    return False
