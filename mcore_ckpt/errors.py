@@ -11,6 +11,7 @@ All errors of public calls derive from CheckpointError:
 | CheckpointCorruptError | `load`, `recover`, `load_hf` |
 | CheckpointMismatchError | `CheckpointManager(...)` with `hf_model`, `load`, `recover`, `load_hf` |
 | UnsupportedError | `CheckpointManager(...)`, `save`, `load`, `load_hf` |
+| NoRoomError | `save`, and the tools that write a checkpoint or a model; it is also a CommitError |
 | CommitError | `save`, `SaveHandle.wait`; after an async save also the next `save`, `load`, `wait` or `close` |
 | BusyError, LockedError | `save` |
 | RemoteError | `CheckpointManager(...)`, `load`, `latest_step`, `remote_steps`, `recover`, `load_hf` |
@@ -62,6 +63,10 @@ class CommitError(CheckpointError):
     """A save has produced no checkpoint because a rank failed, died or was late. The previous checkpoint is intact."""
 
 
+class NoRoomError(CommitError):
+    """The files would not fit on the disk, or into a quota. Nothing has been written, and older checkpoints stay."""
+
+
 class BusyError(CheckpointError):
     """`save` was called while another save is under way, and `if_busy` is "raise". Nothing has been done."""
 
@@ -99,6 +104,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         CheckpointMismatchError,
         UnsupportedError,
         CommitError,
+        NoRoomError,
         BusyError,
         LockedError,
         RemoteError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -17,14 +18,15 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import StageRecord
 from mcore_ckpt.config import CheckpointConfig
-from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError
+from mcore_ckpt.errors import CheckpointError, CommitError, InvalidArgumentError, InvalidTypeError, NoRoomError
+from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.load.candidates import newest_first, remote_steps
 from mcore_ckpt.load.load import VERIFY_WORDS, LoadResult, load_state
 from mcore_ckpt.ranks.meeting import rendezvous
 from mcore_ckpt.ranks.rounds import Agreement, Record, agree, decide, same_everywhere
 from mcore_ckpt.ranks.topology import is_first_optimizer_instance, read_replicas, read_topology
-from mcore_ckpt.save.background import BackgroundSaves, SaveHandle
+from mcore_ckpt.save.background import BackgroundSaves, SaveHandle, is_deleting_here
 from mcore_ckpt.save.guards import Guards
 from mcore_ckpt.save.hf_export import check_exportable
 from mcore_ckpt.save.host_images import HostImages
@@ -54,6 +56,7 @@ from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy
+from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
 from mcore_ckpt.steps.upload_queue import UploadQueue
@@ -139,6 +142,7 @@ class CheckpointManager:
             trainer, commits, HostImages(config.max_host_bytes), lock, _upload_queue(trainer, remote)
         )
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
+        self._room = RoomWatch(trainer.root, role, is_deleting_here)
         self._guards = Guards(_changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
         self._has_saved = False
@@ -175,6 +179,9 @@ class CheckpointManager:
 
         Raises:
             CommitError: a rank failed, died or was late. All ranks raise it, and the previous checkpoint stays.
+            NoRoomError: the files would not fit on the disk or into a quota, so nothing has been written. It is also a
+                CommitError. With `async_save` and `if_failed="warn"` it is not raised but logged, and the returned
+                handle has it.
             UnsupportedError: a value cannot be stored without pickling a class. The message names the field.
             BusyError: an earlier save is under way, and `if_busy` is "raise".
             LockedError: another trainer saves this role below this root. Nothing has been done.
@@ -195,12 +202,21 @@ class CheckpointManager:
             declared = file_names.check_roles([*declared, self._trainer.role])
             busy, failure = self._earlier_save()
             self._wait_for_deletion_of(step)
-            parts = (self._context, step, extra_state, declared, started, policy if counts else None)
+            saving = Saving(role_dir, step, declared, policy if counts else None)
+            parts = (self._context, step, extra_state, declared, started, saving.policy)
             # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)
+        prepare = partial(self._take_place, saving)
         with self._raising_earlier_failure():
-            prepare = partial(self._take_place, step, role_dir, counts)
-            attempt = open_together(self._trainer.agreement, topic, role_dir, busy, failure, prepare)
+            try:
+                need = NOTHING if save is None else save.need
+                attempt = open_together(self._trainer.agreement, topic, role_dir, busy, failure, prepare, need)
+            except NoRoomError as error:
+                if save is None or not (self._trainer.config.async_save and self._trainer.config.if_failed == "warn"):
+                    raise
+                handle = SaveHandle(save)
+                self._background.refuse(handle, error)
+                return handle
         assert save is not None, "a rank without a save has failed the round, and all ranks have raised"
         save.begin(attempt)
         handle = SaveHandle(save)
@@ -368,16 +384,26 @@ class CheckpointManager:
             )
         return role_dir, False
 
-    def _take_place(self, step: int, role_dir: Path, counts: bool) -> None:
-        """Takes the role's trainer lock, and then removes leftovers of dead processes. Only rank 0 calls it."""
-        # Wait for at most half of `timeout_s`, because the other ranks wait for this one only until `timeout_s`.
-        self._context.lock.take(self._trainer.config.timeout_s / 2)
+    def _take_place(self, saving: Saving, need: Need) -> None:
+        """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room. Only for rank 0."""
+        # Wait for the lock for at most half of `timeout_s`, and for the room for half of the rest, because the other
+        # ranks wait for this one only until `timeout_s`.
+        timeout_s = self._trainer.config.timeout_s
+        try:
+            self._context.lock.take(timeout_s / 2)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._room.check(saving, need, timeout_s / 4)  # it says how much is missing
+            raise
         if not self._has_saved:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
         self._has_saved = True
-        leftovers.remove_leftovers_beside(role_dir)
-        if counts:
-            steps.check_one_spelling(self._trainer.root, role_dir, step)
+        leftovers.remove_leftovers_beside(saving.role_dir)
+        if saving.policy is not None:
+            steps.check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
+        self._room.check(saving, need, timeout_s / 4)
+        if self._context.uploads is not None and saving.policy is not None:
+            self._context.uploads.expect(need)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:

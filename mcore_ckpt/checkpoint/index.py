@@ -95,6 +95,11 @@ class IndexTemplate:
         self._counts = [block_count(shard.nbytes) for shard in index.shards]
         self.version = index.version
 
+    @property
+    def least_bytes(self) -> int:
+        """The size of the encoded index if each CRC has only one digit."""
+        return len(self.encode([0] * sum(self._counts)))
+
     def encode(self, block_crcs: Sequence[int]) -> bytes:
         """Returns what `encode_index` would return for the same index with these CRCs.
 

@@ -17,13 +17,22 @@ from mcore_ckpt.io.files import make_folders, write_file
 
 
 def pickle_plain(value: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a small `.pt` file with these values.
+    """Returns the bytes of a small `.pt` file with these values, which have been checked (`check_plain`)."""
+    return check_plain(pickle_unchecked(value))
+
+
+def pickle_unchecked(value: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of a small `.pt` file with these values. Checking them takes several times as long."""
+    stream = io.BytesIO()
+    torch.save(dict(value), stream)
+    return stream.getvalue()
+
+
+def check_plain(data: bytes) -> bytes:
+    """Returns the bytes of a small `.pt` file.
 
     Raises ValueError if the file would be too large, or if torch (`weights_only`) or `read_plain` could not open it.
     """
-    stream = io.BytesIO()
-    torch.save(dict(value), stream)
-    data = stream.getvalue()
     if len(data) > limits.PLAIN_BYTES:
         raise ValueError(f"has {len(data)} bytes, more than the {limits.PLAIN_BYTES} that are allowed")
     try:

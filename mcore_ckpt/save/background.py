@@ -122,6 +122,11 @@ class SaveHandle:
             self._ended.set()
         return None if self._exception is not None else save.after_commit
 
+    def fail(self, error: CheckpointError) -> None:
+        """Ends a save that has not begun."""
+        self._exception, self._save = error, None
+        self._ended.set()
+
 
 class BackgroundSaves:
     """Runs the saves of one manager in the background, at most one at a time.
@@ -159,6 +164,12 @@ class BackgroundSaves:
     def run(self, handle: SaveHandle) -> None:
         """Finishes a save on the calling thread. Old steps are deleted on the deletion's thread."""
         self._delete(handle.run(None))
+
+    def refuse(self, handle: SaveHandle, error: CheckpointError) -> None:
+        """Ends a save that cannot begin, as if it had failed in the background."""
+        handle.fail(error)
+        self._handle = handle
+        self._log_failure(handle)
 
     def wait_for_save(self) -> None:
         """Waits until no save is under way. The save's own deadlines limit this wait."""
@@ -206,14 +217,22 @@ class BackgroundSaves:
             rest = handle.run(stall_s)
         finally:
             if handle.exception is not None:
-                # Log the error now, because there may be no next call that raises it.
-                consequence = "; training continues without this checkpoint" if self._warns else ""
-                logger.error("the save of step %d has failed%s: %s", handle.step, consequence, handle.exception)
+                self._log_failure(handle)
         self._delete(rest)
+
+    def _log_failure(self, handle: SaveHandle) -> None:
+        """Logs the error of a save now, because there may be no next call that raises it."""
+        consequence = "; training continues without this checkpoint" if self._warns else ""
+        logger.error("the save of step %d has failed%s: %s", handle.step, consequence, handle.exception)
 
     def _delete(self, rest: Callable[[], None] | None) -> None:
         if rest is not None:
             self._deletions.add(rest)
+
+
+def is_deleting_here() -> bool:
+    """True if this process is deleting old steps, of whatever role."""
+    return any(saves.is_deleting for saves in list(_all_saves))
 
 
 class _Worker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,8 +23,10 @@ from mcore_ckpt.formats.huggingface.adapter_folder import plan_adapter_folder, w
 from mcore_ckpt.formats.huggingface.assets import config_of, save_assets, write_config, written_assets
 from mcore_ckpt.formats.huggingface.export_plan import plan_export
 from mcore_ckpt.formats.huggingface.writer import write_index, write_weights
+from mcore_ckpt.formats.native.file_plan import FilePlan
 from mcore_ckpt.formats.native.folder import LocalFolder
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.native.write_requests import TensorWrite
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE, sync_names, write_file
 from mcore_ckpt.models.adapters import peft_tensors, with_adapters
@@ -123,6 +125,8 @@ def _is_padded(name: str, shape: Shape, wanted: Shape) -> bool:
     return has_vocabulary_rows(name) and shape[1:] == wanted[1:] and may_be_padding(wanted[0], shape[0])
 
 
+_MODEL_KINDS = ("model", "experts")
+
 # The sizes that determine the order of a tensor's rows, with their names in the table. The tensor's shape does not show
 # this order.
 _ORDER = {"num_attention_heads": "heads", "num_query_groups": "groups", "kv_channels": "head_dim"}
@@ -154,6 +158,26 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
                 "exported weights: %s",
                 difference,
             )
+
+
+def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
+    """Returns how many bytes of the HuggingFace weights, at least, are made from files that this rank owns.
+
+    The weights are the model's tensors without the padding of the vocabulary. Some are stored twice, which is not
+    counted. Adapters are merged, so that they add nothing, or with `skip_frozen` they are all that is written.
+    """
+    writes = (write for plan in owned if plan.request.kind in _MODEL_KINDS for write in plan.request.tensors)
+    return sum(
+        write.tensor.nbytes * _exported_rows(trainer, write) // max(1, write.region.global_shape[0])
+        for write in writes
+        if write.key.kind == MODEL and write.shape and is_adapter(write.key.name) == trainer.config.skip_frozen
+    )
+
+
+def _exported_rows(trainer: Trainer, write: TensorWrite) -> int:
+    rows = write.region.global_shape[0]
+    has_padding = trainer.vocab_size is not None and has_vocabulary_rows(write.key.name)
+    return min(rows, trainer.vocab_size or rows) if has_padding else rows
 
 
 def described_model(trainer: Trainer) -> HfModel:
@@ -224,7 +248,7 @@ def completed(trainer: Trainer, staging: Path, records: Sequence[Record]) -> Man
     contents, kept = trainer.config.save_contents, manifest.files
     if "model" not in contents:
         shutil.rmtree(staging / file_names.MODEL_DIR)
-        kept = tuple(file for file in kept if file.kind not in ("model", "experts"))
+        kept = tuple(file for file in kept if file.kind not in _MODEL_KINDS)
     found = [(rank, WrittenFile(**item)) for rank, record in enumerate(records) for item in record["files"]]
     commit.check_files(staging, found)
     new = (FileRecord(file.path, file.kind, rank, file.size, file.crc32) for rank, file in found)

@@ -22,7 +22,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
-from mcore_ckpt.checkpoint.plain_files import pickle_plain, write_plain
+from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import sync_names
@@ -30,6 +30,7 @@ from mcore_ckpt.ranks.rounds import Agreement, Record
 from mcore_ckpt.save.capture import Capture, capture_in_place
 from mcore_ckpt.save.hf_export import completed, export_together
 from mcore_ckpt.save.host_images import HostImages, ReservedImages
+from mcore_ckpt.save.need import need_of_rank
 from mcore_ckpt.save.new_manifest import build_manifest, read_common
 from mcore_ckpt.save.plan import SavePlan, SavePlanner, saves_model
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
@@ -53,11 +54,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlainState:
-    """The small part of the state, as it was when the save was requested."""
+    """The small part of the state, as it was when the save was requested.
 
-    rng: dict[str, Any] | None
-    extra: dict[str, Any] | None
+    Attributes:
+        files: this rank's small files by path, each with its kind and its bytes. The bytes have not been checked yet.
+        common: the state that all ranks share (`read_common`), on rank 0.
+    """
+
+    files: dict[str, tuple[str, bytes]]
     common: dict[str, Any]
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the sizes of the small files by path. The numbers of steps, which are not in `common`, add little."""
+        sizes = {path: len(data) for path, (_, data) in self.files.items()}
+        return sizes | ({file_names.COMMON_FILE: len(pickle_unchecked(self.common))} if self.common else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +83,7 @@ class SaveContext:
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
+        assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
     """
 
     trainer: Trainer
@@ -82,6 +93,7 @@ class SaveContext:
     uploads: UploadQueue | None
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
+    assets: dict[str, int] = field(default_factory=dict)
 
 
 class Save:
@@ -117,6 +129,7 @@ class Save:
         self._plain = _read_plain(self._trainer, extra_state)
         self._plan = context.planner.plan(self._trainer)
         self._nbytes = sum(plan.nbytes for plan in self._plan.files)
+        self.need = need_of_rank(self._trainer, self._plan.files, self._plain.sizes(), context.assets)
         self._is_async = self._trainer.config.async_save
         self._has_images = self._is_async or self._plan.on_gpu
         self._images = self._reserve_images()
@@ -198,6 +211,8 @@ class Save:
                 self._writer.close()
             self._capture = None  # it keeps the host memory alive, which a larger buffer may replace from now on
         self._context.names.mark_sent(self._plan.files)
+        if self._trainer.agreement.is_coordinator:
+            self._context.assets.update(_sizes_of_assets(written))
         # `_nbytes` is the size of this rank's parts of the files with an index, which several ranks may write together.
         report = self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
         self._old_steps = self._find_old_steps()
@@ -292,13 +307,9 @@ class Save:
         return written
 
     def _write_small(self, staging: Path) -> list[WrittenFile]:
-        place, written = self._trainer.coordinates.place, []
-        for path, kind, value in (
-            (file_names.rng_file(*place), "rng", self._plain.rng),
-            (file_names.extra_file(*place), "extra", self._plain.extra),
-        ):
-            if value is not None:
-                written.append(write_plain(staging, path, kind, pickle_plain(value)))
+        written = [
+            write_plain(staging, path, kind, check_plain(data)) for path, (kind, data) in self._plain.files.items()
+        ]
         exports = "hf_model" in self._trainer.config.save_contents
         if self._trainer.agreement.is_coordinator and not exports:
             written += _write_assets(self._trainer, staging)
@@ -398,10 +409,15 @@ def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
 
 def _read_plain(trainer: Trainer, extra_state: Mapping[str, Any] | None) -> PlainState:
     contents = trainer.config.save_contents
-    with_optimizer = "optimizer" in contents
+    with_optimizer, place = "optimizer" in contents, trainer.coordinates.place
+    files: dict[str, tuple[str, bytes]] = {}
+    if "extra" in contents:
+        files[file_names.rng_file(*place)] = ("rng", pickle_unchecked(read_rng()))
+    if extra_state is not None:
+        values = to_plain(extra_state, "extra_state")
+        files[file_names.extra_file(*place)] = ("extra", pickle_unchecked(values))
     return PlainState(
-        rng=read_rng() if "extra" in contents else None,
-        extra=None if extra_state is None else to_plain(extra_state, "extra_state"),
+        files,
         common=read_common(trainer) if with_optimizer and trainer.agreement.is_coordinator else {},
     )
 
@@ -419,6 +435,12 @@ def _read_steps(trainer: Trainer) -> list[float | int | None]:
 def _write_assets(trainer: Trainer, staging: Path) -> list[WrittenFile]:
     folder = staging / file_names.HUGGINGFACE_DIR
     return written_assets(folder, save_assets(folder, trainer.hf_config, trainer.processing_class))
+
+
+def _sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
+    # The weights of an export are of the same kind of files, but are planned anew at each save.
+    assets = (file for file in written if file.kind == "huggingface")
+    return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}
 
 
 def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
+from mcore_ckpt.io.room import Amount, Need, Room
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class StepStatus:
         problems: why roles with a manifest are not committed, or why the folder cannot be read.
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
+        taken: what the files of each committed role take, according to its manifest.
     """
 
     step: int
@@ -45,6 +48,7 @@ class StepStatus:
     problems: tuple[str, ...]
     pinned: bool = False
     flat: str | None = None
+    taken: Mapping[str, Amount] = field(default_factory=dict, compare=False)
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
@@ -107,18 +111,20 @@ def step_status(path: Path) -> StepStatus:
         problems=tuple(read.problem for read in found.values() if read.problem is not None),
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
         flat=found[path].role if path in found else None,
+        taken={read.role: read.taken for read in found.values() if read.role is not None and read.problem is None},
     )
 
 
 class _RoleFolder(NamedTuple):
     """What the manifest in a folder shows: the folder's role, all roles of the step, and why the role is not committed.
 
-    The problem is None if the role is committed.
+    The problem is None if the role is committed. `taken` is what the role's files take.
     """
 
     role: str | None
     declared: frozenset[str]
     problem: str | None = None
+    taken: Amount = Amount(0, 0)
 
 
 def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
@@ -126,7 +132,7 @@ def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
     is_flat = role_dir == path
     try:
         stat = (role_dir / file_names.MANIFEST_FILE).stat()
-        saved_step, saved_role, roles = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        saved_step, saved_role, roles, taken = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
         return None
     except OSError as error:
@@ -138,7 +144,7 @@ def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
     role = saved_role if is_flat else role_dir.name
     declared = frozenset((*roles, saved_role, role))
     if (saved_step, saved_role) == (step, role):
-        return _RoleFolder(role, declared)
+        return _RoleFolder(role, declared, taken=taken)
     return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {saved_role} at step {saved_step}")
 
 
@@ -178,13 +184,14 @@ def _entries(path: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=4096)
-def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...]]:
-    """Returns step, role and roles of a manifest.
+def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...], Amount]:
+    """Returns step, role and roles of a manifest, and what its files take on a disk with blocks of 4 KiB.
 
     The result is cached by the file's identity, because the manifest of a large run takes long to parse.
     """
     manifest = read_manifest(role_dir)
-    return manifest.step, manifest.role, manifest.roles
+    files = Need.of([(file_names.MANIFEST_FILE, size), *((file.path, file.size) for file in manifest.files)])
+    return manifest.step, manifest.role, manifest.roles, Room((), block=4096).taken_by(files)
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:

@@ -145,7 +145,7 @@ def commit_role(
         >>> commit_role(agreement, folder, 7, ["actor", "critic"], write)  # doctest: +SKIP
     """
     topic = f"saving {role_dir.name} of step {step}"
-    attempt = open_together(agreement, topic, role_dir, prepare=before)
+    attempt = open_together(agreement, topic, role_dir, prepare=lambda need: before())
 
     def write_files(staging: Path) -> Record:
         check_seen(staging)

@@ -14,6 +14,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import BusyError, CheckpointCorruptError, CheckpointNotFoundError, CommitError, from_record
+from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, same_everywhere
 from mcore_ckpt.steps import commit
 
@@ -39,7 +40,8 @@ def open_together(
     role_dir: Path,
     busy: bool = False,
     failure: Record | None = None,
-    prepare: Callable[[], object] = lambda: None,
+    prepare: Callable[[Need], object] = lambda need: None,
+    need: Need = NOTHING,
 ) -> Attempt:
     """Waits for all ranks, then makes the staging folder on rank 0. Every rank must call it.
 
@@ -50,7 +52,8 @@ def open_together(
         busy: true if an earlier save is still under way on this rank.
         failure: the error of an earlier save on this rank that the trainer does not know yet, as `errors.to_record`
             returns it; None if there is none.
-        prepare: runs on rank 0 before the folder is made.
+        prepare: runs on rank 0 before the folder is made. It gets the need of all ranks together.
+        need: the files that this rank will write.
 
     Raises:
         BusyError: an earlier save is still under way on some rank.
@@ -67,11 +70,11 @@ def open_together(
         failure = failure_among(records)
         if failure is not None:
             return {"failure": failure}
-        prepare()
+        prepare(Need.sum(_need_of(record["need"]) for record in records))
         commit.open_staging(role_dir, number)
         return {"attempt": number}
 
-    request = {"folder": str(role_dir), "busy": busy, "failure": failure}
+    request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": _record_of(need)}
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError)
     except Exception:
@@ -80,6 +83,14 @@ def open_together(
         raise
     raise_failure(outcome)
     return Attempt(outcome["attempt"], file_names.staging_dir(role_dir, outcome["attempt"]), role_dir)
+
+
+def _record_of(need: Need) -> Record:
+    return {"sizes": list(need.sizes), "folders": sorted(need.folders), "loose": need.loose}
+
+
+def _need_of(record: Record) -> Need:
+    return Need(tuple(record["sizes"]), frozenset(record["folders"]), record["loose"])
 
 
 class EarlierSaveError(Exception):

@@ -1,4 +1,4 @@
-"""A save is opened by all ranks or by none: busy ranks, and failures that nobody was told yet."""
+"""A save is opened by all ranks or by none: busy ranks, failures that nobody was told yet, too little room."""
 
 import threading
 from pathlib import Path
@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoints import remains
+from small_disks import tmpfs
 
-from mcore_ckpt.errors import BusyError, CheckpointCorruptError, to_record
+from mcore_ckpt.errors import BusyError, CheckpointCorruptError, NoRoomError, to_record
+from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks.rounds import Agreement
+from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.transaction import Attempt, EarlierSaveError, open_together
 
 WORLD = 3
@@ -77,3 +80,21 @@ def test_a_busy_rank_comes_before_a_failure_which_is_told_later(role_dir: Path) 
     results = ranks.open(role_dir, busy={0: True}, failure={1: FAILURE})
     assert [type(error) for error in results] == [BusyError] * WORLD
     assert type(ranks.open(role_dir, failure={1: FAILURE})[0]) is EarlierSaveError
+
+
+def test_the_files_of_all_ranks_must_fit_together(tmp_path: Path) -> None:
+    """Each rank has other files. Those of each rank alone would fit, those of all do not, and all ranks are told."""
+    with tmpfs(tmp_path / "disk", "1m") as disk:
+        watch = RoomWatch(disk, "actor", lambda: False)
+        role_dir = disk / "global_steps_7" / "actor"
+        saving = Saving(role_dir, 7, ("actor",), None)
+        needs = {rank: Need.of([(f"optim/{rank}.pt", (rank + 1) * 200_000)]) for rank in range(WORLD)}
+        prepare = dict.fromkeys(range(WORLD), lambda need: watch.check(saving, need, 0.0))
+        ranks = Ranks()
+        for error in ranks.open(role_dir, need=needs, prepare=prepare):
+            assert type(error) is NoRoomError
+            # 49, 98 and 147 pages, owner file and manifest.
+            assert f"{(49 + 98 + 147 + 2) * 4096:,} bytes are needed, but only 1,048,576 bytes are free" in str(error)
+        assert list(disk.iterdir()) == []
+        less = {**needs, 2: Need.of([("optim/2.pt", 100_000)])}
+        assert isinstance(ranks.open(role_dir, need=less, prepare=prepare)[2], Attempt)

@@ -66,6 +66,11 @@ class FilePlan:
         return self.stop - self.start
 
     @cached_property
+    def least_size(self) -> int:
+        """The size of the whole file in bytes; up to 9 bytes less for each block, because its CRC is not known yet."""
+        return self.pt.records_end + len(self.pt.tail([0] * len(self.pt.slots), b"", 0)) + self.index.least_bytes
+
+    @cached_property
     def parts(self) -> TensorParts:
         """The byte ranges of tensors in this rank's range, in ascending order, none larger than COPY_GROUP_BYTES."""
         rows = []

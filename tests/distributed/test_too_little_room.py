@@ -1,0 +1,64 @@
+"""A save of several ranks that does not fit: the same error on all of them, before any has written a byte."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from agreement import error_of, everywhere, raised_everywhere
+from checkpointing import manager_of, position
+from layouts import Layout
+from small_disks import bytes_below, fill, free_bytes, tmpfs
+from test_export import CONTENTS, cases, hf_config
+from training import build, parallel
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.errors import NoRoomError
+from mcore_ckpt.io import tuning
+
+# How many bytes the estimate may be too low: tokenizer files, headers of the export, manifest and CRCs.
+UNKNOWN = 10 * 4096
+
+
+def mounted_by_rank_0(stack: ExitStack, disk: Path) -> None:
+    """Mounts a small disk that all ranks see. If it cannot be mounted, all ranks skip the test."""
+    reasons: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            stack.enter_context(tmpfs(disk, "64m"))
+        except pytest.skip.Exception as reason:
+            reasons = [str(reason)]
+    dist.broadcast_object_list(reasons, src=0)
+    if reasons[0] is not None:
+        pytest.skip(reasons[0])
+
+
+@pytest.mark.parametrize("layout", cases("tp2!", "ep2", "pp2-tied-bf16"))
+def test_an_export_and_optimizer_that_do_not_fit(
+    layout: Layout, shared_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.0)
+    with ExitStack() as stack, parallel(layout):
+        disk = shared_path / "disk"
+        mounted_by_rank_0(stack, disk)
+        training = build(layout, seed=1)
+        manager = manager_of(training, disk / "root", hf_config=hf_config(layout), save_contents=CONTENTS)
+        manager.save(1, extra_state=position(1)).wait()
+        needed = bytes_below(file_names.step_dir(manager.root, 1)) + 4096
+        for spare, fits in ((-UNKNOWN, False), (0, True)):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                fill(disk, 0)
+                fill(disk, free_bytes(disk) - needed - spare)
+            dist.barrier()
+            error = error_of(lambda: manager.save(2, extra_state=position(2)).wait())
+            if fits:
+                with everywhere():
+                    assert error is None
+            else:
+                for message in raised_everywhere(NoRoomError, error):
+                    assert "are needed, but only" in message
+                with everywhere():
+                    assert not file_names.step_dir(manager.root, 2).exists()
+        manager.close()
+        dist.barrier()
