@@ -20,6 +20,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError, Unsu
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FILE_MODE, make_folder, replace_file, sync_dir
 from mcore_ckpt.io.retries import persist
+from mcore_ckpt.io.room import Room, room_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,10 @@ class Store:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+    def room(self) -> Room | None:
+        """Returns how much can be written into the store; None if it does not tell, as most do not. Raises OSError."""
+        return room_of(Path(self._root)) if isinstance(self.fs, LocalFileSystem) else None
 
     # -- bytes ---------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import drop_from_cache
+from mcore_ckpt.io.room import NOTHING, Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import for_each
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
@@ -66,14 +67,33 @@ class Upload:
         """Uploads the checkpoint. Returns when the whole checkpoint is in the store.
 
         Raises:
-            RemoteError: the store failed after all retries, or `stop` was set.
+            RemoteError: the store failed after all retries, has too little room, or `stop` was set.
             CheckpointCorruptError: a local file is missing or differs from the manifest.
         """
+        self._check_room()
         # The largest first, so that the threads do not end up waiting for one large file.
         missing = [file for file in self.manifest.files if file.path not in self._arrived]
         for_each(sorted(missing, key=lambda file: -file.size), self._send, tuning.UPLOAD_FILES)
         self._check_all_there()
         self._persist(f"writing the manifest of {self.key}", self._finish)
+
+    def _check_room(self) -> None:
+        """Checks that the files that have not arrived fit into the store, before the first byte is sent."""
+        files = [(file.path, file.size) for file in self.manifest.files if file.path not in self._arrived]
+        need = Need.of([*files, (file_names.MANIFEST_FILE, len(self._manifest_bytes))])
+        shortage = shortage_of(self._store, need)
+        if shortage is None:
+            return
+        # An earlier try may have sent parts of files, which this one overwrites.
+        there = self._store.sizes(self.key)
+        sent = [(path, there[path]) for path, _ in files if path in there]
+        shortage = shortage_of(self._store, need, Need.of(sent))
+        if shortage is not None:
+            raise RemoteError(
+                f"{self._store.url_of(self.key)}: the checkpoint does not fit into the remote store: {shortage}. "
+                "Nothing has been sent, and the local checkpoint is intact. Free room there: the upload is "
+                "tried again after the next commit"
+            )
 
     def _send(self, record: FileRecord) -> None:
         self._persist(f"uploading {self.key}/{record.path}", lambda: self._send_once(record))
@@ -155,6 +175,22 @@ class Upload:
     def _persist(self, what: str, work: Callable[[], None]) -> None:
         # Retry after every error of the store, even after FileNotFoundError, because the file was just written.
         self._store.persist(what, work, self._stop, answers=())
+
+
+def shortage_of(store: Store, need: Need, overwritten: Need = NOTHING) -> str | None:
+    """Says what is needed and what is free if files do not fit into a store; None if they may, or if nobody knows.
+
+    `overwritten` are files that are already in the store and that the new ones replace.
+    """
+    try:
+        room = store.room()
+    except OSError:
+        return None  # sending the files will show what is wrong
+    if room is None or not room.is_certain:
+        return None
+    amount = room.taken_by(need) - room.taken_by(overwritten)
+    limit = room.shortage(amount)
+    return None if limit is None else limit.describe(amount)
 
 
 def key_of(manifest: Manifest) -> str:

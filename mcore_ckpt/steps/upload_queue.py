@@ -13,12 +13,13 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
+from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.retention import Judged, PreservationPolicy, too_old
-from mcore_ckpt.steps.upload import Upload, tidy_up
+from mcore_ckpt.steps.upload import Upload, shortage_of, tidy_up
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class UploadQueue:
         self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
         self._latest = -1
         self._asked = False
+        self._warned = False
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -97,6 +99,25 @@ class UploadQueue:
             if self._thread is None:
                 self._start()
         return upload
+
+    def expect(self, need: Need) -> None:
+        """Warns if a checkpoint that is about to be saved will not fit into the store. Returns immediately.
+
+        It looks on a thread of its own, because a network file system that hangs must not hold up the training.
+        """
+        with suppress(RuntimeError):  # the system allows no more threads
+            threading.Thread(target=self._look_at_room, args=(need,), name="mcore_ckpt room", daemon=True).start()
+
+    def _look_at_room(self, need: Need) -> None:
+        shortage = shortage_of(self._remote.store, need)
+        if shortage is not None and not self._warned:
+            logger.warning(
+                "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved locally. "
+                "Free room in the store",
+                self._remote.store.url,
+                shortage,
+            )
+        self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
         """Waits until the queue is idle, at most `seconds`. Returns True if it is idle.

@@ -3,6 +3,7 @@
 import logging
 import random
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import checkpoints
 import pytest
 from checkpoints import ROLE, make, stage
 from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
+from small_disks import tmpfs
+from waiting import wait_for
 
 from mcore_ckpt import pin, unpin
 from mcore_ckpt.checkpoint import file_names
@@ -21,6 +24,7 @@ from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, RemoteError
 from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import retries, tuning
+from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps.remote_steps import RemoteSteps
@@ -566,3 +570,49 @@ def test_the_stage_of_a_save_is_no_checkpoint_to_upload(remote: RemoteSteps, roo
     stage(role_dir(root, 1), 1)
     assert not upload(uploads_of(remote, root), 1).done
     assert files(remote) == []
+
+
+# -- too little room --------------------------------------------------------------------------------------------
+
+
+def test_an_upload_that_does_not_fit_sends_no_byte(tmp_path: Path, root: Path) -> None:
+    """The next commit tries it again, when there may be room."""
+    with tmpfs(tmp_path / "disk", "1m") as disk:
+        remote = RemoteSteps(Store(f"file://{disk}/remote"))
+        uploads = uploads_of(remote, root)
+        save(root, 1, version=1)
+        handle = upload(uploads, 1)
+        assert isinstance(handle.exception, RemoteError)
+        assert "does not fit into the remote store" in str(handle.exception)
+        assert "bytes are needed, but only 1,048,576 bytes are free" in str(handle.exception)
+        assert list(disk.iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        save(root, 2, version=2)
+        upload(uploads, 2)
+        assert handle.done
+        assert versions(remote) == {1: 1, 2: 2}
+
+
+def test_what_an_earlier_try_has_sent_in_part_is_overwritten(tmp_path: Path, root: Path) -> None:
+    """So it takes no room beside the new file."""
+    save(root, 1, version=1)
+    manifest = read_manifest(role_dir(root, 1))
+    with tmpfs(tmp_path / "disk", str(manifest.nbytes + (64 << 10))) as disk:
+        remote = RemoteSteps(Store(f"file://{disk}/remote"))
+        largest = max(manifest.files, key=lambda file: file.size)
+        part = disk / "remote" / file_names.remote_dir(1, ROLE, manifest.attempt) / largest.path
+        part.parent.mkdir(parents=True)
+        part.write_bytes(bytes(largest.size // 2))
+        assert upload(uploads_of(remote, root), 1).done
+        assert versions(remote) == {1: 1}
+
+
+def test_a_store_without_room_is_warned_about_once_before_the_save(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tmpfs(tmp_path / "disk", "1m") as disk:
+        uploads = uploads_of(RemoteSteps(Store(f"file://{disk}/remote")), root)
+        for size, warnings in ((2 << 20, 1), (2 << 20, 1), (1000, 1), (2 << 20, 2)):
+            uploads.expect(Need((size,)))
+            wait_for(lambda: not any(thread.name == "mcore_ckpt room" for thread in threading.enumerate()))
+            assert caplog.text.count("will not fit into the remote store: 2,097,152 bytes are needed") == warnings
