@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_ckpt.errors import CommitError, InvalidArgumentError
+from mcore_ckpt.errors import InvalidArgumentError, NoRoomError
+from mcore_ckpt.io.room import Need, room_of
 from mcore_ckpt.steps import commit, leftovers
+
+logger = logging.getLogger(__name__)
 
 
 def check_unused(path: Path) -> None:
@@ -21,40 +25,46 @@ def check_unused(path: Path) -> None:
         raise InvalidArgumentError(f"{path}: exists already and is not empty: name another folder, or remove it")
 
 
-def check_space(path: Path, nbytes: int) -> None:
-    """Checks that so many bytes are free where a folder will be.
+def check_space(path: Path, sizes: Iterable[int]) -> None:
+    """Checks that files fit where a folder will be.
+
+    Args:
+        path: the folder.
+        sizes: the size of each file in bytes, or a lower bound of it.
 
     Raises:
-        CommitError: fewer are free.
-        OSError: the file system does not tell.
+        NoRoomError: they do not fit.
+        OSError: the folder cannot be opened.
     """
-    parent = next(folder for folder in (path, *path.parents) if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if free < nbytes:
-        raise CommitError(
-            f"{path}: {nbytes} bytes are to be written, but only {free} are free there: free space, or name another "
-            "folder"
-        )
+    room = room_of(path.parent)
+    amount = room.taken_by(Need(tuple(sizes)))
+    limit = room.shortage(amount)
+    if limit is None:
+        return
+    message = f"{path}: the files do not fit: {limit.describe(amount)}"
+    if room.is_certain:
+        raise NoRoomError(f"{message}. Nothing has been written. Free room, or name another folder")
+    logger.warning("%s. The file system may store them in less room, so it is tried", message)
 
 
-def open_new_folder(path: Path, nbytes: int) -> str:
+def open_new_folder(path: Path, sizes: Iterable[int]) -> str:
     """Makes the staging folder of a new folder, and removes those that dead processes have left beside it.
 
     Args:
         path: the new folder.
-        nbytes: how many bytes will be written.
+        sizes: the size of each file that will be written, in bytes.
 
     Returns:
         The id of the attempt, which `commit.publish` needs to put the folder in place.
 
     Raises:
         InvalidArgumentError: there is a file, or a folder that is not empty.
-        CommitError: too few bytes are free.
+        NoRoomError: the files do not fit.
         OSError: the staging folder cannot be made.
     """
     check_unused(path)
-    check_space(path, nbytes)
     leftovers.remove_leftovers_beside(path)
+    check_space(path, sizes)
     attempt = commit.new_attempt()
     commit.open_staging(path, attempt)
     return attempt

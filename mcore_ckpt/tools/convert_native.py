@@ -84,7 +84,7 @@ def convert_to_native(
     role_dir = file_names.step_dir(root.absolute(), STEP) / file_names.check_role(role)
     reader = open_folder(agreement, source, ignore, dequantized)
     target, files = _plan(reader, wanted)
-    attempt = _open(agreement, role_dir, sum(file.nbytes for file in files))
+    attempt = _open(agreement, role_dir, [file.nbytes for file in files])
     staging = file_names.staging_dir(role_dir, attempt)
     try:
         nbytes = _write(agreement, reader, files, _NewCheckpoint(role_dir, staging, attempt, target), progress)
@@ -119,10 +119,10 @@ def _plan(reader: HuggingFaceReader, wanted: WantedLayout) -> tuple[Target, list
         raise type(error)(f"{reader.place}: {error}") from error
 
 
-def _open(agreement: Agreement, role_dir: Path, nbytes: int) -> str:
+def _open(agreement: Agreement, role_dir: Path, sizes: Sequence[int]) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        check_space(role_dir, nbytes)
         leftovers.remove_leftovers(role_dir.parent.parent, role_dir.name, alone=False)
+        check_space(role_dir, sizes)
         attempt = commit.new_attempt()
         commit.open_staging(role_dir, attempt)
         return {"attempt": attempt}

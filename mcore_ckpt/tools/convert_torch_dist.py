@@ -174,7 +174,7 @@ def _slices(reader: HuggingFaceReader, name: str, rows: KeyRows) -> Iterator[Sli
 
 def _open(agreement: Agreement, path: Path, plan: _Plan) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        return {"attempt": open_new_folder(path, sum(each.nbytes for file in plan.contents.files for each in file))}
+        return {"attempt": open_new_folder(path, (sum(each.nbytes for each in file) for file in plan.contents.files))}
 
     return str(decide(agreement, f"opening {path}", dict, combine)["attempt"])
 

@@ -292,8 +292,8 @@ def _open(
 
     def combine(records: Sequence[Record]) -> Record:
         same_everywhere(records, "the files to write", CommitError)
-        check_space(target, jobs[0].plan.nbytes)
         leftovers.remove_leftovers_beside(target)
+        check_space(target, (file.nbytes for file in jobs[0].plan.files))
         commit.open_staging(target, attempt)
         return {"attempt": attempt}
 

@@ -18,9 +18,10 @@ from mcore_ckpt.formats.locate import read_regions
 from mcore_ckpt.formats.torch_dist.files import TorchDistFiles, WantedPart
 from mcore_ckpt.formats.torch_dist.reader import open_torch_dist
 from mcore_ckpt.io import tuning
+from mcore_ckpt.io.room import Limit, Room
 from mcore_ckpt.sharding.cuts import Cut
 from mcore_ckpt.sharding.regions import Region
-from mcore_ckpt.steps import commit, tracker
+from mcore_ckpt.steps import commit, new_folder, tracker
 from mcore_ckpt.tools.way_back import convert
 
 ROLE = Path(f"global_steps_{STEP}", "actor")
@@ -72,9 +73,9 @@ def test_too_little_room_is_told_before_a_byte_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = saved(tmp_path, tensors_of())
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
+    monkeypatch.setattr(new_folder, "room_of", lambda folder: Room((Limit("nbytes", 1000, "tmpfs"),)))
     assert back(source, tmp_path / "theirs") == 1
-    assert "but only 1000 are free there" in capsys.readouterr().err
+    assert "but only 1,000 bytes are free" in capsys.readouterr().err
     assert not (tmp_path / "theirs").exists()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,7 +177,10 @@ def _plan(source: Path, root: Path, step: int, wanted: WantedLayout) -> _Job:
 def _write_all(
     jobs: Sequence[_Job], copies: Sequence[_FilesRole], root: Path, step: int, progress: Progress
 ) -> list[RoleReport]:
-    check_space(root, sum(job.nbytes + job.small.nbytes for job in jobs))
+    for role in (*(copy.manifest.role for copy in copies), *(job.reader.manifest.role for job in jobs)):
+        # A killed run may have left its folders. `alone=False`, because other processes may be saving below `root`.
+        leftovers.remove_leftovers(root, role, alone=False)
+    check_space(file_names.step_dir(root, step), _sizes(jobs, copies))
     total = sum(job.nbytes for job in jobs)
     done = [0]
 
@@ -192,14 +195,11 @@ def _write_all(
     try:
         for copy in copies:
             role_dir = file_names.step_dir(root, step) / copy.manifest.role
-            leftovers.remove_leftovers(root, copy.manifest.role, alone=False)
             staging = commit.open_staging(role_dir, attempt)
             staged.append((role_dir, staging))
             _copy_files(copy, staging)
             commit.write_manifest(staging, replace(copy.manifest, roles=roles, attempt=attempt))
         for job in jobs:
-            # A killed run may have left its folders. `alone=False`, because other processes may be saving below `root`.
-            leftovers.remove_leftovers(root, job.reader.manifest.role, alone=False)
             staging = commit.open_staging(job.role_dir, attempt)
             staged.append((job.role_dir, staging))
             manifest = _write_role(job, staging, roles, attempt, wrote)
@@ -233,6 +233,14 @@ def _write_role(
     versions = {name: version for name, version in saved.versions.items() if name == "megatron_core"}
     identity = Identity(saved.step, saved.role, roles, attempt, saved.contents, versions, saved.adapters)
     return build_manifest(identity, job.target, indexed, small)
+
+
+def _sizes(jobs: Sequence[_Job], copies: Sequence[_FilesRole]) -> Iterator[int]:
+    for job in jobs:
+        yield from (file.nbytes for file in job.files)
+        yield from (copy.record.size for copy in job.small.copies)
+    for role in copies:
+        yield from (file.size for file in role.manifest.files)
 
 
 def _report(job: _Job, manifest: Manifest) -> RoleReport:

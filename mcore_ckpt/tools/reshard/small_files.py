@@ -46,11 +46,6 @@ class SmallFiles:
     copies: tuple[Copy, ...]
     seeded: tuple[tuple[str, int, int], ...]
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the copied files in bytes."""
-        return sum(copy.record.size for copy in self.copies)
-
 
 def plan_small_files(role_dir: Path, reader: NativeReader, new: Topology) -> SmallFiles:
     """Plans which small files each rank of the new layout gets, by the same rules as a load under another layout.

@@ -208,7 +208,7 @@ def _sizes(plan: Plan) -> list[_Size]:
 
 def _open(agreement: Agreement, job: _Job, path: Path) -> str:
     def combine(_: Sequence[Record]) -> Record:
-        attempt = open_new_folder(path, sum(each.nbytes for each in _sizes(job.plan)))
+        attempt = open_new_folder(path, (each.nbytes for each in _sizes(job.plan)))
         staging = file_names.staging_dir(path, attempt)
         for folder in (*(tree.folder for tree in job.plan.trees), *(export.folder for export in job.plan.exports)):
             make_folders(staging, f"{folder}/x")
