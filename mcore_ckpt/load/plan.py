@@ -20,6 +20,8 @@ from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.quantized_weights import quantized_targets
@@ -313,8 +315,8 @@ def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
     stored = {(read.stored.key, read.stored.file): read.stored for fill in fills for read in fill.reads}.values()
     paths = {shard.file for shard in stored}
     coded = (reader.partners(shard) for shard in stored if shard.coding is not None)
-    for path in paths.union(upper.stored.file for partners in coded for upper in partners.upper):
-        reader.folder.check(reader.file(path))
+    files = sorted(paths.union(upper.stored.file for partners in coded for upper in partners.upper))
+    results_of([reader.file(path) for path in files], reader.folder.check, tuning.LOOK_THREADS)
 
 
 def _read_extra(

@@ -103,6 +103,18 @@ int fdatasync(int file) { on_file(SYNC, file, NULL); return NEXT(fdatasync)(file
 ssize_t read(int file, void *data, size_t size) { on_file(READ, file, NULL); return NEXT(read)(file, data, size); }
 ssize_t pread(int file, void *data, size_t size, off_t offset) { on_file(READ, file, NULL); return NEXT(pread)(file, data, size, offset); }
 ssize_t pread64(int file, void *data, size_t size, off64_t offset) { on_file(READ, file, NULL); return NEXT(pread64)(file, data, size, offset); }
+ssize_t preadv(int file, const struct iovec *parts, int count, off_t offset) {
+    on_file(READ, file, NULL);
+    return NEXT(preadv)(file, parts, count, offset);
+}
+ssize_t preadv64(int file, const struct iovec *parts, int count, off64_t offset) {
+    on_file(READ, file, NULL);
+    return NEXT(preadv64)(file, parts, count, offset);
+}
+ssize_t preadv64v2(int file, const struct iovec *parts, int count, off64_t offset, int flags) {
+    on_file(READ, file, NULL);
+    return NEXT(preadv64v2)(file, parts, count, offset, flags);
+}
 ssize_t write(int file, const void *data, size_t size) { on_file(WRITE, file, NULL); return NEXT(write)(file, data, size); }
 ssize_t pwritev(int file, const struct iovec *parts, int count, off_t offset) {
     on_file(WRITE, file, NULL);
