@@ -187,13 +187,14 @@ class Soak:
         life = outcome.plan.life
         for name, roles in ROOTS.items():
             with swept(root_of(self._folder, name), roles, life.exchanges) as root:
-                complete = steps.complete_steps(root) if root.exists() else []
-                for status in complete:
+                # A step of several roles is complete when the last is committed, but each counts as soon as it is.
+                there = steps.list_steps(root)
+                for status in there:
                     for role in status.committed:
                         outcome.problems += [f"torn: {text}" for text in damage(status.role_dir(role))]
                 for role in roles:
                     known = self._acknowledged(f"{name}/{role}")
-                    newest = max((status.step for status in complete if role in status.committed), default=-1)
+                    newest = max((status.step for status in there if role in status.committed), default=-1)
                     # Without its disk a root begins again with what the remote store has.
                     if newest < known and not (outcome.plan.loses_disk and name == SINGLE and outcome.killed):
                         outcome.problems.append(f"lost: {name}/{role} had step {known}, the newest now is {newest}")
