@@ -2,6 +2,8 @@
 
     python benchmarks/many_files.py [--steps 10000] [--files 100000] [--delay-ms 5] [--only NAME...] [--json]
 
+`--steps 100 200 --files 100 200` measures twice, so that calls for each step and file can be told from the others.
+
 Calls are counted, and made slow, by a library that is loaded before the C library (tests/faults/delays.c). What each
 operation is for, and on which of its two places it works: OPERATIONS.
 """
@@ -25,6 +27,8 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, encode_manifest
 from mcore_ckpt.cli.main import main as command_line
 from mcore_ckpt.formats.native.folder import LocalFolder
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import commit, leftovers, listing, retention, tracker
@@ -153,7 +157,8 @@ OPERATIONS = (
     ),
     Operation(
         "sizes before a load",
-        lambda places, files: [LocalFolder(places.role_dir).check(file) for file in files],  # type: ignore
+        # As load/plan.py does.
+        lambda places, files: results_of(files, LocalFolder(places.role_dir).check, tuning.LOOK_THREADS),  # type: ignore
         prepare=lambda places: LocalFolder(places.role_dir).manifest().files,
     ),
     Operation("rename over an old checkpoint", lambda places, _: publish_in_place(places), prepare=_exists_beside),
@@ -182,10 +187,10 @@ def measure(places: Places, operation: Operation, delay_ms: float) -> dict[str, 
     return {"name": operation.name, "seconds": round(seconds, 3), "calls": calls}
 
 
-def work(arguments: argparse.Namespace, folder: Path) -> None:
+def work(arguments: argparse.Namespace, steps: int, files: int, folder: Path) -> None:
     places = Places(folder / "steps", folder / "files")
-    make_steps(places.steps, arguments.steps)
-    make_files(places.role_dir, arguments.files)
+    make_steps(places.steps, steps)
+    make_files(places.role_dir, files)
     os.rename(places.role_dir, places.files / "copy")
     again(places)
     for operation in OPERATIONS:
@@ -203,15 +208,16 @@ def _line(told: dict[str, object]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, nargs="+", default=[10_000])
+    parser.add_argument("--files", type=int, nargs="+", default=[100_000])
     parser.add_argument("--delay-ms", type=float, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="names of operations")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if "SLOW" in os.environ:
-        with tempfile.TemporaryDirectory(prefix="many-") as folder:
-            work(arguments, Path(folder))
+        for steps, files in zip(arguments.steps, arguments.files, strict=True):
+            with tempfile.TemporaryDirectory(prefix="many-") as folder:
+                work(arguments, steps, files, Path(folder))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder, "delays.so"))

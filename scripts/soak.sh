@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains, saves, fails, dies and comes back for an hour, and looks whether memory, threads, descriptors, keys or files
-# grow; see docs/reliability.md. With --publish, the page's section and its picture are written from the result.
+# grow; see docs/reliability.md. tests/soak/publish.py writes the page's section and its picture from a result.
 #
-#     scripts/soak.sh [--minutes 60] [--seed 1] [--log FILE] [--result FILE] [--publish]
+#     scripts/soak.sh [--minutes 60] [--seed 1] [--log FILE] [--result FILE]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 command -v cc >/dev/null || { echo "the soak needs a C compiler, for the libraries that make system calls fail"; exit 77; }

@@ -91,8 +91,8 @@ class StepStatus:
         )
 
 
-def list_steps(root: Path) -> list[StepStatus]:
-    """Returns all steps below a root, the oldest first.
+def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
+    """Returns all steps below a root, the oldest first; or only the step with a number, without a look at the others.
 
     If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned.
 
@@ -105,11 +105,16 @@ def list_steps(root: Path) -> list[StepStatus]:
     folders = file_names.step_dirs(root)
     known = _known(root, folders)
     # Looks at steps wait for the file system most of the time.
-    return results_of(sorted(folders.items()), lambda of: _status_of_step(of[1], known), tuning.LOOK_THREADS)
+    wanted = sorted(of for of in folders.items() if only in (None, of[0]))
+    return results_of(wanted, lambda of: _status_of_step(of[1], known), tuning.LOOK_THREADS)
 
 
-def newest_complete(root: Path) -> StepStatus | None:
+def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
     """Returns the newest complete step, or None. It looks at no older step, so it is fast even if there are thousands.
+
+    Args:
+        root: the folder of the steps.
+        role: a role that the step must have; None for any.
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
@@ -117,15 +122,9 @@ def newest_complete(root: Path) -> StepStatus | None:
     known = _known(root, folders)
     for _, paths in sorted(folders.items(), reverse=True):
         status = _status_of_step(paths, known)
-        if status.is_complete:
+        if status.is_complete and (role is None or role in status.committed):
             return status
     return None
-
-
-def is_complete(root: Path, step: int) -> bool:
-    """Returns True if a step is complete. Raises OSError like `list_steps`, for this step."""
-    folders = file_names.step_dirs(root)
-    return step in folders and _status_of_step(folders[step], _known(root, folders)).is_complete
 
 
 def _status_of_step(paths: Sequence[Path], known: _Heads) -> StepStatus:

@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small, replace_file, sync_dir
-from mcore_ckpt.steps.listing import StepStatus, is_complete, newest_complete
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_complete
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
             return None
         newest = status.step
         wanted = newest if only is None else only
-        if read_tracker(root) == wanted or (wanted != newest and not is_complete(root, wanted)):
+        if read_tracker(root) == wanted or not any(status.is_complete for status in list_steps(root, wanted)):
             break
         write_tracker(root, wanted)
         # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then

@@ -167,7 +167,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
         return [path], []
     of_one = file_names.parse_step(path.name) is not None and path.is_dir()
-    statuses = [steps.step_status(path)] if of_one else steps.list_steps(path)
+    statuses = [steps.step_status(path)] if of_one else steps.list_steps(path, step)
     statuses = [status for status in statuses if step in (None, status.step)]
     if not any(status.committed or status.declared for status in statuses):
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
