@@ -27,8 +27,6 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, WrittenFile, encode_manifest
 from mcore_ckpt.cli.main import main as command_line
 from mcore_ckpt.formats.native.folder import LocalFolder
-from mcore_ckpt.io import tuning
-from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import commit, leftovers, listing, retention, tracker
@@ -157,8 +155,7 @@ OPERATIONS = (
     ),
     Operation(
         "sizes before a load",
-        # As load/plan.py does.
-        lambda places, files: results_of(files, LocalFolder(places.role_dir).check, tuning.LOOK_THREADS),  # type: ignore
+        lambda places, files: LocalFolder(places.role_dir).check(files),  # type: ignore
         prepare=lambda places: LocalFolder(places.role_dir).manifest().files,
     ),
     Operation("rename over an old checkpoint", lambda places, _: publish_in_place(places), prepare=_exists_beside),

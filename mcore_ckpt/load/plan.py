@@ -20,8 +20,6 @@ from mcore_ckpt.formats.contract import RankPosition
 from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native.folder import Folder
 from mcore_ckpt.formats.native.reader import NativeReader
-from mcore_ckpt.io import tuning
-from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.load.fill import TensorFill, refuse_freed
 from mcore_ckpt.load.optimizer_plan import NewlyStarted, OptimizerPlanner, PartPlan
 from mcore_ckpt.load.quantized_weights import quantized_targets
@@ -316,7 +314,7 @@ def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
     paths = {shard.file for shard in stored}
     coded = (reader.partners(shard) for shard in stored if shard.coding is not None)
     files = sorted(paths.union(upper.stored.file for partners in coded for upper in partners.upper))
-    results_of([reader.file(path) for path in files], reader.folder.check, tuning.LOOK_THREADS)
+    reader.folder.check([reader.file(path) for path in files])
 
 
 def _read_extra(

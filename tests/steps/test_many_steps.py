@@ -35,8 +35,8 @@ OF_A_STEP = {
 # Calls for each file.
 OF_A_FILE = {
     "rank 0's look at all files": {"stat": 1},
-    # Neither its folder nor itself is a link; it is a file, and can be opened.
-    "sizes before a load": {"stat": 3, "open": 1},
+    # It is no link, it is a file, and it can be opened.
+    "sizes before a load": {"stat": 2, "open": 1},
     "rename over an old checkpoint": {"unlink": 1},
     "deletion of the step": {"unlink": 1},
 }
