@@ -132,7 +132,7 @@ class Soak:
     def _plan(self) -> Plan:
         draw = self._draw
         is_long = self._lives % 4 == 0
-        seconds = draw.uniform(0.06, 0.1) * max(self._seconds, 1500) if is_long else draw.uniform(4, 25)
+        seconds = draw.uniform(0.06, 0.1) * max(self._seconds, 2400) if is_long else draw.uniform(4, 25)
         seconds = min(seconds, max(5.0, self._left()))
         roots = draw.choice([(PAIR,), (SINGLE,), (PAIR, SINGLE), (SINGLE, PAIR)])
         life = self._life(

@@ -95,7 +95,7 @@ def soak(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.full
 def test_leaks_of_a_real_training_are_found(tmp_path: Path) -> None:
     """All at once, for the time that they take. The honest soak of `scripts/test.sh --full` has none."""
-    status, result, text = soak(tmp_path, "--minutes", "3", "--seed", "4", "--leak", *KINDS)
+    status, result, text = soak(tmp_path, "--minutes", "4", "--seed", "4", "--leak", *KINDS)
     judged = {kind: after - before > allowed for kind, before, after, allowed in first_judged(result)}
     assert (status, {kind: judged[kind] for kind in KINDS}) == (1, dict.fromkeys(KINDS, True)), text
 
