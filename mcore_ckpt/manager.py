@@ -293,7 +293,8 @@ class CheckpointManager:
             RemoteError: there is no local step, and the store, which may have one, does not answer.
         """
         role = self._trainer.role
-        here = [status for status in steps.complete_steps(self._trainer.root) if role in status.committed]
+        newest = steps.newest_complete(self._trainer.root, role)
+        here = [] if newest is None else [newest]
         there = remote_steps(self._remote, self._trainer.root, None, required=not here)
         return next((candidate["step"] for candidate in newest_first(role, here, there)), None)
 

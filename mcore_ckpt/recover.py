@@ -144,7 +144,7 @@ def resumable_steps(root: str | Path, roles: Sequence[str], step: int | None = N
         []
     """
     root = Path(root).expanduser()
-    statuses = [status for status in list_steps(root) if step in (None, status.step)]
+    statuses = list_steps(root, step)
     good = [status for status in statuses if status.is_complete and set(roles) <= status.committed]
     if good:
         if step is None:

@@ -5,7 +5,7 @@
 #
 #     (nothing)     what CI runs: one case for each reason
 #     --quick       for the loop while one writes: linters, and the tests of one process that are over in a moment
-#     --full        all there is, and on the disk: every case, 200 kills, fuzzing, the sanitizers
+#     --full        all there is, and on the disk: every case, 200 kills, five minutes of the soak, fuzzing, the sanitizers
 #     --coverage    measures, with every process and rank, which lines and branches of the package the tests run
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -116,6 +116,7 @@ wait_beside || status=1
 
 if [ "$tier" = full ]; then
     bash scripts/chaos.sh --kills 200 || status=1
+    bash scripts/soak.sh --minutes 5 || [ $? -eq 77 ] || status=1 # 77: no C compiler
     .venv/bin/python scripts/fuzz.py || status=1
     bash scripts/sanitize.sh || [ $? -eq 77 ] || status=1 # 77: the compiler has no sanitizers
 fi

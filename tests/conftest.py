@@ -54,6 +54,7 @@ NOT_QUICK = frozenset(
         "test_hub.py",
         "test_huggingface_writer.py",
         "test_versions.py",
+        "test_many_steps.py",
         "test_merge_command.py",
         "test_models_of_the_hub.py",
         "test_other_world.py",

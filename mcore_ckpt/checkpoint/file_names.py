@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,22 +76,22 @@ def step_dirs(root: Path) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     if not root.is_dir():
         return found
-    for path in sorted(root.iterdir(), key=lambda p: p.name, reverse=True):
-        match = _STEP_DIR.fullmatch(path.name)
-        if match and _may_be_folder(path):
-            found.setdefault(int(match.group(1)), []).append(path)
+    with os.scandir(root) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            match = _STEP_DIR.fullmatch(entry.name)
+            if match and _may_be_folder(entry):
+                found.setdefault(int(match.group(1)), []).append(root / entry.name)
     return found
 
 
-def _may_be_folder(path: Path) -> bool:
+def _may_be_folder(entry: os.DirEntry[str]) -> bool:
     """Returns True for a folder, for a broken link, and for a path that cannot be examined.
 
     A step whose folder is a broken link or cannot be examined must be reported as unreadable, not as missing.
     """
+    # The listing of the parent says what an entry is. Only a link takes another call to the file system.
     try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except FileNotFoundError:
-        return path.is_symlink()
+        return entry.is_dir() or (entry.is_symlink() and not os.path.exists(entry.path))
     except OSError:
         return True
 

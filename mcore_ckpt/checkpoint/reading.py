@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from mcore_ckpt.checkpoint.index import FileIndex, decode_index
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, NewerFormatError, decode_manifest
 from mcore_ckpt.checkpoint.pt_values import decode_pt
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from mcore_ckpt.io import limits
+from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.store import Store
+from mcore_ckpt.io.threads import results_of
 
 
 def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE) -> Manifest:
@@ -66,7 +67,28 @@ def open_file(role_dir: Path, record: FileRecord) -> Iterator[int]:
     Raises CheckpointCorruptError if the file is missing, cannot be opened, has another size, is not a regular file, or
     is a link that leads out of the folder.
     """
-    path = inside(role_dir, record.path)
+    with _opened(inside(role_dir, record.path), record) as descriptor:
+        yield descriptor
+
+
+def check_sizes(role_dir: Path, records: Sequence[FileRecord]) -> None:
+    """Checks that files can be opened and have the sizes in the manifest. Raises CheckpointCorruptError as `open_file`.
+
+    A folder may have as many files as there are ranks. So it looks at each folder once, and at many files at a time.
+    """
+    for folder in {os.path.dirname(record.path) for record in records}:
+        inside(role_dir, folder)
+
+    def check(record: FileRecord) -> None:
+        path = role_dir / record.path
+        with _opened(inside(role_dir, record.path) if path.is_symlink() else path, record):
+            pass
+
+    results_of(records, check, tuning.LOOK_THREADS)
+
+
+@contextmanager
+def _opened(path: Path, record: FileRecord) -> Iterator[int]:
     try:
         descriptor = open_regular(path)
     except FileNotFoundError:

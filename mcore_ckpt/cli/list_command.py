@@ -5,37 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
-from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.steps import StepStatus
+    from mcore_ckpt.steps import StepSize, StepStatus
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
 Lists the steps below a folder, the oldest first, and the step that the tracker names. Reads only the manifests; use
 `mcore-ckpt verify` to check the bytes."""
-
-
-@dataclass(frozen=True)
-class _StepRow:
-    """One line of the list.
-
-    Attributes:
-        status: the step.
-        nbytes: the bytes of all its committed roles.
-        created: when the last of these roles was saved; empty if there is none.
-    """
-
-    status: StepStatus
-    nbytes: int
-    created: str
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -48,53 +32,39 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists the steps. Returns 0 whatever is found."""
-    from mcore_ckpt.steps import list_steps, read_tracker
+    from mcore_ckpt.steps import list_steps, read_tracker, size_of
 
     check_is_folder(args.root)
     try:
-        rows = [_row_of(status) for status in list_steps(args.root)]
+        statuses = list_steps(args.root)
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     tracked = read_tracker(args.root)
     if args.json:
-        print(json.dumps({"tracker": tracked, "steps": [_as_json(row) for row in rows]}))
+        steps = [_as_json(status, size_of(status)) for status in statuses]
+        print(json.dumps({"tracker": tracked, "steps": steps}))
     else:
-        _show(rows, tracked)
+        _show([(status, size_of(status)) for status in statuses], tracked)
     return 0
 
 
-def _row_of(status: StepStatus) -> _StepRow:
-    from mcore_ckpt.checkpoint import read_manifest
-
-    manifests = []
-    for role in sorted(status.committed):
-        try:
-            manifests.append(read_manifest(status.role_dir(role)))
-        except (CheckpointCorruptError, CheckpointNotFoundError):
-            continue  # a trainer's retention has just deleted it
-    created = max((manifest.created for manifest in manifests), default="")
-    return _StepRow(status, sum(manifest.nbytes for manifest in manifests), created)
-
-
-def _show(rows: Sequence[_StepRow], tracked: int | None) -> None:
+def _show(sizes: Sequence[tuple[StepStatus, StepSize]], tracked: int | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for row in rows:
-        status = row.status
+    for status, size in sizes:
         if status.is_complete:
             marks = "  pinned" if status.pinned else ""
             roles = ", ".join(sorted(status.committed))
-            line = f"{status.path.name}  {row.nbytes / 1e9:10.3f} GB  {row.created}  {roles}{marks}"
+            line = f"{status.path.name}  {size.nbytes / 1e9:10.3f} GB  {size.created}  {roles}{marks}"
             console.print(line, markup=False)
         else:
             console.print(f"{status.path.name}  is not complete: {status.reason}", style="red", markup=False)
-    complete = [row.status.step for row in rows if row.status.is_complete]
+    complete = [status.step for status, _ in sizes if status.is_complete]
     newest = f"newest complete step: {complete[-1]}" if complete else "no step is complete"
     console.print(f"{newest}; the tracker names {'none' if tracked is None else tracked}", markup=False)
 
 
-def _as_json(row: _StepRow) -> dict[str, Any]:
+def _as_json(status: StepStatus, size: StepSize) -> dict[str, Any]:
     """Returns a step as JSON values."""
-    status = row.status
     return {
         "step": status.step,
         "path": str(status.path),
@@ -103,6 +73,6 @@ def _as_json(row: _StepRow) -> dict[str, Any]:
         "roles": sorted(status.committed),
         "declared": sorted(status.declared),
         "pinned": status.pinned,
-        "bytes": row.nbytes,
-        "created": row.created or None,
+        "bytes": size.nbytes,
+        "created": size.created or None,
     }

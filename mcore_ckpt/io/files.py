@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -183,6 +183,11 @@ def inside(folder: Path, name: str) -> Path:
     Links in the path of the folder itself are allowed, because the caller has chosen that path.
     """
     path = folder / name
+    parts = Path(name).parts
+    # Each look at a name is a call to the file system, which may be far away. Only the names below the folder can lead
+    # out of it, so if none of them is a link, the names above need no look.
+    if ".." not in parts and not os.path.isabs(name) and not _is_link_in(folder, parts):
+        return path
     base = os.path.realpath(folder)
     found = os.path.realpath(path)
     if os.path.commonpath((base, found)) != base:
@@ -190,6 +195,10 @@ def inside(folder: Path, name: str) -> Path:
             f"{path}: a link on this path leads out of {folder}, so nothing was read. Replace the link by its target"
         )
     return path
+
+
+def _is_link_in(folder: Path, parts: Sequence[str]) -> bool:
+    return any(os.path.islink(folder.joinpath(*parts[: count + 1])) for count in range(len(parts)))
 
 
 def linked_file(folder: Path, name: str) -> Path:

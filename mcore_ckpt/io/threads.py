@@ -1,12 +1,16 @@
-"""Runs work on threads that an exiting interpreter does not wait for."""
+"""Runs work on threads that an exiting interpreter does not wait for, so that waits for a disk or store overlap."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# To start a thread takes longer than a few calls to a local file system.
+_ITEMS_OF_A_THREAD = 8
 
 
 def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int) -> None:
@@ -33,10 +37,32 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
                 failures.append(error)
                 return
 
-    workers = [threading.Thread(target=run, name="mcore_ckpt remote", daemon=True) for _ in range(threads)]
+    workers = [threading.Thread(target=run, name="mcore_ckpt files", daemon=True) for _ in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     if failures:
         raise failures[0]
+
+
+def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:
+    """Calls `work` on every item, on up to `threads` threads, and returns the results in the order of the items.
+
+    For a few items it starts no thread. Failures are raised as by `for_each`.
+
+    Example:
+        >>> results_of([1, 2], lambda number: 10 * number, threads=2)
+        [10, 20]
+    """
+    threads = min(threads, len(items) // _ITEMS_OF_A_THREAD)
+    if threads < 2:
+        return [work(item) for item in items]
+    results: dict[int, Result] = {}
+
+    def run(numbered: tuple[int, Item]) -> None:
+        number, item = numbered
+        results[number] = work(item)
+
+    for_each(enumerate(items), run, threads)
+    return [results[number] for number in range(len(items))]

@@ -24,6 +24,10 @@ WAIT_FOR_PART = 8
 # checksummed.
 IO_THREADS = 8
 
+# How many calls to a file system run at a time where there are many small ones (looks at steps or files, deletions).
+# If the file system is far away, each call waits for a server.
+LOOK_THREADS = 32
+
 # A disk reaches its full speed with pieces of this size. The pieces of all threads stay in the CPU's cache until they
 # are written.
 WRITE_BYTES = 4 << 20

@@ -95,9 +95,7 @@ def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | No
         if not path.is_dir():
             raise CheckpointNotFoundError(f"{path}: this folder does not exist")
         return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}
-    statuses = list_steps(trainer.root)
-    if step is not None:
-        statuses = [status for status in statuses if status.step == step]
+    statuses = list_steps(trainer.root, step)
     good = [status for status in statuses if status.is_complete and trainer.role in status.committed]
     there = remote_steps(remote, trainer.root, step, required=not good)
     candidates = newest_first(trainer.role, good, there)

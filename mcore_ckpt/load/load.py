@@ -172,8 +172,7 @@ def _load_hf_model(trainer: Trainer, plan: LoadPlan) -> int:
     if not _takes_hf_weights(trainer):
         return 0
     assert isinstance(plan.folder, LocalFolder), "_plan_together has refused a remote folder"
-    for file in plan.manifest.files_of("huggingface"):
-        plan.folder.check(file)
+    plan.folder.check(plan.manifest.files_of("huggingface"))
     # If this load has filled the main parameters, keep them, because they are more precise than the exported weights.
     optimizer = None if "optimizer" in contents else trainer.optimizer
     weights = plan.folder.place / file_names.HUGGINGFACE_DIR

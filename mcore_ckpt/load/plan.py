@@ -313,8 +313,8 @@ def _check_sizes(reader: NativeReader, fills: Iterable[TensorFill]) -> None:
     stored = {(read.stored.key, read.stored.file): read.stored for fill in fills for read in fill.reads}.values()
     paths = {shard.file for shard in stored}
     coded = (reader.partners(shard) for shard in stored if shard.coding is not None)
-    for path in paths.union(upper.stored.file for partners in coded for upper in partners.upper):
-        reader.folder.check(reader.file(path))
+    files = sorted(paths.union(upper.stored.file for partners in coded for upper in partners.upper))
+    reader.folder.check([reader.file(path) for path in files])
 
 
 def _read_extra(

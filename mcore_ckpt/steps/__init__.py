@@ -2,7 +2,7 @@
 
 Public names, for integrations and commands:
 
-- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`;
+- which steps there are: `StepStatus`, `StepSize`, `list_steps`, `complete_steps`, `step_status`, `holds_something`, `size_of`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.steps.read_lock import reading
     from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
     from mcore_ckpt.steps.role_files import RoleReader, RoleWriter, commit_role, roles_begun, uncommit_role
+    from mcore_ckpt.steps.step_sizes import StepSize, size_of
     from mcore_ckpt.steps.tracker import move_tracker, read_tracker, remove_tracker, write_tracker
     from mcore_ckpt.steps.trainer_lock import TrainerLock
 
@@ -32,6 +33,7 @@ __all__ = [
     "PreservationPolicy",
     "RoleReader",
     "RoleWriter",
+    "StepSize",
     "StepStatus",
     "TrainerLock",
     "commit_role",
@@ -49,6 +51,7 @@ __all__ = [
     "remove_leftovers_beside",
     "remove_tracker",
     "roles_begun",
+    "size_of",
     "step_status",
     "uncommit_role",
     "unpin",
@@ -64,6 +67,7 @@ __getattr__ = lazy_names(
         "read_lock": ("reading",),
         "retention": ("PreservationPolicy", "delete_old_steps", "delete_step", "discard_step"),
         "role_files": ("RoleReader", "RoleWriter", "commit_role", "roles_begun", "uncommit_role"),
+        "step_sizes": ("StepSize", "size_of"),
         "tracker": ("move_tracker", "read_tracker", "remove_tracker", "write_tracker"),
         "trainer_lock": ("TrainerLock",),
     },

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import logging
 import os
-import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +18,11 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile, decode_manifest, encode_manifest
 from mcore_ckpt.errors import CommitError
-from mcore_ckpt.io import limits
+from mcore_ckpt.io import limits, tuning
 from mcore_ckpt.io.files import FOLDER_MODE, make_parents, sync_dir, write_file
 from mcore_ckpt.io.json_fields import FieldError
+from mcore_ckpt.io.removal import remove_tree
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.foreign_files import link_foreign_files, move_foreign_entries
 from mcore_ckpt.steps.owner import write_owner
 
@@ -62,20 +63,24 @@ def open_staging(role_dir: Path, attempt: str) -> Path:
 
 def check_files(staging: Path, files: Iterable[tuple[int, WrittenFile]]) -> None:
     """Checks that this rank sees every file that the ranks wrote, in its full size. Raises CommitError."""
-    for rank, file in files:
-        path = staging / file.path
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CommitError(
-                f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to "
-                "one shared file system"
-            ) from None
-        if size != file.size:
-            raise CommitError(
-                f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}: all ranks must save to "
-                "one shared file system that shows each rank the others' writes"
-            )
+    # A size takes a call for each file, however the folders are listed.
+    results_of(list(files), lambda written: _check_file(staging, *written), tuning.LOOK_THREADS)
+
+
+def _check_file(staging: Path, rank: int, file: WrittenFile) -> None:
+    path = staging / file.path
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CommitError(
+            f"rank {rank} has written {path}, but rank 0 cannot see it ({error.strerror}): all ranks must save to "
+            "one shared file system"
+        ) from None
+    if size != file.size:
+        raise CommitError(
+            f"rank {rank} has written {file.size} bytes to {path}, but rank 0 sees {size}: all ranks must save to "
+            "one shared file system that shows each rank the others' writes"
+        )
 
 
 def check_structures(by_rank: Sequence[Mapping[str, str]]) -> None:
@@ -223,7 +228,7 @@ def remove_replaced(old: Path, role_dir: Path) -> None:
 
 def discard(staging: Path) -> None:
     """Removes the files of a failed save. A rank that is still writing fails at its next file."""
-    shutil.rmtree(staging, ignore_errors=True)
+    remove_tree(staging)
     remove_if_empty(staging.parent)
 
 
@@ -233,7 +238,7 @@ def remove_folder(folder: Path) -> None:
         with suppress(OSError):
             folder.unlink()
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced
 from mcore_ckpt.steps.work_folders import entries, is_deleted_for_good, is_leftover, own_steps, work_folders
 
@@ -24,7 +27,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
     """
     if not root.is_dir():
         return
-    for entry in list(root.iterdir()):
+    listed = list(root.iterdir())
+    for entry in listed:
         if file_names.is_deleted_dir(entry.name):
             if is_deleted_for_good(entry, alone):
                 remove_folder(entry)
@@ -34,10 +38,14 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             entry.unlink(missing_ok=True)
     # The name of a work folder beside a step does not contain its role. If the owner of the folder cannot be checked,
     # the folder belongs to this role only if no trainer of another role holds a lock.
-    only = alone and not any(file_names.is_trainer_file_of_another(entry.name, role) for entry in root.iterdir())
-    for name in {work.role for entry, work in work_folders(root) if entry.parent == root}:
+    only = alone and not any(file_names.is_trainer_file_of_another(entry.name, role) for entry in listed)
+    beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
+    for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
         _remove_in(root, name, only)
-    for step_path in own_steps(root):
+    step_paths = own_steps(root)
+    # Of thousands of steps few have leftovers, if any. Looks at them overlap, and take as few calls as can be.
+    suspects = results_of(step_paths, lambda path: _may_have_leftovers(path, role), tuning.LOOK_THREADS)
+    for step_path in itertools.compress(step_paths, suspects):
         try:
             _remove_in(step_path, role, alone)
         except PermissionError as error:  # the step belongs to another user
@@ -89,6 +97,18 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
                 remove_folder(entry)
     if alone:
         remove_if_empty(step_path)
+
+
+def _may_have_leftovers(step_path: Path, role: str) -> bool:
+    """True if `_remove_in` may have something to do in a step. It lists the step once, and looks into the role once."""
+    names = {entry.name for entry in entries(step_path)}
+    works = [work for name in names if (work := file_names.parse_work_dir(name)) is not None]
+    if not names or file_names.OWNER_FILE in names or any(work.role == role for work in works):
+        return True
+    try:
+        return role in names and (step_path / role / file_names.OWNER_FILE).exists()
+    except OSError:
+        return True  # `_remove_in` says what is wrong with it
 
 
 def _is_between_renames(role_dir: Path, attempt: str, alone: bool) -> bool:

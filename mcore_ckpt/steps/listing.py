@@ -8,22 +8,39 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
-from mcore_ckpt.io.room import Amount, Need, Room
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
 
 logger = logging.getLogger(__name__)
 
 # A folder that cannot be read because of one of these errors stays unreadable. Examples are a folder of another user
 # and a link to a folder that does not exist. Other errors may be temporary.
 _STAYS_UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENOENT)
+
+# Of how many roots manifests are remembered.
+_MOST_ROOTS = 8
+
+
+class _Head(NamedTuple):
+    """What a listing needs of a manifest, and the identity of the file that it was read from."""
+
+    identity: tuple[int, int, int]
+    step: int
+    role: str
+    roles: tuple[str, ...]
+
+
+_Heads = dict[Path, _Head]
+# By root, then by role's folder. The manifest of a large run takes long to read and to parse.
+_heads: dict[Path, _Heads] = {}
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,6 @@ class StepStatus:
         problems: why roles with a manifest are not committed, or why the folder cannot be read.
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
-        taken: what the files of each committed role take, according to its manifest.
     """
 
     step: int
@@ -48,7 +64,6 @@ class StepStatus:
     problems: tuple[str, ...]
     pinned: bool = False
     flat: str | None = None
-    taken: Mapping[str, Amount] = field(default_factory=dict, compare=False)
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
@@ -70,8 +85,8 @@ class StepStatus:
         )
 
 
-def list_steps(root: Path) -> list[StepStatus]:
-    """Returns all steps below a root, the oldest first.
+def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
+    """Returns all steps below a root, the oldest first; or only the step with a number, without a look at the others.
 
     If a step has two folders (`global_step_5` and `global_steps_5`), the status of the complete one is returned.
 
@@ -81,11 +96,34 @@ def list_steps(root: Path) -> list[StepStatus]:
         >>> [status.step for status in list_steps(Path("checkpoints")) if status.is_complete]
         []
     """
-    result = []
-    for _, paths in sorted(file_names.step_dirs(root).items()):
-        statuses = [step_status(path) for path in paths]
-        result.append(next((status for status in statuses if status.is_complete), statuses[0]))
-    return result
+    folders = file_names.step_dirs(root)
+    known = _known(root, folders)
+    # Looks at steps wait for the file system most of the time.
+    wanted = sorted(of for of in folders.items() if only in (None, of[0]))
+    return results_of(wanted, lambda of: _status_of_step(of[1], known), tuning.LOOK_THREADS)
+
+
+def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
+    """Returns the newest complete step, or None. It looks at no older step, so it is fast even if there are thousands.
+
+    Args:
+        root: the folder of the steps.
+        role: a role that the step must have; None for any.
+
+    Raises OSError like `list_steps`, for the steps that it looks at.
+    """
+    folders = file_names.step_dirs(root)
+    known = _known(root, folders)
+    for _, paths in sorted(folders.items(), reverse=True):
+        status = _status_of_step(paths, known)
+        if status.is_complete and (role is None or role in status.committed):
+            return status
+    return None
+
+
+def _status_of_step(paths: Sequence[Path], known: _Heads) -> StepStatus:
+    statuses = [_status(path, known) for path in paths]
+    return next((status for status in statuses if status.is_complete), statuses[0])
 
 
 def complete_steps(root: Path) -> list[StepStatus]:
@@ -95,14 +133,19 @@ def complete_steps(root: Path) -> list[StepStatus]:
 
 def step_status(path: Path) -> StepStatus:
     """Returns the state of one step folder. Its name must be that of a step. Raises OSError like `list_steps`."""
+    return _status(path, _heads.get(path.parent, {}))
+
+
+def _status(path: Path, known: _Heads) -> StepStatus:
     step = file_names.parse_step(path.name)
     assert step is not None, f"{path} is not named after a step"
     try:
         entries = _entries(path)
     except OSError as error:
         return StepStatus(step, path, frozenset(), frozenset(), (_why_unreadable(path, error),))
-    folders = [path, *(entry for entry in entries if file_names.is_role(entry.name))]
-    found = {folder: read for folder in folders if (read := _read_folder(step, path, folder)) is not None}
+    folders = [path] if any(entry.name == file_names.MANIFEST_FILE for entry in entries) else []
+    folders += [path / entry.name for entry in entries if _may_be_role(entry)]
+    found = {folder: read for folder in folders if (read := _read_folder(step, path, folder, known)) is not None}
     return StepStatus(
         step,
         path,
@@ -111,28 +154,30 @@ def step_status(path: Path) -> StepStatus:
         problems=tuple(read.problem for read in found.values() if read.problem is not None),
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
         flat=found[path].role if path in found else None,
-        taken={read.role: read.taken for read in found.values() if read.role is not None and read.problem is None},
     )
 
 
 class _RoleFolder(NamedTuple):
     """What the manifest in a folder shows: the folder's role, all roles of the step, and why the role is not committed.
 
-    The problem is None if the role is committed. `taken` is what the role's files take.
+    The problem is None if the role is committed.
     """
 
     role: str | None
     declared: frozenset[str]
     problem: str | None = None
-    taken: Amount = Amount(0, 0)
 
 
-def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
+def _may_be_role(entry: os.DirEntry[str]) -> bool:
+    # The listing of the step says what is a file, so no call has to ask each file whether it has a manifest.
+    return file_names.is_role(entry.name) and not entry.is_file(follow_symlinks=False)
+
+
+def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads) -> _RoleFolder | None:
     """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if it has none."""
     is_flat = role_dir == path
     try:
-        stat = (role_dir / file_names.MANIFEST_FILE).stat()
-        saved_step, saved_role, roles, taken = _read_roles(role_dir, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        head = _read_head(role_dir, known)
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
         return None
     except OSError as error:
@@ -141,11 +186,11 @@ def _read_folder(step: int, path: Path, role_dir: Path) -> _RoleFolder | None:
         if is_flat and _has_roles(path):
             return None  # another program has put a file of that name beside the roles
         return _RoleFolder(role_dir.name, frozenset((role_dir.name,)), str(error))
-    role = saved_role if is_flat else role_dir.name
-    declared = frozenset((*roles, saved_role, role))
-    if (saved_step, saved_role) == (step, role):
-        return _RoleFolder(role, declared, taken=taken)
-    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {saved_role} at step {saved_step}")
+    role = head.role if is_flat else role_dir.name
+    declared = frozenset((*head.roles, head.role, role))
+    if (head.step, head.role) == (step, role):
+        return _RoleFolder(role, declared)
+    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {head.role} at step {head.step}")
 
 
 def holds_something(status: StepStatus) -> bool:
@@ -170,28 +215,40 @@ def _why_unreadable(path: Path, error: OSError) -> str:
 
 def _has_roles(path: Path) -> bool:
     return any(
-        os.path.exists(entry / file_names.MANIFEST_FILE) for entry in _entries(path) if file_names.is_role(entry.name)
+        os.path.exists(path / entry.name / file_names.MANIFEST_FILE) for entry in _entries(path) if _may_be_role(entry)
     )
 
 
-def _entries(path: Path) -> list[Path]:
+def _entries(path: Path) -> list[os.DirEntry[str]]:
     try:
-        return sorted(path.iterdir())
+        with os.scandir(path) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except FileNotFoundError:
         if path.is_symlink():
             raise
         return []  # retention of another process has just deleted it
 
 
-@lru_cache(maxsize=4096)
-def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...], Amount]:
-    """Returns step, role and roles of a manifest, and what its files take on a disk with blocks of 4 KiB.
+def _read_head(role_dir: Path, known: _Heads) -> _Head:
+    stat = (role_dir / file_names.MANIFEST_FILE).stat()
+    identity = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    head = known.get(role_dir)
+    if head is None or head.identity != identity:
+        manifest = read_manifest(role_dir)
+        head = _Head(identity, manifest.step, manifest.role, manifest.roles)
+        known[role_dir] = head
+    return head
 
-    The result is cached by the file's identity, because the manifest of a large run takes long to parse.
-    """
-    manifest = read_manifest(role_dir)
-    files = Need.of([(file_names.MANIFEST_FILE, size), *((file.path, file.size) for file in manifest.files)])
-    return manifest.step, manifest.role, manifest.roles, Room((), block=4096).taken_by(files)
+
+def _known(root: Path, folders: Mapping[int, Sequence[Path]]) -> _Heads:
+    """Returns what is known of the steps that are there. Forgets the others, since a long run saves thousands."""
+    there = {path for paths in folders.values() for path in paths}
+    # A copy, because another thread may be listing the same root.
+    heads = dict(_heads.pop(root, {}))
+    _heads[root] = {path: head for path, head in heads.items() if path in there or path.parent in there}
+    for oldest in list(_heads)[:-_MOST_ROOTS]:
+        _heads.pop(oldest, None)
+    return _heads.get(root, {})
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:

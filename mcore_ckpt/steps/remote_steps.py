@@ -6,6 +6,7 @@ docs/format.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mcore_ckpt.checkpoint import file_names
@@ -88,7 +89,18 @@ class RemoteSteps:
         }
         found: list[RemoteStep] = []
         for_each(sorted(numbers), lambda step: found.append(self.step(step)), min(tuning.REMOTE_THREADS, len(numbers)))
+        self._forget_all_but(found)
         return sorted(found, key=lambda step: step.step)
+
+    def _forget_all_but(self, steps: Iterable[RemoteStep]) -> None:
+        """Forgets the manifests of attempts that are gone, because a long run uploads thousands."""
+        there = {
+            file_names.remote_dir(step.step, role, attempt)
+            for step in steps
+            for role, others in step.others.items()
+            for attempt in (*others, *([step.found[role].attempt] if role in step.found else []))
+        }
+        self._manifests = {key: known for key, known in dict(self._manifests).items() if key in there}
 
     def step(self, step: int) -> RemoteStep:
         """Returns one step; a step without roles if the store does not have it. Raises RemoteError."""
@@ -109,7 +121,8 @@ class RemoteSteps:
         key = file_names.remote_dir(step, role, attempt)
         if file_names.MANIFEST_FILE not in self.store.names(key):
             return None
-        if key not in self._manifests:
+        known = self._manifests.get(key)
+        if known is None:
             try:
                 manifest = read_remote_manifest(self.store, key)
             except FileNotFoundError:
@@ -122,8 +135,9 @@ class RemoteSteps:
                 return None
             # The result can be cached, because an attempt never changes once it has a manifest. The manifest of a large
             # run takes long to read.
-            self._manifests[key] = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created)
-        return self._manifests[key]
+            known = RemoteRole(attempt, tuple({*manifest.roles, role}), manifest.created)
+            self._manifests[key] = known
+        return known
 
     def read_tracker(self) -> int | None:
         """Returns the step that the tracker names; None if there is no tracker or it is damaged. Raises RemoteError."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io.files import sync_dir
+from mcore_ckpt.io.removal import remove_tree
 from mcore_ckpt.steps.commit import new_attempt
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.owner import write_owner
@@ -208,7 +208,7 @@ def delete_step(status: StepStatus) -> str | None:
     except OSError as error:
         logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
-    shutil.rmtree(hidden, ignore_errors=True)
+    remove_tree(hidden)
     if os.path.lexists(hidden):
         logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, hidden)
     return None
@@ -222,7 +222,7 @@ def discard_step(step_path: Path) -> None:
     hidden = file_names.deleted_dir(step_path, new_attempt())
     os.rename(step_path, hidden)
     sync_dir(step_path.parent)
-    shutil.rmtree(hidden, ignore_errors=True)
+    remove_tree(hidden)
 
 
 def _hide_unless_changed(status: StepStatus, hidden: Path) -> str | None:

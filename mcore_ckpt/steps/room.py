@@ -19,6 +19,7 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.room import Amount, Limit, Need, Room, existing, room_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
+from mcore_ckpt.steps.step_sizes import NO_FILES, size_of, taken_by
 from mcore_ckpt.steps.work_folders import entries
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class RoomWatch:
         old = too_old(statuses, PreservationPolicy(max_to_keep=1))
         if not old:
             return f"no step below {self._root} could be deleted, because none is older than the newest complete one"
-        freed = _taken(old)
+        freed = taken_by(old)
         return (
             f"'mcore-ckpt prune {self._root} --max-to-keep 1' would delete {len(old)} steps with {freed.nbytes:,} "
             f"bytes in {freed.entries:,} files and folders"
@@ -137,9 +138,10 @@ class RoomWatch:
             return None
         statuses = list_steps(self._root)
         # The other roles of the step will need about what they have needed last.
-        others = Amount(0, 0)
+        others = NO_FILES
         for role in set(saving.roles) - {self._role}:
-            others += next((each.taken[role] for each in reversed(statuses) if role in each.taken), Amount(0, 0))
+            last = next((each for each in reversed(statuses) if role in each.committed), None)
+            others += NO_FILES if last is None else size_of(last).taken.get(role, NO_FILES)
         whole = amount + others
         freed = _freed_by(saving, statuses)
         left = tuple(
@@ -189,10 +191,6 @@ def _has_deleted_steps(root: Path) -> bool:
     return any(file_names.is_deleted_dir(entry.name) for entry in entries(root))
 
 
-def _taken(statuses: Sequence[StepStatus]) -> Amount:
-    return sum((taken for status in statuses for taken in status.taken.values()), Amount(0, 0))
-
-
 def _freed_by(saving: Saving, statuses: Sequence[StepStatus]) -> Amount:
     """Returns what will be free once the step is complete: the steps that are too old then, and what it replaces."""
     roles = frozenset(saving.roles)
@@ -201,4 +199,6 @@ def _freed_by(saving: Saving, statuses: Sequence[StepStatus]) -> Amount:
     committed = StepStatus(saving.step, saving.role_dir.parent, roles, roles, (), pinned)
     later = sorted([*(status for status in statuses if status not in replaced), committed], key=lambda each: each.step)
     assert saving.policy is not None, "without a policy nothing is deleted"
-    return _taken(too_old(later, saving.policy, saving.step)) + _taken(replaced)
+    # What is too old may have this step's number, but it is not on the disk yet.
+    old = [status for status in too_old(later, saving.policy, saving.step) if status is not committed]
+    return taken_by(old) + taken_by(replaced)

@@ -11,7 +11,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError
 from mcore_ckpt.io import limits
 from mcore_ckpt.io.files import read_small, replace_file, sync_dir
-from mcore_ckpt.steps.listing import StepStatus, complete_steps
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_complete
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +51,13 @@ def update_tracker(root: Path, only: int | None = None) -> int | None:
     """
     newest = None
     for _ in range(_TRACKER_LOOKS):
-        complete = [status.step for status in complete_steps(root)]
-        if not complete:
+        # Not `complete_steps`: at each save it would look at every step that there ever was.
+        status = newest_complete(root)
+        if status is None:
             return None
-        newest = complete[-1]
+        newest = status.step
         wanted = newest if only is None else only
-        if read_tracker(root) == wanted or wanted not in complete:
+        if read_tracker(root) == wanted or not any(status.is_complete for status in list_steps(root, wanted)):
             break
         write_tracker(root, wanted)
         # Look again. Before this write, another role may have completed a newer step and moved the tracker there. Then
@@ -110,13 +111,13 @@ def tracker_problems(root: Path) -> list[str]:
 
     The list is empty if they would load that step.
     """
-    path, complete = root / file_names.TRACKER_FILE, complete_steps(root)
-    if not complete and not path.exists():
+    path, newest = root / file_names.TRACKER_FILE, newest_complete(root)
+    if newest is None and not path.exists():
         return []
     tracked = read_tracker(root)
     if tracked is None:
         return [f"{path}: {'does not name a step' if path.exists() else 'missing'}; the next save writes a new one"]
-    if not complete or tracked != complete[-1].step:
-        newest = f"the newest complete step is {complete[-1].step}" if complete else "no step is complete"
-        return [f"{path}: names step {tracked}, but {newest}"]
+    if newest is None or tracked != newest.step:
+        instead = "no step is complete" if newest is None else f"the newest complete step is {newest.step}"
+        return [f"{path}: names step {tracked}, but {instead}"]
     return []

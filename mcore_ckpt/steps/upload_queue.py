@@ -244,7 +244,7 @@ class UploadQueue:
 
 
 def _role_dir(root: Path, step: int, role: str) -> Path:
-    found = next((status for status in steps.list_steps(root) if status.step == step), None)
+    found = next(iter(steps.list_steps(root, step)), None)
     return file_names.step_dir(root, step) / role if found is None else found.role_dir(role)
 
 

@@ -6,13 +6,16 @@ There are four kinds: a *staging* folder that ranks write into, a *replaced* che
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.owner import read_owner, write_owner
 
 
@@ -28,7 +31,12 @@ def entries(folder: Path) -> list[Path]:
 
 def own_steps(root: Path) -> list[Path]:
     """Returns the step folders below the root. Links are left out, because they may lead to a run that is alive."""
-    return [path for paths in file_names.step_dirs(root).values() for path in paths if not path.is_symlink()]
+    found = [path for paths in file_names.step_dirs(root).values() for path in paths]
+    if not found:
+        return []
+    with os.scandir(root) as listed:
+        links = {entry.name for entry in listed if entry.is_symlink()}
+    return [path for path in found if path.name not in links]
 
 
 def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
@@ -36,7 +44,7 @@ def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
 
     They are in the step's folder, or beside it if the step's folder is also the folder of its only role.
     """
-    found = [entry for folder in (root, *own_steps(root)) for entry in entries(folder)]
+    found = [entry for of in results_of([root, *own_steps(root)], entries, tuning.LOOK_THREADS) for entry in of]
     parsed = [(entry, work) for entry in found if (work := file_names.parse_work_dir(entry.name)) is not None]
     return [
         (entry, work) for entry, work in parsed if entry.parent != root or file_names.parse_step(work.role) is not None

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.io import tuning
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps import commit, leftovers
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, judge, obstacle_to
@@ -53,11 +55,12 @@ def prune(
         >>> prune(Path("checkpoints"), PreservationPolicy(max_to_keep=2), dry_run=True)  # doctest: +SKIP
     """
     folders = []
-    for decision in judge(list_steps(root), policy, read_tracker(root)):
+    decisions = judge(list_steps(root), policy, read_tracker(root))
+    sizes = results_of([decision.status.path for decision in decisions], _nbytes, tuning.LOOK_THREADS)
+    for decision, nbytes in zip(decisions, sizes, strict=True):
         status, stays, reason = decision.status, decision.stays, decision.reason
         if role is not None and role not in status.committed | status.declared:
             stays, reason = True, f"without {role}"
-        nbytes = _nbytes(status.path)
         if not stays:
             obstacle = _seen_obstacle(status) if dry_run else delete_step(status)
             stays, reason = obstacle is not None, obstacle or reason

@@ -22,6 +22,9 @@ from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.read_lock import reading
 
+# How often a role is verified if it is saved again each time.
+_TRIES = 5
+
 
 @dataclass(frozen=True)
 class VerifiedRole:
@@ -124,8 +127,33 @@ def verify(
         # One lock at a time, so that a trainer's retention, which skips locked steps, can delete the others meanwhile.
         with reading([role_dir]):
             if os.path.lexists(role_dir):
-                verdicts.append(verify_role(role_dir, deep, count))
+                verdicts.append(_verify_undisturbed(role_dir, deep, count))
     return Report(tuple(verdicts), tuple(problems), time.monotonic() - started)
+
+
+def _verify_undisturbed(role_dir: Path, deep: bool, progress: Progress) -> VerifiedRole:
+    """Verifies one role, and does so again if a trainer has saved the step again meanwhile.
+
+    A save replaces the old checkpoint, locked or not. Files of the old one are then missing, but nothing is damaged.
+    """
+    for _ in range(_TRIES - 1):
+        attempt = _attempt(role_dir)
+        try:
+            verdict = verify_role(role_dir, deep, progress)
+        except CheckpointCorruptError:
+            if attempt is not None and _attempt(role_dir) == attempt:
+                raise
+            continue
+        if not verdict.damages or _attempt(role_dir) == attempt:
+            return verdict
+    return verify_role(role_dir, deep, progress)
+
+
+def _attempt(role_dir: Path) -> str | None:
+    try:
+        return read_manifest(role_dir).attempt
+    except (CheckpointCorruptError, CheckpointNotFoundError):
+        return None
 
 
 def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
@@ -139,7 +167,7 @@ def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
         return [path], []
     of_one = file_names.parse_step(path.name) is not None and path.is_dir()
-    statuses = [steps.step_status(path)] if of_one else steps.list_steps(path)
+    statuses = [steps.step_status(path)] if of_one else steps.list_steps(path, step)
     statuses = [status for status in statuses if step in (None, status.step)]
     if not any(status.committed or status.declared for status in statuses):
         reasons = "".join(f"\n  {status.reason}" for status in statuses)

@@ -11,13 +11,10 @@ import argparse
 import json
 import os
 import random
-import select
-import shutil
 import signal
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,14 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from life import ALARM_S, LAYOUT, TIMEOUT_S, WORLD, Life, ledger, run_rank
+from lives import (
+    bury,
+    damage,
+    end_store,
+    fork_ranks,
+    host_store,
+    is_what_a_death_causes,
+    notes,
+    say,
+    swept,
+    wait_until_ready,
+)
 
-from mcore_ckpt.checkpoint.reading import read_manifest
-from mcore_ckpt.steps import leftovers
 from mcore_ckpt.steps import listing as steps
 
 ROLE = "actor"
@@ -137,17 +143,10 @@ class Chain:
         self._lives += 1
         acknowledged = self._acknowledged()
         before = {status.step for status in steps.complete_steps(plan.life.root)}
-        read, write = os.pipe()
-        pids = {}
-        for rank in range(WORLD):
-            pid = os.fork()
-            if pid == 0:
-                os.close(read)
-                run_rank(plan.life, rank, write)
-            pids[pid] = rank
-        os.close(write)
-        started = _wait_until_ready(read)
-        ends, stuck = _bury(pids, plan, started)
+        pids, read = fork_ranks(WORLD, lambda rank, ready: run_rank(plan.life, rank, ready))
+        started = wait_until_ready(read, WORLD, ALARM_S)
+        kill_at = None if plan.after_s is None else started + plan.after_s
+        ends, stuck = bury(pids, plan.victims, kill_at, SURVIVORS_S)
         os.close(read)
         outcome = Outcome(ends, _reports(plan.life), seconds=time.monotonic() - started)
         if stuck:
@@ -160,22 +159,11 @@ class Chain:
     def _check_survivors(self, outcome: Outcome) -> None:
         for rank, report in outcome.reports.items():
             error = report["error"]
-            if error is None:
-                continue
-            # In a collective of the training, gloo tells of the lost connection.
-            expected = error[0] in ("CommitError", "AgreementError") or (
-                report["in"] == "training" and report["is_gloo"]
-            )
-            if not expected or not outcome.killed:
+            if error is not None and not (outcome.killed and is_what_a_death_causes(report)):
                 outcome.problems.append(f"rank {rank} has raised in {report['in']}: {error}")
 
     def _check_disk(self, plan: Plan, outcome: Outcome, before: set[int], acknowledged: int | None) -> None:
-        root = plan.life.root
-        with tempfile.TemporaryDirectory(dir=self._folder) as copy:
-            if not plan.life.exchange:
-                # Between two renames the step is nowhere: the sweep of the next start puts it back.
-                root = Path(shutil.copytree(root, Path(copy, "root")))
-                leftovers.remove_leftovers(root, ROLE, alone=False)
+        with swept(plan.life.root, [ROLE], plan.life.exchange) as root:
             complete = steps.complete_steps(root)
             for status in complete:
                 outcome.problems += [f"torn: {text}" for text in damage(status.path / ROLE)]
@@ -203,8 +191,7 @@ class Chain:
         return max(found, default=None)
 
     def _notes(self, rank: int) -> list[list[Any]]:
-        path = ledger(self._folder, rank)
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return notes(ledger(self._folder, rank))
 
     def _record(self, outcome: Outcome, plan: Plan, kind: str) -> dict[str, Any]:
         return {
@@ -220,75 +207,9 @@ class Chain:
         }
 
 
-def damage(role_dir: Path) -> list[str]:
-    """What is wrong with a checkpoint's files, by the sizes and sums that its manifest says; not by our reader."""
-    manifest = read_manifest(role_dir)
-    found = []
-    for record in manifest.files:
-        try:
-            data = (role_dir / record.path).read_bytes()
-        except OSError as error:
-            found.append(f"{role_dir / record.path}: {error}")
-            continue
-        if (len(data), zlib.crc32(data)) != (record.size, record.crc32):
-            found.append(f"{role_dir / record.path}: wrong bytes")
-    return found
-
-
-def _wait_until_ready(read: int) -> float:
-    """Returns the time at which all ranks begin to deal with checkpoints; at once if one ends before."""
-    for _ in range(WORLD):
-        if select.select([read], [], [], ALARM_S)[0]:
-            os.read(read, 1)
-    return time.monotonic()
-
-
-def _bury(pids: dict[int, int], plan: Plan, started: float) -> tuple[list[int], list[int]]:
-    """Kills whom the plan says, and waits for all; their ends by rank, and who had to be helped."""
-    ends: dict[int, int] = {}
-    killed_at: float | None = None
-    stuck: list[int] = []
-    while len(ends) < WORLD:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            ends[pids[pid]] = os.waitstatus_to_exitcode(status)
-        now = time.monotonic()
-        due = plan.after_s is not None and now - started >= plan.after_s
-        if killed_at is None and (due or -signal.SIGKILL in ends.values()):
-            killed_at = now
-            _kill(pids, [rank for rank in plan.victims if rank not in ends])
-        if killed_at is not None and now - killed_at > SURVIVORS_S and not stuck:
-            stuck = [rank for rank in range(WORLD) if rank not in ends]
-            _kill(pids, stuck)
-        if not pid:
-            time.sleep(0.002)
-    return [ends[rank] for rank in range(WORLD)], stuck
-
-
-def _kill(pids: dict[int, int], ranks: list[int]) -> None:
-    for pid, rank in pids.items():
-        if rank in ranks:
-            os.kill(pid, signal.SIGKILL)
-
-
 def _reports(life: Life) -> dict[int, dict[str, Any]]:
     found = {rank: life.report(rank) for rank in range(WORLD)}
     return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
-
-
-def host_store() -> tuple[int, int]:
-    """A process that hosts the key-value store of all lives, as torchrun's agent does; its pid and port."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-        store = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(write, str(store.port).encode())
-        signal.pause()
-    port = int(os.read(read, 100))
-    os.close(read)
-    os.close(write)
-    return pid, port
 
 
 def run_chain(seed: str, folder: Path, kills: int, write: int) -> None:
@@ -297,8 +218,7 @@ def run_chain(seed: str, folder: Path, kills: int, write: int) -> None:
         for record in Chain(seed, folder, port).run(kills):
             os.write(write, (json.dumps(record) + "\n").encode())
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        end_store(pid)
 
 
 def main() -> int:
@@ -356,11 +276,6 @@ def report(records: Iterator[dict[str, Any]], arguments: argparse.Namespace) -> 
     if arguments.log is not None:
         arguments.log.write_text("\n".join(lines) + "\n")
     return 0 if kills == arguments.kills and not problems else 1
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def line_of(record: dict[str, Any], number: int) -> str:

@@ -7,7 +7,6 @@ it was told of.
 import contextlib
 import datetime
 import functools
-import hashlib
 import json
 import os
 import signal
@@ -20,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
 
-from crash_worker import LOCALHOST, Watch, WatchedStore  # noqa: E402
-from snapshot import Snapshot, snapshot  # noqa: E402
+from crash_worker import Watch, WatchedStore  # noqa: E402
+from lives import connect, digest, note  # noqa: E402
+from snapshot import snapshot  # noqa: E402
 from training import Layout, build, parallel, train  # noqa: E402
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
@@ -108,18 +107,6 @@ class PhaseWatch(Watch):
         setattr(module, function, named)
 
 
-def digest(state: Snapshot) -> str:
-    """Of every byte of a training's state."""
-    total = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        total.update(f"{name} {getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}".encode())
-        if isinstance(value, torch.Tensor):
-            total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            total.update(repr(value).encode())
-    return total.hexdigest()
-
-
 def run_rank(life: Life, rank: int, ready: int) -> NoReturn:
     """A whole life. Writes to `ready` when it begins to deal with checkpoints."""
     signal.alarm(ALARM_S)
@@ -142,11 +129,8 @@ def run_rank(life: Life, rank: int, ready: int) -> NoReturn:
 
 def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str, Any]) -> None:
     tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
-    tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"life{life.number}", tcp_store(LOCALHOST, life.port, is_master=False))
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=ALARM_S / 2)
-    )
+    timeout = datetime.timedelta(seconds=ALARM_S / 2)
+    dist.init_process_group("gloo", store=connect(life.port, life.number), rank=rank, world_size=WORLD, timeout=timeout)
     with parallel(LAYOUT):
         training = build(LAYOUT, seed=1)
         dist.barrier()
@@ -169,7 +153,7 @@ def _live(life: Life, rank: int, ready: int, watch: PhaseWatch, report: dict[str
                 step += 1
                 _save(manager, step, report, book, training)
             manager.close()
-            _note(book, "committed", step)
+            note(book, "committed", step)
 
 
 def _manager(life: Life, training: Any) -> CheckpointManager:
@@ -185,19 +169,14 @@ def _load(manager: CheckpointManager, watch: PhaseWatch, report: dict[str, Any],
         result = manager.load()
     assert result.extra_state == {"step": result.step, "rank": dist.get_rank()}, result.extra_state
     assert not result.report.skipped, result.report.skipped
-    _note(book, "loaded", result.step, digest(snapshot(training)))
+    note(book, "loaded", result.step, digest(snapshot(training)))
     return result.step
 
 
 def _save(manager: CheckpointManager, step: int, report: dict[str, Any], book: Any, training: Any) -> None:
     report["in"] = "save"
-    _note(book, "saving", step, digest(snapshot(training)))
+    note(book, "saving", step, digest(snapshot(training)))
     handle = manager.save(step, extra_state={"step": step, "rank": dist.get_rank()})
     if handle.done:
         handle.wait()
-        _note(book, "committed", step)
-
-
-def _note(book: Any, *what: Any) -> None:
-    # In one write: the next instruction may be the last.
-    book.write(json.dumps(what) + "\n")
+        note(book, "committed", step)

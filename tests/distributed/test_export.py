@@ -1,7 +1,6 @@
 """`hf_model` in save_contents: what lies in `huggingface/` is the model that was trained, as HuggingFace has it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,69 +11,25 @@ import torch.distributed as dist
 from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import manager_of, position
 from global_state import GlobalState, assert_same_state, global_state, positions
+from hf_words import hf_config
 from layouts import LAYOUTS
 from refusals import assert_names, refused
 from tiers import marks
-from training import SEQUENCE_LENGTH, VOCAB_SIZE, Layout, Training, build, parallel, train
-from transformers import LlamaConfig, Qwen3MoeConfig
+from training import VOCAB_SIZE, Layout, Training, build, parallel, train
 
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointMismatchError, CommitError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.models import (
-    Architecture,
     HfModel,
     HfTensor,
     hf_tensors,
-    known_architectures,
     model_from_config,
-    register_architecture,
 )
 from mcore_ckpt.state.model import gather_parameters
 from mcore_ckpt.state.optimizer import copy_main_to_model
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-
-
-class MixtureConfig(Qwen3MoeConfig):
-    """The mixtures of these tests: every second layer, no norms of queries and keys, unlike any published model."""
-
-    model_type = "tests_mixture"
-
-
-def _register_mixture() -> None:
-    like = known_architectures()["qwen3_moe"]
-    layer = tuple(row for row in like.table.layer if "q_norm" not in str(row.hf) and "k_norm" not in str(row.hf))
-    table = replace(like.table, layer=layer)
-    rules = tuple(rule for rule in like.rules if getattr(rule, "mcore", "") != "qk_layernorm")
-    register_architecture(Architecture("tests_mixture", like.classes, table, like.read, rules))
-
-
-_register_mixture()
-
-
-def hf_config(layout: Layout) -> Any:
-    """What the models of these tests are, in transformers' words."""
-    common = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": layout.hidden_size,
-        "intermediate_size": 2 * layout.hidden_size,
-        "num_hidden_layers": layout.num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": layout.hidden_size // 4,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": SEQUENCE_LENGTH,
-        "tie_word_embeddings": layout.tied_embeddings,
-    }
-    if layout.experts is None:
-        return LlamaConfig(**common, attention_bias=False)
-    mixture = {
-        "num_experts": layout.experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": layout.hidden_size // 2,
-    }
-    return MixtureConfig(**common, **mixture, decoder_sparse_step=2, norm_topk_prob=True)
 
 
 def exported(tensor: HfTensor, state: GlobalState) -> torch.Tensor:

@@ -16,12 +16,12 @@ from agreement import everywhere
 from checkpointing import manager_of, save
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
 from global_state import GlobalState, assert_same_state, global_state, loss_and_norm
+from hf_words import hf_config
 from megatron.core import fp8_utils
 from megatron.core.optimizer import distrib_optimizer
 from quantized import computing
 from resuming import SIZES, assert_chain_returns_the_same_bytes, assert_goes_on, loaded, loaded_from, trained
 from snapshot import assert_same, chained, poison, snapshot
-from test_export import hf_config
 from tiers import marks
 from training import Layout, Training, build, parallel, train
 

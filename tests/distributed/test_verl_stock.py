@@ -10,9 +10,9 @@ import torch.distributed as dist
 from adapters import FROZEN, with_adapters
 from agreement import everywhere
 from foreign_checkpoints import save_torch_dist, seed_replicas_alike
+from hf_words import hf_config
 from layouts import LAYOUTS
 from snapshot import assert_state, chained, poison, snapshot
-from test_export import hf_config
 from training import build, parallel, train
 from verl_words import resume, step_folder, verl_manager
 

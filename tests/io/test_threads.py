@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcore_ckpt.io.threads import for_each
+from mcore_ckpt.io.threads import for_each, results_of
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -31,3 +31,28 @@ def test_the_first_failure_is_raised_and_no_further_item_begins() -> None:
     with pytest.raises(KeyError, match="2"):
         for_each(range(10), work, 1)
     assert seen == [0, 1, 2]
+
+
+def test_results_are_in_the_order_of_the_items() -> None:
+    items = list(range(1000))
+    assert results_of(items, lambda number: -number, threads=7) == [-number for number in items]
+
+
+def test_calls_overlap() -> None:
+    """Each waits for another one at the same time; alone it would fail."""
+    together = threading.Barrier(2, timeout=60)
+    assert len(results_of(range(64), lambda _: together.wait(), threads=2)) == 64
+
+
+def test_a_few_items_start_no_thread() -> None:
+    assert results_of([1, 2, 3], lambda _: threading.get_ident(), threads=8) == [threading.get_ident()] * 3
+
+
+def test_a_failure_is_raised_and_not_lost_among_results() -> None:
+    def fails_once(number: int) -> int:
+        if number == 500:
+            raise ValueError(number)
+        return number
+
+    with pytest.raises(ValueError, match="500"):
+        results_of(range(1000), fails_once, threads=4)

@@ -50,6 +50,43 @@ def test_any_manifest_s_roles_are_declared(tmp_path: Path) -> None:
     assert "ref" in status.reason
 
 
+def test_a_manifest_is_read_once_and_forgotten_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run saves thousands of steps: what is known of those that are gone must not stay in memory."""
+    reads = []
+    read = steps.read_manifest
+    monkeypatch.setattr(steps, "read_manifest", lambda role_dir: reads.append(role_dir.parent.name) or read(role_dir))
+    for step in range(1, 4):
+        make(file_names.step_dir(tmp_path, step) / ROLE, step)
+    for _ in range(3):
+        assert [status.step for status in steps.list_steps(tmp_path)] == [1, 2, 3]
+    assert sorted(reads) == ["global_steps_1", "global_steps_2", "global_steps_3"]
+    make(file_names.step_dir(tmp_path, 2) / ROLE, 22)
+    shutil.rmtree(file_names.step_dir(tmp_path, 1))
+    assert [status.step for status in steps.list_steps(tmp_path)] == [2, 3]
+    assert reads[3:] == ["global_steps_2"]
+    assert sorted(path.parent.name for path in steps._heads[tmp_path]) == ["global_steps_2", "global_steps_3"]
+
+
+def test_what_is_known_of_many_roots_is_forgotten(tmp_path: Path) -> None:
+    roots = [tmp_path / str(number) for number in range(20)]
+    for root in roots:
+        make(file_names.step_dir(root, 1) / ROLE, 1)
+        assert len(steps.list_steps(root)) == 1
+    assert set(steps._heads) <= set(roots[-8:])
+
+
+def test_the_newest_step_is_found_without_a_look_at_older_ones(tmp_path: Path) -> None:
+    for step, roles in ((1, None), (2, None), (3, (ROLE, "critic"))):
+        make(file_names.step_dir(tmp_path, step) / ROLE, step, roles)
+    file_names.step_dir(tmp_path, 1).joinpath(ROLE, file_names.MANIFEST_FILE).write_text("damaged")
+    found = steps.newest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    assert steps.newest_complete(tmp_path, "critic") is None
+    assert [status.step for status in steps.list_steps(tmp_path, 3)] == [3]
+    assert steps.list_steps(tmp_path, 4) == []
+
+
 def test_a_folder_under_another_name_does_not_count(tmp_path: Path) -> None:
     make(file_names.step_dir(tmp_path, 7) / "actor", 3)
     shutil.copytree(file_names.step_dir(tmp_path, 7), file_names.step_dir(tmp_path, 8))

@@ -75,7 +75,7 @@ def test_a_crash_while_a_step_is_deleted(tmp_path: Path, dead_pid: int, monkeypa
     for step in (1, 2):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", crash)
+        patch.setattr(retention, "remove_tree", crash)
         with pytest.raises(Crash):
             delete_old_steps(tmp_path, PreservationPolicy(1))
     assert checkpoints(tmp_path) == {2: 2}

@@ -61,6 +61,17 @@ def uploads_of(remote: RemoteSteps, root: Path, keep: int | None = None, role: s
     return UploadQueue(remote, root, role, PreservationPolicy(keep))
 
 
+def test_what_is_known_of_steps_that_are_gone_is_forgotten(remote: RemoteSteps, root: Path) -> None:
+    """A long run uploads thousands of steps."""
+    uploads = uploads_of(remote, root, keep=2)
+    for step in range(1, 6):
+        save(root, step, version=step)
+        upload(uploads, step)
+    assert [step.step for step in remote.steps()] == [4, 5]
+    attempts = {file_names.remote_dir(step, ROLE, read_manifest(role_dir(root, step)).attempt) for step in (4, 5)}
+    assert remote._manifests.keys() == attempts
+
+
 # -- what arrives -----------------------------------------------------------------------------------------------
 
 

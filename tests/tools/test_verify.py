@@ -30,6 +30,7 @@ from mcore_ckpt.errors import CheckpointNotFoundError
 from mcore_ckpt.io import checksums
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from mcore_ckpt.tools import verify as verifying
 from mcore_ckpt.tools.verify import verify, verify_role
 
 MODEL_FILE = file_names.model_file(0, 0)
@@ -269,6 +270,25 @@ def test_a_name_that_is_no_text(role_dir: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("at", ["files", "tensors"])
+def test_a_step_that_is_saved_again_meanwhile(role_dir: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old files are gone before they are read. The new ones are sound, and what is damaged later is found."""
+    name = {"files": "verify_files", "tensors": "_incomplete_tensors"}[at]
+    original, saves = getattr(verifying, name), iter((6, 7))
+
+    def saved_again(*arguments: Any) -> Any:
+        version = next(saves, None)
+        if version is not None:
+            make(role_dir, version)
+        return original(*arguments)
+
+    monkeypatch.setattr(verifying, name, saved_again)
+    assert verify(role_dir.parent).is_sound
+    assert next(saves, None) is None
+    flip(role_dir / MODEL_FILE, 8000)
+    assert not verify(role_dir.parent).is_sound
 
 
 def test_what_is_verified_is_not_deleted_and_what_comes_later_may_be(role_dir: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from mcore_ckpt.checkpoint.damage import Damage, verify_files
 from mcore_ckpt.checkpoint.index import FileIndex
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import open_file, read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.reading import check_sizes, read_index, read_manifest, read_plain
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.sharding.plan import ReadRange
 
@@ -26,7 +26,7 @@ class Folder(Protocol):
 
     def manifest(self) -> Manifest: ...
 
-    def check(self, record: FileRecord) -> None:
+    def check(self, records: Sequence[FileRecord]) -> None:
         """Raises CheckpointCorruptError if a file is missing or does not have the size in its record."""
 
     def index(self, record: FileRecord) -> FileIndex: ...
@@ -53,9 +53,8 @@ class LocalFolder:
     def manifest(self) -> Manifest:
         return read_manifest(self.place)
 
-    def check(self, record: FileRecord) -> None:
-        with open_file(self.place, record):
-            pass
+    def check(self, records: Sequence[FileRecord]) -> None:
+        check_sizes(self.place, records)
 
     def index(self, record: FileRecord) -> FileIndex:
         return read_index(self.place, record)

@@ -51,7 +51,11 @@ class RemoteFolder:
                 f"{self}/{file_names.MANIFEST_FILE}: is missing: the upload did not finish; load another step"
             ) from None
 
-    def check(self, record: FileRecord) -> None:
+    def check(self, records: Sequence[FileRecord]) -> None:
+        for record in records:
+            self._check(record)
+
+    def _check(self, record: FileRecord) -> None:
         size = self._sizes.get(record.path)
         if size is None:
             raise CheckpointCorruptError(
@@ -66,13 +70,13 @@ class RemoteFolder:
     def index(self, record: FileRecord) -> FileIndex:
         assert record.index is not None
         check_size(self._url(record.path), "an index", record.index.size, limits.INDEX_BYTES)
-        self.check(record)
+        self._check(record)
         start = record.index.offset
         return parse_index(self._read(record.path, start, start + record.index.size), record, self._url(record.path))
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
         check_size(self._url(record.path), "a small file", record.size, limits.PLAIN_BYTES)
-        self.check(record)
+        self._check(record)
         return parse_plain(self._read(record.path, 0, record.size), record, self._url(record.path))
 
     def fill(
@@ -80,7 +84,7 @@ class RemoteFolder:
     ) -> int:
         """Does the same as `ranges.read_ranges`, but returns the number of bytes fetched."""
         for path in {read.stored.file for read, _ in reads}:
-            self.check(files[path])
+            self._check(files[path])
         fetches = list(plan_fetches(reads))
         for_each(fetches, partial(self._fetch, check=check), min(tuning.REMOTE_THREADS, len(fetches)))
         return sum(fetch.stop - fetch.start for fetch in fetches)
@@ -91,7 +95,7 @@ class RemoteFolder:
     def _damage(self, file: FileRecord) -> Damage | None:
         crc = 0
         try:
-            self.check(file)
+            self._check(file)
             for start in range(0, file.size, tuning.REMOTE_READ_BYTES):
                 crc = crc32(self._read(file.path, start, min(start + tuning.REMOTE_READ_BYTES, file.size)), crc)
         except CheckpointCorruptError as error:

@@ -15,10 +15,10 @@ import torch
 from areal.api import SaveLoadMeta
 from children import fork, in_child
 from contract import saver_config, spec
+from hf_words import hf_config
 from killing import Disk
 from recovering import said_by
 from simulated import BareEngine, Engine, Trainer
-from test_export import hf_config
 from training import VOCAB_SIZE, Layout
 from transformers import AutoModelForCausalLM, LlamaConfig
 
