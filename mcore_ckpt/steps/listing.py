@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 
 logger = logging.getLogger(__name__)
@@ -178,13 +179,12 @@ def _entries(path: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=4096)
-def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> tuple[int, str, tuple[str, ...]]:
+def _read_roles(role_dir: Path, mtime_ns: int, size: int, inode: int) -> ManifestSummary:
     """Returns step, role and roles of a manifest.
 
-    The result is cached by the file's identity, because the manifest of a large run takes long to parse.
+    The result is cached by the file's identity, because the manifest of a large run takes long to read.
     """
-    manifest = read_manifest(role_dir)
-    return manifest.step, manifest.role, manifest.roles
+    return read_manifest_summary(role_dir)
 
 
 def check_one_spelling(root: Path, role_dir: Path, step: int) -> None:
