@@ -32,6 +32,7 @@ from mcore_ckpt.formats.locate import Located, Locator, Wanted
 from mcore_ckpt.formats.native import file_plan
 from mcore_ckpt.formats.native import folder as folders
 from mcore_ckpt.formats.native.reader import NativeReader
+from mcore_ckpt.formats.native.replica_shares import Share
 from mcore_ckpt.load.candidates import find_candidates
 from mcore_ckpt.load.together import names_left_over, positions_taken
 from mcore_ckpt.ranks import meeting
@@ -351,6 +352,7 @@ class Rank0:
         role_dir = Path(chosen["candidates"][0]["folder"])
         for name, wanted in (("the same layout", case.layout), ("another layout", case.other)):
             found[name] = plan_of_one_rank(role_dir, case.model, wanted)
+        self._barrier.wait()
         reader = NativeReader.open(role_dir)
         locator = Locator(reader, RankPosition(trainer.topology, trainer.coordinates))
         taken = used(case, locator, self._own.files, 0)
@@ -433,6 +435,7 @@ class PlannedFile:
 
     path: str
     names: tuple[str, ...]
+    share: Share
     structure: str = "0" * 32
 
     @cached_property
@@ -448,7 +451,10 @@ class Reporter:
         self._rank, self._at = rank, self.files.ranks[rank]
         self._case = case
         self._saved = self.files.of(rank)
-        self._plans = [PlannedFile(file.path, tuple(part.name for part in file.parts)) for file in self._saved]
+        self._plans = [
+            PlannedFile(file.path, tuple(part.name for part in file.parts), Share(file.writers, ()))
+            for file in self._saved
+        ]
 
     def write(self, staging: Path, with_index: bool) -> Callable[[TensorNames], Record]:
         written = []
@@ -469,7 +475,7 @@ class Reporter:
             written.append(WrittenFile(path, kind, SMALL_FILE_BYTES, 0xDEADBEEF))
         trainer: Any = _Told(self._at)
 
-        return lambda names: rank_report(trainer, written, self._plans, names.to_send(self._plans), [1])
+        return lambda names: rank_report(trainer, written, self._plans, names.to_send(self._plans, self._rank), [1])
 
     def committed(self, names: TensorNames) -> None:
         names.mark_sent(self._plans)
@@ -555,6 +561,8 @@ class Crowd:
         self.barrier.wait()
         found = self._round(trainers, "finding", None, lambda _: {"request": {}, "failure": None})
         role_dir = Path(found.outcome["candidates"][0]["folder"])
+        # Rank 0 plans alone, because real ranks have processors of their own.
+        self.barrier.wait()
         locator = Locator(NativeReader.open(role_dir), None)
         taken = {rank: used(self.case, locator, files, rank) for rank in self.ranks}
         self.barrier.wait()
