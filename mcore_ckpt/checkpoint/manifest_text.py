@@ -32,6 +32,7 @@ _LARGE_MEMBERS = (
 )
 _HOLDS_KEY = '"holds":'
 _HOLDS = re.compile(r'"holds":(\[(?:\[[0-9]{1,18},[0-9]{1,18}\](?:,(?=\[))?)*\])')
+_BRACKETS = re.compile(r"[\[\]]")
 
 
 class _NotCanonicalError(Exception):
@@ -87,7 +88,10 @@ def decode(data: bytes) -> tuple[dict[str, Any], bool]:
         return _decode_canonical(data), True
     except (_NotCanonicalError, fields.FieldError):
         record = fields.decode(data)
-    found = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
+    try:
+        found = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
+    except (ValueError, RecursionError) as error:
+        raise fields.FieldError(f"not JSON: {error}") from None
     stored = record.get(_CHECKSUM)
     return record, isinstance(stored, int) and found == stored
 
@@ -138,7 +142,7 @@ def _decode_canonical(data: bytes) -> dict[str, Any]:
     def take(match: re.Match[str]) -> str:
         holds = distinct.get(match[1])
         if holds is None:
-            holds = distinct[match[1]] = runs_of(fields.parse_list(match[1]))
+            holds = distinct[match[1]] = _pairs(fields.parse_list(f"[{_BRACKETS.sub('', match[1])}]"))
         in_order.append(holds)
         # No value in JSON is spelled like this, so the parser calls `put` for exactly these values, in their order.
         return '"holds":NaN'
@@ -170,7 +174,11 @@ def runs_of(items: Any) -> Holds:
         for pair in pairs:
             if len(fields.as_ints(pair, "holds")) != 2:
                 raise fields.FieldError(f"'holds' has {fields.shown(pair)}, not [first, last]")
-    numbers = fields.as_ints(list(chain.from_iterable(pairs)), "holds")
+    return _pairs(list(chain.from_iterable(pairs)))
+
+
+def _pairs(items: list[Any]) -> Holds:
+    numbers = fields.as_ints(items, "holds")
     return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 

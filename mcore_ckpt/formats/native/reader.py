@@ -219,8 +219,8 @@ class NativeReader:
         for file in self.manifest.files:
             holders = optimizer if file.kind == "optimizer" else model
             for first, last in file.holds:
-                for position in range(first, last + 1):
-                    holders[position].append(file)
+                for held in holders[first : last + 1]:
+                    held.append(file)
         return model, optimizer
 
     def _alias(self, key: ShardKey, files: Iterable[FileRecord]) -> ShardKey | None:
@@ -231,7 +231,9 @@ class NativeReader:
         """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
 
         Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
-        one file. The last set is for tensors that are cut in an unusual way.
+        one file. The last set is for tensors that are cut in an unusual way. Under the layout of the checkpoint, the
+        first set is this rank's own optimizer file, because a tensor's state is in the files of many data-parallel
+        ranks.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -250,6 +252,9 @@ class NativeReader:
             if rank_of(file) * wanted_size < (rank + 1) * size and rank * size < (rank_of(file) + 1) * wanted_size
         ]
         sets = [near, ordered] if len(near) < len(ordered) else [near]
+        if now == self.manifest.topology:
+            own = [file for file in near if file.path == file_names.optimizer_file(*at.place)]
+            sets = [own, *sets] if own and len(near) > 1 else sets
         return [self._in_place(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
 
     def _in_place(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
