@@ -620,4 +620,3 @@ def _wait_for(ready: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-__all__ = ["Barrier", "Case", "Crowd", "Rank0", "SavedFile"]

@@ -170,7 +170,8 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
 def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> StoredShard:
     key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
     region, dtype = _region_of(record, key, regions), fields.get_name(record, "dtype")
-    nbytes, crcs = fields.get_int(record, "nbytes"), fields.get_ints(record, "crc32")
+    offset, nbytes = fields.as_ints([record.get("offset"), record.get("nbytes")], "offset and nbytes")
+    crcs = fields.get_ints(record, "crc32")
     try:
         expected = region.numel * item_bytes(dtype)
     except ValueError as error:
@@ -185,13 +186,13 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
     coding = _read_coding(record, key, dtype)
     value = dtype if coding is None else _VALUES
     beside = fields.get_name(record, "beside") if "beside" in record else None
-    return StoredShard(key, region, value, file, fields.get_int(record, "offset"), nbytes, crcs, coding, beside)
+    return StoredShard(key, region, value, file, offset, nbytes, crcs, coding, beside)
 
 
 def _read_coding(record: Mapping[str, Any], key: ShardKey, dtype: str) -> Coding | None:
-    found = [name for name in _CODED if name in record]
-    if not found:
+    if "scale" not in record and "upper" not in record:
         return None
+    found = [name for name in _CODED if name in record]
     name = found[0]
     if len(found) > 1 or dtype not in _CODED[name]:
         raise fields.FieldError(f"tensor {key}: {' and '.join(found)} cannot code elements of {dtype}")

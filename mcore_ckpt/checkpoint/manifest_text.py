@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from operator import le, lt
+from operator import le, lt, methodcaller
 from typing import Any
 
 from mcore_ckpt.io import json_fields as fields
@@ -31,8 +31,6 @@ _LARGE_MEMBERS = (
     (b',"tensors":[', b'],"topology":'),
 )
 _HOLDS_KEY = '"holds":'
-_HOLDS = re.compile(r'"holds":(\[(?:\[[0-9]{1,18},[0-9]{1,18}\](?:,(?=\[))?)*\])')
-_BRACKETS = re.compile(r"[\[\]]")
 
 
 class _NotCanonicalError(Exception):
@@ -136,17 +134,7 @@ def _decode_canonical(data: bytes) -> dict[str, Any]:
         text = data.decode()
     except UnicodeDecodeError:
         raise _NotCanonicalError from None
-    distinct: dict[str, Holds] = {}
-    in_order: list[Holds] = []
-
-    def take(match: re.Match[str]) -> str:
-        holds = distinct.get(match[1])
-        if holds is None:
-            holds = distinct[match[1]] = _pairs(fields.parse_list(f"[{_BRACKETS.sub('', match[1])}]"))
-        in_order.append(holds)
-        # No value in JSON is spelled like this, so the parser calls `put` for exactly these values, in their order.
-        return '"holds":NaN'
-
+    short, in_order = _without_holds(text)
     left = iter(in_order)
 
     def put(constant: str) -> Holds:
@@ -155,13 +143,39 @@ def _decode_canonical(data: bytes) -> dict[str, Any]:
             raise _NotCanonicalError
         return found
 
-    short = _HOLDS.sub(take, text)
-    if text.count(_HOLDS_KEY) != len(in_order):
-        raise _NotCanonicalError
     record = fields.parse_text(short, put)
     if next(left, None) is not None or record.get(_CHECKSUM) != checksum:
         raise _NotCanonicalError
     return record
+
+
+def _without_holds(text: str) -> tuple[str, list[Holds]]:
+    """Returns the text with NaN in place of the value of each `holds`, and these values in their order.
+
+    No other value in JSON is spelled like this, so a parser calls its function for NaN for exactly these values.
+    """
+    distinct: dict[str, Holds] = {}
+    in_order: list[Holds] = []
+    first, *parts = text.split(_HOLDS_KEY)
+    left = [first]
+    for part in parts:
+        end = 2 if part.startswith("[]") else part.find("]]") + 2
+        holds = distinct.get(part[:end])
+        if holds is None:
+            holds = distinct[part[:end]] = _parse_holds(part[:end])
+        in_order.append(holds)
+        left.append(part[end:])
+    return f"{_HOLDS_KEY}NaN".join(left), in_order
+
+
+def _parse_holds(text: str) -> Holds:
+    """Decodes a `holds` without making a list for each of its runs."""
+    if text == "[]":
+        return ()
+    runs = text[2:-2].split("],[")
+    if not text.startswith("[[") or set(map(methodcaller("count", ","), runs)) != {1}:
+        raise _NotCanonicalError
+    return _pairs(fields.parse_list(f"[{','.join(runs)}]"))
 
 
 def runs_of(items: Any) -> Holds:
