@@ -130,7 +130,13 @@ def figures(case: Case, rank_0: dict[str, Any], crowds: list[list[dict[str, Any]
                 "other": {name: max(other["most"][name] for other in others) for name in others[0]["most"]},
             }
         )
-    return {"layout": str(case.layout), "meeting": rank_0["meeting"], "saves": saves, "load": rank_0["load"]}
+    return {
+        "layout": str(case.layout),
+        "meeting": rank_0["meeting"],
+        "saves": saves,
+        "load": rank_0["load"],
+        "polls_per_s": sum(crowd[-1]["polls_per_s"] for crowd in crowds),
+    }
 
 
 def told(row: dict[str, Any]) -> str:
@@ -148,7 +154,7 @@ def told(row: dict[str, Any]) -> str:
             f"others: {save['other']}, {save['slowest_other_s'] * 1e3:.1f} ms"
         )
     lines.append(f"  load: {row['load']}")
-    lines.append(f"  meeting: {row['meeting']}")
+    lines.append(f"  meeting: {row['meeting']}, polls {row['polls_per_s']:.0f} a second")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from measuring import peak_memory, reset_peak_memory
-from simulated import Layout, Model, Part, SavedFile, SavedFiles, write_sparse
+from simulated import Layout, Model, Part, SavedFiles, write_sparse
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import IndexPlace, WrittenFile
@@ -361,16 +361,18 @@ class Rank0:
         start = time.perf_counter()
 
         def check(records: Sequence[Record]) -> Record:
-            found["left over"] = [
-                len(names_left_over(locator, [record["used"][kind] for record in records]))
-                for kind in ("model", "optimizer")
-            ]
+            with phases.phase("left over"):
+                found["left_over"] = [
+                    len(names_left_over(locator, [record["used"][kind] for record in records]))
+                    for kind in ("model", "optimizer")
+                ]
             return {}
 
         decide(trainer.agreement, "checking", lambda: {"attempt": "a", "used": taken, "new_moments": []}, check)
         found |= {
             "candidates_s": phases.seconds["candidates"],
             "check_s": time.perf_counter() - start,
+            "left_over_s": phases.seconds["left over"],
             "check_peak_bytes": peak_memory() - base,
         }
         return found
@@ -519,6 +521,7 @@ class Crowd:
             self.found.append(self._save(step, trainers, commits, reporters, names))
         self._load(trainers, files)
         self.barrier.wait()
+        self.found.append({"polls_per_s": polls_per_second(self.port)})
         return self.found
 
     def _meet(self, namespace: str) -> dict[int, Agreement]:
@@ -615,8 +618,24 @@ class RoundOfCrowd:
     outcome: Record
 
 
+def polls_per_second(port: int, clients: int = 4, seconds: float = 1.0) -> float:
+    """Returns how many requests of waiting ranks the store answers in a second, if clients ask without a pause."""
+    counts = [0] * clients
+
+    def ask(number: int) -> None:
+        store, ends = client(port), time.perf_counter() + seconds
+        while time.perf_counter() < ends:
+            store.check(["commits/0123456789abcdef/0123456789abcdef/done"])
+            counts[number] += 1
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / seconds
+
+
 def _wait_for(ready: Callable[[], bool]) -> None:
     while not ready():
         time.sleep(0.002)
-
-
