@@ -52,7 +52,8 @@ def main() -> None:
         for tensors in arguments.tensors:
             for world in arguments.worlds:
                 case = Case.of(Model.of_tensors(tensors, HIDDEN, arguments.experts), world)
-                row = {"world": world, "tensors": tensors, "experts": arguments.experts, **run_world(case, own)}
+                row = {"world": world, "tensors": tensors, "experts": arguments.experts}
+                row |= {"layout": str(case.layout), **run_world(case, own)}
                 found["worlds"].append(row)
                 print(told(row), flush=True)
                 if arguments.json:
@@ -86,7 +87,7 @@ def run_world(case: Case, folder: Path) -> dict[str, Any]:
         for process in (*processes, host):
             process.terminate()
         shutil.rmtree(root, ignore_errors=True)
-    return figures(case, dict(parts)["rank 0"], [part for name, part in parts if name == "crowd"])
+    return figures(dict(parts)["rank 0"], [part for name, part in parts if name == "crowd"])
 
 
 def _next(results: Any, processes: list[Any]) -> tuple[str, Any]:
@@ -114,7 +115,7 @@ def _crowd(case: Case, ranks: range, root: Path, port: int, barrier: Any, result
     results.put(("crowd", Crowd(case, ranks, root, port, barrier).run()))
 
 
-def figures(case: Case, rank_0: dict[str, Any], crowds: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def figures(rank_0: dict[str, Any], crowds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Joins what rank 0 and the crowds have found."""
     saves = []
     for number, save in enumerate(rank_0["saves"]):
@@ -131,7 +132,6 @@ def figures(case: Case, rank_0: dict[str, Any], crowds: list[list[dict[str, Any]
             }
         )
     return {
-        "layout": str(case.layout),
         "meeting": rank_0["meeting"],
         "saves": saves,
         "load": rank_0["load"],

@@ -69,12 +69,12 @@ class Case:
     saves: int = 3
 
     @staticmethod
-    def of(model: Model, world: int) -> Case:
+    def of(model: Model, world: int, saves: int = 3) -> Case:
         tp, pp, ep = _SIZES[world]
         ep = ep if model.experts else 1
         dp = world // tp // pp
         other = Layout(max(tp // 2, 1), max(pp // 2, 1), world // max(tp // 2, 1) // max(pp // 2, 1), max(ep // 2, 1))
-        return Case(model, Layout(tp, pp, dp, ep), other)
+        return Case(model, Layout(tp, pp, dp, ep), other, saves)
 
     def is_read(self, at: RankCoordinates) -> bool:
         """Returns True if the two ranks that plan a load may look into the files of this rank."""
@@ -500,13 +500,17 @@ def _truncate(path: Path, size: int) -> None:
 
 @dataclass
 class Crowd:
-    """Many ranks other than rank 0, in one process and with one client of the store."""
+    """Many ranks other than rank 0, in one process and with one client of the store.
+
+    `seconds` is how long it asks the store without a pause at the end, to find out how many requests the store answers.
+    """
 
     case: Case
     ranks: range
     root: Path
     port: int
     barrier: Barrier
+    seconds: float = 1.0
     found: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> list[dict[str, Any]]:
@@ -521,7 +525,7 @@ class Crowd:
             self.found.append(self._save(step, trainers, commits, reporters, names))
         self._load(trainers, files)
         self.barrier.wait()
-        self.found.append({"polls_per_s": polls_per_second(self.port)})
+        self.found.append({"polls_per_s": polls_per_second(self.port, self.seconds)})
         return self.found
 
     def _meet(self, namespace: str) -> dict[int, Agreement]:
@@ -618,7 +622,7 @@ class RoundOfCrowd:
     outcome: Record
 
 
-def polls_per_second(port: int, clients: int = 4, seconds: float = 1.0) -> float:
+def polls_per_second(port: int, seconds: float, clients: int = 4) -> float:
     """Returns how many requests of waiting ranks the store answers in a second, if clients ask without a pause."""
     counts = [0] * clients
 
