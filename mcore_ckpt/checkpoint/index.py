@@ -260,10 +260,10 @@ def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> Non
 
 def _check_codings(shards: Sequence[StoredShard]) -> None:
     """Checks that what coded shards need in the same file is there."""
-    by_key = {shard.key: shard for shard in shards}
-    for shard in shards:
-        coding = shard.coding
-        if coding is None or coding.upper == MODEL:
+    coded = [(shard, shard.coding) for shard in shards if shard.coding is not None]
+    by_key = {shard.key: shard for shard in shards} if coded else {}
+    for shard, coding in coded:
+        if coding.upper == MODEL:
             continue
         other = by_key.get(ShardKey(shard.key.name, coding.scale or coding.upper or ""))
         region, dtype = (shard.region, "bfloat16") if coding.upper else (SCALE_REGION, _VALUES)
@@ -274,11 +274,12 @@ def _check_codings(shards: Sequence[StoredShard]) -> None:
 
 
 def _check_beside(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
+    beside = [(shard, shard.beside) for shard in shards if shard.beside is not None]
+    if not beside:
+        return
     keys = {shard.key for shard in shards if shard.beside is None} | {alias.key for alias in aliases}
-    for shard in shards:
-        if shard.beside is None:
-            continue
-        if ShardKey(shard.key.name, shard.beside) not in keys or shard.region != Region.whole(shard.region.local_shape):
+    for shard, kind in beside:
+        if ShardKey(shard.key.name, kind) not in keys or shard.region != Region.whole(shard.region.local_shape):
             raise fields.FieldError(f"tensor {shard.key}: cannot belong to {shard.beside}, or is only a part")
 
 

@@ -40,8 +40,12 @@ class _Opened:
     shards: dict[ShardKey, StoredShard]
     aliases: dict[ShardKey, ShardKey]
     kinds: dict[str, tuple[str, ...]]
-    regions: dict[ShardKey, Region]
+    alias_regions: dict[ShardKey, Region]
     beside: dict[ShardKey, tuple[StoredShard, ...]]
+
+    def region(self, key: ShardKey) -> Region | None:
+        shard = self.shards.get(key)
+        return self.alias_regions.get(key) if shard is None else shard.region
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +170,7 @@ class NativeReader:
             return {}  # without reading the indexes of all ranks
         for file in self.files(key):
             opened = self._open(file)
-            if opened.regions.get(key) == region and opened.beside.get(key):
+            if opened.beside.get(key) and opened.region(key) == region:
                 return {shard.key.kind: shard for shard in opened.beside[key]}
         return None if self.bound_kinds(key) else {}
 
@@ -299,8 +303,7 @@ class NativeReader:
         if opened is None:
             index = self.folder.index(file)
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
-            regions = {shard.key: shard.region for shard in index.shards}
-            regions |= {alias.key: alias.region for alias in index.aliases}
+            regions = {alias.key: alias.region for alias in index.aliases}
             shards = {shard.key: shard for shard in index.shards}
             opened = _Opened(shards, aliases, _kinds(index.shards), regions, _beside(index.shards))
             self._opened[file.path] = opened
