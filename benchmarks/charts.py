@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 80, 210, 40, 50
+WIDTH, HEIGHT = 760, 400
+LEFT, RIGHT, TOP, BOTTOM = 80, 250, 40, 50
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 
 Points = Sequence[tuple[float, float]]
@@ -38,7 +38,7 @@ def main() -> None:
         "indexes read, another layout": [(row["world"], row["load"]["another layout"]["index_bytes"]) for row in rows],
         "another rank sends": [(row["world"], row["saves"][-1]["other"]["sent"]) for row in rows],
     }
-    (folder / "scale-bytes.svg").write_text(line_chart("Bytes, 100,000 tensors", "ranks", "bytes", nbytes))
+    (folder / "scale-bytes.svg").write_text(line_chart("Bytes, 100,000 tensors", "ranks", "B", nbytes))
 
 
 def _received(row: Mapping[str, Any]) -> int:
@@ -59,7 +59,7 @@ def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]
     for power in range(round(math.log10(vertical.low)), round(math.log10(vertical.high)) + 1):
         at = vertical.at(10.0**power)
         parts.append(_line((LEFT, at), (WIDTH - RIGHT, at), "#ddd"))
-        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.0f}" text-anchor="end">{_told(power)} {y_name}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.0f}" text-anchor="end">{_told(power)}{y_name}</text>')
     for number, (name, points) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         places = [(horizontal.at(x), vertical.at(y)) for x, y in points]
@@ -93,7 +93,11 @@ def _line(start: tuple[float, float], end: tuple[float, float], colour: str) -> 
 
 
 def _told(power: int) -> str:
-    return f"{10**power:,}" if power >= 0 else f"{10.0**power:.{-power}f}"
+    """Returns a power of ten with the letter of the unit, such as "10 k"."""
+    if power < 0:
+        return f"{10.0**power:.{-power}f} "
+    letters = ("", "k", "M", "G", "T")
+    return f"{10 ** (power % 3)} {letters[power // 3]}"
 
 
 if __name__ == "__main__":
