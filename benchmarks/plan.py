@@ -100,7 +100,7 @@ def plan(role_dir: Path, model: Model, wanted: Layout, at: RankCoordinates) -> l
     locator = Locator(NativeReader.open(role_dir), RankPosition(wanted.topology, at))
     parts = wanted.model_parts(model, at)
     found = [_find(locator, part, MODEL) for part in parts]
-    for part in wanted.optimizer_parts(parts, at.dp):
+    for part in wanted.optimizer_parts(parts, at):
         found.append(_find(locator, part, PARAM))
         kinds = locator.moments(part.name)
         assert (PARAM, *kinds) == KINDS

@@ -175,7 +175,8 @@ def decode_index(data: bytes, file: str, payload_end: int) -> FileIndex:
 def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> StoredShard:
     key = ShardKey(fields.get_name(record, "name"), fields.get_name(record, "kind"))
     region, dtype = _region_of(record, key, regions), fields.get_name(record, "dtype")
-    nbytes, crcs = fields.get_int(record, "nbytes"), fields.get_ints(record, "crc32")
+    offset, nbytes = fields.as_ints([record.get("offset"), record.get("nbytes")], "offset and nbytes")
+    crcs = fields.get_ints(record, "crc32")
     try:
         expected = region.numel * item_bytes(dtype)
     except ValueError as error:
@@ -190,13 +191,13 @@ def _read_shard(record: Mapping[str, Any], file: str, regions: _Regions) -> Stor
     coding = _read_coding(record, key, dtype)
     value = dtype if coding is None else _VALUES
     beside = fields.get_name(record, "beside") if "beside" in record else None
-    return StoredShard(key, region, value, file, fields.get_int(record, "offset"), nbytes, crcs, coding, beside)
+    return StoredShard(key, region, value, file, offset, nbytes, crcs, coding, beside)
 
 
 def _read_coding(record: Mapping[str, Any], key: ShardKey, dtype: str) -> Coding | None:
-    found = [name for name in _CODED if name in record]
-    if not found:
+    if "scale" not in record and "upper" not in record:
         return None
+    found = [name for name in _CODED if name in record]
     name = found[0]
     if len(found) > 1 or dtype not in _CODED[name]:
         raise fields.FieldError(f"tensor {key}: {' and '.join(found)} cannot code elements of {dtype}")
@@ -264,10 +265,10 @@ def _check_names(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> Non
 
 def _check_codings(shards: Sequence[StoredShard]) -> None:
     """Checks that what coded shards need in the same file is there."""
-    by_key = {shard.key: shard for shard in shards}
-    for shard in shards:
-        coding = shard.coding
-        if coding is None or coding.upper == MODEL:
+    coded = [(shard, shard.coding) for shard in shards if shard.coding is not None]
+    by_key = {shard.key: shard for shard in shards} if coded else {}
+    for shard, coding in coded:
+        if coding.upper == MODEL:
             continue
         other = by_key.get(ShardKey(shard.key.name, coding.scale or coding.upper or ""))
         region, dtype = (shard.region, "bfloat16") if coding.upper else (SCALE_REGION, _VALUES)
@@ -278,11 +279,12 @@ def _check_codings(shards: Sequence[StoredShard]) -> None:
 
 
 def _check_beside(shards: Sequence[StoredShard], aliases: Sequence[Alias]) -> None:
+    beside = [(shard, shard.beside) for shard in shards if shard.beside is not None]
+    if not beside:
+        return
     keys = {shard.key for shard in shards if shard.beside is None} | {alias.key for alias in aliases}
-    for shard in shards:
-        if shard.beside is None:
-            continue
-        if ShardKey(shard.key.name, shard.beside) not in keys or shard.region != Region.whole(shard.region.local_shape):
+    for shard, kind in beside:
+        if ShardKey(shard.key.name, kind) not in keys or shard.region != Region.whole(shard.region.local_shape):
             raise fields.FieldError(f"tensor {shard.key}: cannot belong to {shard.beside}, or is only a part")
 
 

@@ -5,14 +5,13 @@ This module only translates between bytes and dataclasses. It reads no files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint import file_names, manifest_text
 from mcore_ckpt.io import json_fields as fields
 from mcore_ckpt.io import limits
-from mcore_ckpt.io.checksums import crc32
 from mcore_ckpt.ranks.topology import RankCoordinates, Topology
 
 FORMAT = "mcore_ckpt"
@@ -125,18 +124,38 @@ class Manifest:
         return sum(file.size for file in self.files)
 
 
+class ManifestSummary(NamedTuple):
+    """What a listing needs of a manifest: the step, its role, and all roles that the step consists of."""
+
+    step: int
+    role: str
+    roles: tuple[str, ...]
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as one line of JSON with a checksum."""
-    record = asdict(manifest)
+    # `asdict` would copy every value of thousands of ranks and files, which takes longer than everything else here.
+    record = {**vars(manifest), "format": FORMAT, "format_version": manifest.format_version}
+    record["topology"] = vars(manifest.topology)
+    record["ranks"] = [vars(rank) for rank in manifest.ranks]
+    record["stages"] = [vars(stage) for stage in manifest.stages]
+    record["adapters"] = manifest.adapters and vars(manifest.adapters)
     if manifest.adapters is None:
         del record["adapters"]
-    for file in record["files"]:
-        if file["index"] is None:
-            del file["index"], file["holds"]
-        elif file["index"]["version"] == 1:
-            del file["index"]["version"]
-    record |= {"format": FORMAT, "format_version": manifest.format_version}
-    return fields.encode(record | {"crc32": crc32(fields.encode(record))}) + b"\n"
+    del record["files"]
+    return manifest_text.encode(record, [(_file_members(file), file.holds) for file in manifest.files])
+
+
+def _file_members(file: FileRecord) -> dict[str, Any]:
+    """Returns the members of a file's entry, except `holds`."""
+    members = {key: value for key, value in vars(file).items() if key != "holds"}
+    if file.index is None:
+        del members["index"]
+    else:
+        index = members["index"] = dict(vars(file.index))
+        if index["version"] == 1:
+            del index["version"]
+    return members
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -146,7 +165,30 @@ def decode_manifest(data: bytes) -> Manifest:
         NewerFormatError: the manifest has a newer format version than this package reads.
         FieldError: the manifest was cut or damaged, has another format, or names a path outside its folder.
     """
-    record = fields.decode(data)
+    record, is_intact = manifest_text.decode(data)
+    _check_format(record, is_intact)
+    manifest = _read_manifest(record)
+    _check_manifest(manifest)
+    return manifest
+
+
+def decode_summary(data: bytes) -> ManifestSummary:
+    """Decodes what a listing needs of a manifest. Checks the checksum, but not the entries of ranks, tensors and files.
+
+    Raises NewerFormatError and FieldError like `decode_manifest`.
+    """
+    record = manifest_text.decode_summary(data)
+    if record is None:
+        manifest = decode_manifest(data)
+        return ManifestSummary(manifest.step, manifest.role, manifest.roles)
+    _check_format(record, is_intact=True)
+    step, role = fields.get_int(record, "step"), fields.get_name(record, "role")
+    summary = ManifestSummary(step, role, fields.get_names(record, "roles"))
+    _check_roles(summary.role, summary.roles)
+    return summary
+
+
+def _check_format(record: Mapping[str, Any], is_intact: bool) -> None:
     if record.get("format") != FORMAT:
         raise fields.FieldError("not a manifest of mcore_ckpt")
     version = fields.get_int(record, "format_version")
@@ -157,12 +199,8 @@ def decode_manifest(data: bytes) -> Manifest:
             f"format version {version} is newer than {FORMAT_VERSION}, the newest version that this mcore_ckpt reads: "
             "upgrade mcore_ckpt"
         )
-    stored = fields.get_int(record, "crc32")
-    if crc32(fields.encode({k: v for k, v in record.items() if k != "crc32"})) != stored:
+    if not is_intact:
         raise fields.FieldError("the manifest's checksum is wrong: the manifest was damaged or edited")
-    manifest = _read_manifest(record)
-    _check_manifest(manifest)
-    return manifest
 
 
 def _read_manifest(record: Mapping[str, Any]) -> Manifest:
@@ -209,8 +247,10 @@ def _read_file(item: Any) -> FileRecord:
     index, holds = None, tuple[tuple[int, int], ...]()
     if "index" in record:
         place = fields.as_dict(record["index"], "index")
-        index = IndexPlace(**_ints_of(IndexPlace, {"version": 1, **place}))
-        holds = tuple(_read_run(run) for run in fields.get_list(record, "holds"))
+        version = fields.get_int(place, "version") if "version" in place else 1
+        offset, size, checksum = fields.as_ints([place.get("offset"), place.get("size"), place.get("crc32")], "index")
+        index = IndexPlace(offset, size, checksum, version)
+        holds = manifest_text.runs_of(record.get("holds"))
     return FileRecord(
         path=fields.get_name(record, "path"),
         kind=fields.get_name(record, "kind"),
@@ -222,22 +262,19 @@ def _read_file(item: Any) -> FileRecord:
     )
 
 
-def _read_run(item: Any) -> tuple[int, int]:
-    run = fields.as_ints(item, "holds")
-    if len(run) != 2:
-        raise fields.FieldError(f"'holds' has {run}, not [first, last]")
-    return run[0], run[1]
+def _check_roles(role: str, roles: Sequence[str]) -> None:
+    for each in (role, *roles):
+        if not file_names.is_role(each):
+            raise fields.FieldError(f"role {each!r} is not a folder name")
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    for role in (manifest.role, *manifest.roles):
-        if not file_names.is_role(role):
-            raise fields.FieldError(f"role {role!r} is not a folder name")
+    _check_roles(manifest.role, manifest.roles)
     _check_topology(manifest)
     if len(set(manifest.tensors)) != len(manifest.tensors):
         raise fields.FieldError("the manifest lists a tensor twice")
     seen: set[str] = set()
-    held = 0
+    held, counts = 0, dict[int, int]()
     for file in manifest.files:
         _check_path(file.path, seen)
         if file.rank >= len(manifest.ranks):
@@ -246,7 +283,10 @@ def _check_manifest(manifest: Manifest) -> None:
             )
         if file.index is not None and file.index.offset + file.index.size > file.size:
             raise fields.FieldError(f"the index of {file.path} reaches past the end of the file")
-        held += _count_held(file, len(manifest.tensors))
+        # Files that hold the same tensors have the same tuple.
+        if id(file.holds) not in counts:
+            counts[id(file.holds)] = _count_held(file, len(manifest.tensors))
+        held += counts[id(file.holds)]
     if held > limits.MANIFEST_HELD:
         raise fields.FieldError(f"the files hold {held} tensors together, more than {limits.MANIFEST_HELD}")
 
@@ -265,18 +305,11 @@ def _check_topology(manifest: Manifest) -> None:
 
 
 def _count_held(file: FileRecord, count: int) -> int:
-    """Returns how many tensors a file holds.
-
-    Raises FieldError unless the runs ascend and are in range. In ascending runs no tensor is counted twice.
-    """
-    held, least = 0, 0
-    for first, last in file.holds:
-        if not least <= first <= last < count:
-            raise fields.FieldError(
-                f"{file.path} lists tensors {first} to {last} of {count}, which are out of order or out of range"
-            )
-        held += last + 1 - first
-        least = last + 1
+    """Returns how many tensors a file holds. Raises FieldError unless the runs ascend and are in range."""
+    held = manifest_text.count_held(file.holds, count)
+    if held is None:
+        runs = fields.shown([list(run) for run in file.holds])
+        raise fields.FieldError(f"{file.path} lists tensors {runs} of {count}, which are out of order or out of range")
     return held
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import FileIndex, decode_index
-from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest, NewerFormatError, decode_manifest
+from mcore_ckpt.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    ManifestSummary,
+    NewerFormatError,
+    decode_manifest,
+    decode_summary,
+)
 from mcore_ckpt.checkpoint.pt_values import decode_pt
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import limits, tuning
@@ -19,6 +26,8 @@ from mcore_ckpt.io.files import inside, open_regular, read_exact, read_small
 from mcore_ckpt.io.json_fields import FieldError
 from mcore_ckpt.io.store import Store
 from mcore_ckpt.io.threads import results_of
+
+Decoded = TypeVar("Decoded")
 
 
 def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE) -> Manifest:
@@ -29,15 +38,27 @@ def read_manifest(role_dir: Path, manifest_file: str = file_names.MANIFEST_FILE)
         CheckpointCorruptError: the manifest cannot be read, is damaged, or has a newer format version.
     """
     path = inside(role_dir, manifest_file)
+    return parse_manifest(_manifest_data(path), path)
+
+
+def read_manifest_summary(role_dir: Path) -> ManifestSummary:
+    """Reads what a listing needs of the manifest in a role's folder, much faster than all of a large manifest.
+
+    Raises CheckpointNotFoundError and CheckpointCorruptError like `read_manifest`.
+    """
+    path = inside(role_dir, file_names.MANIFEST_FILE)
+    return _decoded(_manifest_data(path), path, decode_summary)
+
+
+def _manifest_data(path: Path) -> bytes:
     try:
-        data = read_small(path, limits.MANIFEST_BYTES)
+        return read_small(path, limits.MANIFEST_BYTES)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             f"{path}: missing, so this folder is not a checkpoint. Perhaps its save did not finish: use another step"
         ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"{path}: cannot be read: {error}") from error
-    return parse_manifest(data, path)
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
@@ -45,8 +66,12 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 
     Raises CheckpointCorruptError, which names `path`, if the manifest is damaged or has a newer format version.
     """
+    return _decoded(data, path, decode_manifest)
+
+
+def _decoded(data: bytes, path: Path | str, decode: Callable[[bytes], Decoded]) -> Decoded:
     try:
-        return decode_manifest(data)
+        return decode(data)
     except (FieldError, NewerFormatError) as error:
         raise CheckpointCorruptError(f"{path}: {error}") from None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ class FieldError(ValueError):
 
 def encode(value: Any) -> bytes:
     """Encodes JSON in one canonical form (UTF-8, sorted keys, no spaces), so that a checksum identifies the value."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
+
+
+# Making an encoder takes longer than encoding a small value.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -32,12 +37,18 @@ def decode(data: bytes) -> dict[str, Any]:
         FieldError: the data are not a JSON object, are nested too deeply for the parser, or contain NaN or text that
             UTF-8 cannot encode.
     """
-    value = parse(data)
     try:
-        encode(value)
+        value = parse_text(data.decode(), _refuse)
+        # Only an escape can spell text that UTF-8 cannot encode.
+        if b"\\u" in data:
+            encode(value)
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
     return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number")
 
 
 def parse(data: bytes) -> dict[str, Any]:
@@ -51,6 +62,34 @@ def parse(data: bytes) -> dict[str, Any]:
         raise FieldError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise FieldError("not a JSON object")
+    return value
+
+
+def parse_text(text: str, constant: Callable[[str], Any]) -> dict[str, Any]:
+    """Decodes a JSON object in which NaN, Infinity and -Infinity stand for what `constant` returns for them.
+
+    Raises FieldError if the text is not a JSON object, if a name occurs twice in an object, or if a number is too large
+    for a float.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"not JSON: {error}") from None
+    return as_dict(value, "all")
+
+
+def parse_list(text: str) -> list[Any]:
+    """Decodes a JSON list. Raises FieldError if the text is none."""
+    try:
+        return as_list(json.loads(text), "all")
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"not JSON: {error}") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large")
     return value
 
 
@@ -86,7 +125,16 @@ def get_name(record: Mapping[str, Any], key: str) -> str:
 
 def get_names(record: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Reads a field that must be a list of printable names. Raises FieldError."""
-    return tuple(as_name(value, key) for value in get_list(record, key))
+    values = get_list(record, key)
+    # Check all names together, because a large model has a hundred thousand. If one is wrong, the check of each shows
+    # it.
+    if (
+        set(map(type, values)) <= {str}
+        and all(map(str.isprintable, values))
+        and max(map(len, values), default=0) <= MAX_NAME
+    ):
+        return tuple(values)
+    return tuple(as_name(value, key) for value in values)
 
 
 def get_int(record: Mapping[str, Any], key: str) -> int:

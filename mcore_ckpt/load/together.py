@@ -6,6 +6,7 @@ Both `load.py` (this package's checkpoints) and `huggingface.py` (HuggingFace fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -115,5 +116,7 @@ def names_left_over(locator: Locator, taken: Iterable[Iterable[tuple[int, int]]]
         locator: the locator of any rank.
         taken: the `positions_taken` of each rank.
     """
-    positions = {at for runs_of_rank in taken for first, last in runs_of_rank for at in range(first, last + 1)}
-    return [name for name, position in locator.reader.names.items() if position not in positions]
+    left = bytearray(b"\1") * len(locator.reader.names)
+    for first, last in chain.from_iterable(taken):
+        left[first : last + 1] = bytes(last + 1 - first)
+    return [name for name, position in locator.reader.names.items() if left[position]]

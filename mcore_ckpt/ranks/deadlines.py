@@ -13,6 +13,12 @@ MESSAGE_BYTES = (8 << 20) - 4096
 POLL_FIRST_S = 0.0005
 POLL_PER_RANK_S = 0.00002
 POLL_MOST_S = 0.2
+# The longest pause of thousands of ranks is this for each of them, so that together they ask at most 10,000 times a
+# second while one of them writes for a minute. It is still only a tenth of the time that they have waited.
+POLL_MOST_PER_RANK_S = 0.0001
+
+# How many ranks' messages rank 0 asks for at a time.
+RANKS_AT_ONCE = 256
 
 # How many seconds longer than rank 0 the other ranks wait. Rank 0 knows which rank is silent, and the other ranks must
 # still be waiting when rank 0 announces it.

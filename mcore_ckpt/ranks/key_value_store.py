@@ -68,25 +68,46 @@ def missing(store: Any, keys: Sequence[str]) -> list[str]:
     return [*missing(store, keys[:half]), *missing(store, keys[half:])]
 
 
+def all_there(store: Any, keys: Sequence[str], found: Callable[[Sequence[str]], object] = len) -> Callable[[], bool]:
+    """Returns a function for `poll` that returns True once the store has all keys.
+
+    It asks for RANKS_AT_ONCE keys at a time and never again for those that were there, because a request for thousands
+    of keys holds up this process's other threads, and is repeated at each poll. It calls `found` once with each part of
+    the keys that is there completely, in their order.
+    """
+    parts = [keys[start : start + deadlines.RANKS_AT_ONCE] for start in range(0, len(keys), deadlines.RANKS_AT_ONCE)]
+    parts.reverse()
+
+    def ready() -> bool:
+        while parts and store.check(list(parts[-1])):
+            found(parts.pop())
+        return not parts
+
+    return ready
+
+
 def has_any(store: Any, *keys: str) -> bool:
     """Returns True if the store has at least one of the keys."""
     return any(store.check([key]) for key in keys)
 
 
-def poll(ready: Callable[[], bool], world_size: int, deadline: float, limit: WaitLimit) -> bool:
+def poll(ready: Callable[[], bool], pollers: int, deadline: float, limit: WaitLimit) -> bool:
     """Calls `ready` until it returns True. Returns False if the deadline or the limit passes first.
+
+    `pollers` is the number of ranks that may poll the store at the same time, and make it slow for each other.
 
     Does not call `store.wait()`, because that blocks the store's client, and prints to stderr after a timeout.
     """
     started = time.monotonic()
     # Each pause is about a tenth of the time waited so far, which keeps the delay and the number of requests small.
-    shortest = max(deadlines.POLL_FIRST_S, world_size * deadlines.POLL_PER_RANK_S)
+    shortest = max(deadlines.POLL_FIRST_S, pollers * deadlines.POLL_PER_RANK_S)
+    longest = max(deadlines.POLL_MOST_S, pollers * deadlines.POLL_MOST_PER_RANK_S)
     while not ready():
         now = time.monotonic()
         left = min(deadline, limit.at) - now
         if left <= 0:
             return False
-        time.sleep(min(max(shortest, (now - started) / 10), deadlines.POLL_MOST_S, left))
+        time.sleep(min(max(shortest, (now - started) / 10), longest, left))
     return True
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from mcore_ckpt.errors import AgreementError
 from mcore_ckpt.ranks.key_value_store import (
     WaitLimit,
+    all_there,
     missing,
     poll,
     silence_of,
@@ -76,7 +77,7 @@ def _meet_other_ranks(store: Any, namespace: str, rank: int, world_size: int, ti
     store.set(f"{namespace}/call", name)
     answers = [_answer_key(namespace, name, other) for other in range(1, world_size)]
     if answers:
-        if not poll(lambda: store.check(answers), world_size, time.monotonic() + timeout_s, WaitLimit()):
+        if not poll(all_there(store, answers), 1, time.monotonic() + timeout_s, WaitLimit()):
             absent = set(missing(store, answers))
             silent = [rank for rank, key in enumerate(answers, 1) if key in absent]
             raise AgreementError(silence_of(topic, silent, timeout_s))

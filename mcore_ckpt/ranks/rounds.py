@@ -18,6 +18,7 @@ from mcore_ckpt.errors import AgreementError, CheckpointError, CommitError, from
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.ranks.key_value_store import (
     WaitLimit,
+    all_there,
     encode,
     has_any,
     missing,
@@ -59,8 +60,8 @@ class Agreement:
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._rounds = 0
-        # The prefix of the last round. On rank 0 also the prefixes of earlier rounds whose keys still exist.
-        self._begun: list[str] = []
+        # The last round, and earlier rounds in which this rank still has keys.
+        self._begun: list[Round] = []
         self._given: list[str] = []
         self._take_until = math.inf
         self._limit = WaitLimit()
@@ -83,11 +84,12 @@ class Agreement:
         if self.is_coordinator:
             self._delete_left_rounds()
         else:
-            self._begun.clear()
+            self._delete_submissions()
         self._take_until = math.inf
-        self._begun.append(f"{self._namespace}/{self._rounds if name is None else name}")
+        prefix = f"{self._namespace}/{self._rounds if name is None else name}"
         wait = self._timeout_s if timeout_s is None else timeout_s
-        return Round(self._store, self.rank, self.world_size, self._begun[-1], topic, wait, self._limit)
+        self._begun.append(Round(self._store, self.rank, self.world_size, prefix, topic, wait, self._limit))
+        return self._begun[-1]
 
     def give(self, key: str, record: Record) -> None:
         """Publishes a record that another rank will `take` in the present round. Call it before this rank submits."""
@@ -100,10 +102,10 @@ class Agreement:
 
         Raises CommitError if that rank has failed, has died, is late, or submits without having given the record.
         """
-        given, submitted = self._given_key(key, rank), _submission_keys(self._begun[-1], rank + 1)[-1]
+        given, submitted = self._given_key(key, rank), _submission_key(self._begun[-1].prefix, rank)
         # All calls of `take` in a round share one deadline, because the other ranks give up after one timeout.
         self._take_until = min(self._take_until, time.monotonic() + self._timeout_s)
-        waiting = _waiting_key(self._begun[-1], self.rank)
+        waiting = _waiting_key(self._begun[-1].prefix, self.rank)
         self._store.set(waiting, str(rank))
         self._given.append(waiting)
         ready = partial(has_any, self._store, given, submitted)
@@ -120,7 +122,7 @@ class Agreement:
         self._limit.at = time.monotonic() + seconds
 
     def _given_key(self, key: str, rank: int) -> str:
-        return f"{self._begun[-1]}/given/{rank}/{key}"
+        return f"{self._begun[-1].prefix}/given/{rank}/{key}"
 
     def fail_next_round(self, topic: str, error: BaseException) -> None:
         """Fails the next round because this rank cannot take part in it.
@@ -132,31 +134,44 @@ class Agreement:
         if self.is_coordinator:
             round_.announce_failure(error)
 
+    def _delete_submissions(self) -> None:
+        """Deletes what this rank has submitted to rounds that are over. All ranks except rank 0 call it.
+
+        Each rank deletes its own, because the requests of rank 0 for thousands of ranks would hold up the training.
+        A round in which this rank has given up is over when a later one is. The rounds of an outer round, to which this
+        rank has not submitted yet, are kept.
+        """
+        over = max((number for number, round_ in enumerate(self._begun) if round_.is_over), default=-1)
+        for round_ in [each for each in self._begun[: over + 1] if each.has_submitted]:
+            self._store.delete_key(_submission_key(round_.prefix, self.rank))
+            self._begun.remove(round_)
+
     def _delete_left_rounds(self) -> None:
-        """Deletes the keys of rounds that all ranks have left.
+        """Deletes the keys of rank 0 in rounds that all ranks have left.
 
         A rank that has submitted to a round has left all rounds before it.
 
         A round inside another round (the HuggingFace export of a save) is an exception, because its ranks have not left
         the outer round. The next round begins only after all ranks have left both rounds, so one inner round is safe. A
-        second inner round would delete what ranks have submitted to the outer round.
+        second inner round would delete the outcome of the outer round.
 
         Rank 0 can be several rounds ahead, if it failed immediately in each of them. The other ranks still need the
         keys of these rounds.
         """
-
-        def all_submitted(round_: int) -> bool:
-            return self._store.check(_submission_keys(self._begun[round_], self.world_size))
-
-        reached = next(filter(all_submitted, reversed(range(len(self._begun)))), 0)
-        for prefix in self._begun[:reached]:
-            for key in [*_submission_keys(prefix, self.world_size), f"{prefix}/outcome", f"{prefix}/done"]:
+        reached = max((number for number, round_ in enumerate(self._begun) if round_.has_all_submissions), default=0)
+        for round_ in self._begun[:reached]:
+            prefix = round_.prefix
+            for key in (_submission_key(prefix, self.rank), f"{prefix}/outcome", f"{prefix}/done"):
                 self._store.delete_key(key)
         del self._begun[:reached]
 
 
+def _submission_key(prefix: str, rank: int) -> str:
+    return f"{prefix}/rank/{rank}"
+
+
 def _submission_keys(prefix: str, world_size: int) -> list[str]:
-    return [f"{prefix}/rank/{rank}" for rank in range(world_size)]
+    return [_submission_key(prefix, rank) for rank in range(world_size)]
 
 
 def _waiting_key(prefix: str, rank: int) -> str:
@@ -167,6 +182,12 @@ class Round:
     """One decision of all ranks. Call `submit` or `fail` once.
 
     Then call `collect`, `claim` and `announce` on rank 0, and `outcome` on the other ranks.
+
+    Attributes:
+        prefix: the prefix of the round's keys.
+        has_submitted: whether this rank has submitted its record or its error.
+        has_all_submissions: whether rank 0 has seen that all ranks have submitted.
+        is_over: whether this rank has heard what rank 0 announced.
     """
 
     def __init__(
@@ -175,7 +196,8 @@ class Round:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._prefix = prefix
+        self.prefix = prefix
+        self.has_submitted = self.has_all_submissions = self.is_over = False
         self._topic = topic
         self._limit = limit
         self._timeout_s = timeout_of(rank, timeout_s)
@@ -191,34 +213,45 @@ class Round:
 
     def submit(self, record: Record) -> None:
         """Submits this rank's record."""
-        self._put(f"{self._prefix}/rank/{self._rank}", {"record": record})
+        self._submit({"record": record})
 
     def fail(self, error: BaseException) -> None:
         """Submits this rank's error instead of a record."""
-        self._put(f"{self._prefix}/rank/{self._rank}", {"error": to_record(error, self._rank)})
+        self._submit({"error": to_record(error, self._rank)})
+
+    def _submit(self, message: Record) -> None:
+        self.has_submitted = True
+        self._put(_submission_key(self.prefix, self._rank), message)
 
     def collect(self, default: type[CheckpointError]) -> list[Record]:
         """Returns the records of all ranks, in the order of the ranks. Only rank 0 calls it.
 
         Raises the error of the failed rank with the lowest number, or `default` if a rank is silent until the deadline.
         """
-        keys = _submission_keys(self._prefix, self._world_size)
-        all_there = self._wait(lambda: self._store.check(keys))
-        absent = set() if all_there else set(missing(self._store, keys))
-        there = [key for key in keys if key not in absent]
-        # One request for all messages, because thousands of requests would delay all ranks by a second.
-        messages = [unpack(message) for message in self._store.multi_get(there)]
+        keys = _submission_keys(self.prefix, self._world_size)
+        messages: list[Record] = []
+
+        def receive(there: Sequence[str]) -> None:
+            # One request for many messages, because thousands of requests would delay all ranks by a second.
+            messages.extend(map(unpack, self._store.multi_get(list(there))))
+
+        # Most messages are read and decoded while rank 0 waits for the last rank.
+        self.has_all_submissions = self._wait(all_there(self._store, keys, receive))
+        if not self.has_all_submissions:
+            left = keys[len(messages) :]
+            absent = set(missing(self._store, left))
+            receive([key for key in left if key not in absent])
         failed = [message["error"] for message in messages if "error" in message]
         if failed:
             more = f" ({len(failed) - 1} more failed too)" if len(failed) > 1 else ""
             raise from_record({**failed[0], "message": failed[0]["message"] + more}, default)
-        if not all_there:
+        if not self.has_all_submissions:
             raise default(self._silence(keys))
         return [message["record"] for message in messages]
 
     def _why_nothing_came(self) -> str:
-        keys = _submission_keys(self._prefix, self._world_size)
-        rank_0_lives = has_any(self._store, keys[0], _waiting_key(self._prefix, 0))
+        keys = _submission_keys(self.prefix, self._world_size)
+        rank_0_lives = has_any(self._store, keys[0], _waiting_key(self.prefix, 0))
         if rank_0_lives and not self._store.check(keys):
             return self._silence(keys)
         return silence_of_rank_0(self._topic, self._rank, self._timeout_s)
@@ -227,7 +260,7 @@ class Round:
         absent = set(missing(self._store, keys))
         silent = [rank for rank, key in enumerate(keys) if key in absent]
         # A rank that waits for another one is alive, so it is not named. If all silent ranks wait, all are named.
-        waiting = [rank for rank in silent if self._store.check([_waiting_key(self._prefix, rank)])]
+        waiting = [rank for rank in silent if self._store.check([_waiting_key(self.prefix, rank)])]
         silent = [rank for rank in silent if rank not in waiting] or silent
         return silence_of(self._topic, silent, self._timeout_s)
 
@@ -242,7 +275,7 @@ class Round:
 
     def announce(self, record: Record) -> None:
         """Announces the record that all ranks get. Only rank 0 calls it."""
-        self._put(f"{self._prefix}/done", {"record": record})
+        self._put(f"{self.prefix}/done", {"record": record})
 
     def announce_failure(self, error: BaseException) -> Record | None:
         """Announces that the round has failed with `error`, even after `claim`. Only rank 0 calls it.
@@ -252,7 +285,7 @@ class Round:
         """
         message = {"error": to_record(error, self._rank)}
         earlier: Record | None = self._set_outcome(message).get("error")
-        self._put(f"{self._prefix}/done", message)
+        self._put(f"{self.prefix}/done", message)
         return None if earlier == message["error"] else earlier
 
     def outcome(self, default: type[CheckpointError]) -> Record:
@@ -264,7 +297,7 @@ class Round:
         Raises:
             CheckpointError: the announced error, or `default` if rank 0 is silent.
         """
-        done = f"{self._prefix}/done"
+        done = f"{self.prefix}/done"
         if not self._wait(lambda: self._store.check([done])):
             outcome = self._outcome_so_far() or self._set_outcome(
                 {"error": {"type": default.__name__, "message": self._why_nothing_came()}}
@@ -277,25 +310,28 @@ class Round:
                     f"{self._why_nothing_came()}. Rank 0 had begun to act, so only the disk shows what it did"
                 )
         message = unpack(self._store.get(done))
+        self.is_over = True
         if "error" in message:
             first: Record = (self._outcome_so_far() or message).get("error") or message["error"]
             raise from_record(first, default)
         return message["record"]
 
     def _outcome_so_far(self) -> Record | None:
-        key = f"{self._prefix}/outcome"
+        key = f"{self.prefix}/outcome"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _set_outcome(self, message: Record) -> Record:
         """Sets the outcome if no rank has set it yet. Returns the outcome that was set first."""
-        key = f"{self._prefix}/outcome"
+        key = f"{self.prefix}/outcome"
         return json.loads(self._store.compare_set(key, "", encode(message).decode()))
 
     def _put(self, key: str, message: Record) -> None:
         self._store.set(key, pack(message))
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        return poll(ready, self._world_size, self._deadline, self._limit)
+        # Rank 0 alone waits for submissions. All others wait for its word at the same time.
+        pollers = 1 if self._rank == 0 else self._world_size
+        return poll(ready, pollers, self._deadline, self._limit)
 
 
 def decide(

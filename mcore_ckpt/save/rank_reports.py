@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -23,19 +25,28 @@ class TensorNames:
     def __init__(self) -> None:
         self._sent: set[str] = set()
         self._received: dict[str, tuple[str, ...]] = {}
+        # One object for each name, because the files of all ranks name each tensor several times.
+        self._known: dict[str, str] = {}
         self._order: tuple[frozenset[str], tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]] | None = None
 
-    def to_send(self, plans: Iterable[FilePlan]) -> dict[str, list[str]]:
-        """Returns, by digest, the names that rank 0 has not yet received from this rank."""
-        return {plan.holds: list(plan.names) for plan in plans if plan.holds not in self._sent}
+    def to_send(self, plans: Iterable[FilePlan], rank: int) -> dict[str, str]:
+        """Returns, by digest, the names that rank 0 has not yet received from this rank, as `_packed` text.
+
+        Of a file that several ranks write, only the owner sends the names.
+        """
+        own = (plan for plan in plans if plan.share.owner == rank)
+        return {plan.holds: _packed(plan.names) for plan in own if plan.holds not in self._sent}
 
     def mark_sent(self, plans: Iterable[FilePlan]) -> None:
         """Records that rank 0 has received the names of these plans. Call it when their save is committed."""
         self._sent.update(plan.holds for plan in plans)
 
-    def receive(self, names: Mapping[str, Sequence[str]]) -> None:
+    def receive(self, names: Mapping[str, str]) -> None:
         """Adds names that a rank has sent. Only rank 0 calls it."""
-        self._received.update({digest: tuple(members) for digest, members in names.items()})
+        for digest, text in names.items():
+            # Tensor-parallel ranks send the same names.
+            if digest not in self._received:
+                self._received[digest] = tuple(self._known.setdefault(name, name) for name in _unpacked(text))
 
     def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]]:
         """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
@@ -57,11 +68,21 @@ class TensorNames:
         return self._order[1], self._order[2]
 
 
+def _packed(names: Sequence[str]) -> str:
+    """Returns names as short text. The names of a large model's tensors are alike."""
+    return base64.b85encode(zlib.compress("\n".join(names).encode(), 1)).decode()
+
+
+def _unpacked(text: str) -> list[str]:
+    names = zlib.decompress(base64.b85decode(text)).decode()
+    return names.split("\n") if names else []
+
+
 def rank_report(
     trainer: Trainer,
     written: Iterable[WrittenFile],
     plans: Iterable[FilePlan],
-    names: Mapping[str, list[str]],
+    names: Mapping[str, str],
     steps: Sequence[float | int | None],
 ) -> Record:
     """Returns one rank's report as JSON values.

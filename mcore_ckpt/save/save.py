@@ -185,7 +185,7 @@ class Save:
         def write(staging: Path) -> Record:
             written.extend(self._write(staging))
             assert self._steps is not None
-            names = self._context.names.to_send(self._plan.files)
+            names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank)
             return rank_report(self._trainer, written, self._plan.files, names, self._steps)
 
         def write_and_export(staging: Path) -> Record:

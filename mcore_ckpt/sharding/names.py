@@ -113,9 +113,21 @@ def expert_of(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2] or match[3]))
 
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"\d+")
+# Characters below and above all those of a name.
+_LOWEST, _HIGHEST = "\0", "\U0010ffff"
 
 
-def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Returns a sort key that puts layer 10 after layer 9."""
-    return tuple((1, int(part)) if part.isdigit() else (0, part) for part in _NUMBER.split(name) if part)
+def natural_order(name: str) -> str:
+    """Returns a sort key that puts layer 10 after layer 9.
+
+    The key is one string, because a commit sorts 100,000 names, and comparing tuples takes several times as long.
+    """
+    key = _NUMBER.sub(_with_length, name)
+    return _HIGHEST + key if key.startswith(_LOWEST) else key
+
+
+def _with_length(number: re.Match[str]) -> str:
+    # The lowest character ends the text before the number, so that "ab1" comes before "abc".
+    digits = str(int(number[0]))
+    return f"{_LOWEST}{len(digits):04}{digits}"

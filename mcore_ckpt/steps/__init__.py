@@ -2,7 +2,8 @@
 
 Public names, for integrations and commands:
 
-- which steps there are: `StepStatus`, `StepSize`, `list_steps`, `complete_steps`, `step_status`, `holds_something`, `size_of`;
+- which steps there are: `StepStatus`, `list_steps`, `complete_steps`, `step_status`, `holds_something`;
+- how large a step is: `StepSize`, `size_of`;
 - the file that names the newest step: `read_tracker`, `write_tracker`, `move_tracker`, `remove_tracker`;
 - which steps stay: `PreservationPolicy`, `delete_old_steps`, `delete_step`, `discard_step`, `pin`, `unpin`;
 - a role of plain files, such as a data position: `commit_role` with `RoleWriter`, `RoleReader`, `uncommit_role`,

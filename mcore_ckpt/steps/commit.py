@@ -136,10 +136,11 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
 
     Raises OSError: the new checkpoint is not in place, and the old one is untouched.
     """
-    replaced, has_links = file_names.replaced_dir(role_dir, attempt), False
+    replaced = file_names.replaced_dir(role_dir, attempt)
     if not _rename_new(staging, role_dir):
         if not role_dir.is_symlink():
-            has_links = link_foreign_files(role_dir, staging)
+            if link_foreign_files(role_dir, staging):
+                sync_dir(staging)
             # The old checkpoint is about to be moved aside. If this process dies then, the next one must know which
             # process moved it.
             with suppress(OSError):
@@ -148,8 +149,6 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
             _rename_in_turn(staging, role_dir, replaced)
     # The checkpoint is in place, so later failures are only logged and do not fail the save.
     try:
-        if has_links:
-            sync_dir(role_dir)
         sync_dir(role_dir.parent)
         # The owner file had to stay until the rename, because it shows other processes whether this one is alive.
         (role_dir / file_names.OWNER_FILE).unlink(missing_ok=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.checkpoint.manifest import ManifestSummary
+from mcore_ckpt.checkpoint.reading import read_manifest_summary
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CommitError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
@@ -33,9 +34,7 @@ class _Head(NamedTuple):
     """What a listing needs of a manifest, and the identity of the file that it was read from."""
 
     identity: tuple[int, int, int]
-    step: int
-    role: str
-    roles: tuple[str, ...]
+    says: ManifestSummary
 
 
 _Heads = dict[Path, _Head]
@@ -55,6 +54,8 @@ class StepStatus:
         problems: why roles with a manifest are not committed, or why the folder cannot be read.
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
+        aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint is the role's
+            until the next trainer puts it back.
     """
 
     step: int
@@ -64,10 +65,11 @@ class StepStatus:
     problems: tuple[str, ...]
     pinned: bool = False
     flat: str | None = None
+    aside: Mapping[str, Path] = field(default_factory=dict, compare=False)
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
-        return self.path if role == self.flat else self.path / role
+        return self.path if role == self.flat else self.aside.get(role, self.path / role)
 
     @property
     def is_complete(self) -> bool:
@@ -146,6 +148,11 @@ def _status(path: Path, known: _Heads) -> StepStatus:
     folders = [path] if any(entry.name == file_names.MANIFEST_FILE for entry in entries) else []
     folders += [path / entry.name for entry in entries if _may_be_role(entry)]
     found = {folder: read for folder in folders if (read := _read_folder(step, path, folder, known)) is not None}
+    aside = _roles_aside(path, entries, found.values())
+    for role, folder in aside.items():
+        read = _read_folder(step, path, folder, known, role)
+        if read is not None:
+            found[folder] = read
     return StepStatus(
         step,
         path,
@@ -154,7 +161,19 @@ def _status(path: Path, known: _Heads) -> StepStatus:
         problems=tuple(read.problem for read in found.values() if read.problem is not None),
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
         flat=found[path].role if path in found else None,
+        aside={role: folder for role, folder in aside.items() if folder in found},
     )
+
+
+def _roles_aside(path: Path, entries: Sequence[os.DirEntry[str]], found: Iterable[_RoleFolder]) -> dict[str, Path]:
+    """Returns the folders of checkpoints that were moved aside, of roles that have no checkpoint in their own folder.
+
+    Where folders cannot be exchanged, a save that replaces a checkpoint makes two renames (`commit.publish`). Between
+    them, and after a power loss between them, the old checkpoint has only its hidden name.
+    """
+    works = [(entry.name, work) for entry in entries if (work := file_names.parse_work_dir(entry.name)) is not None]
+    there = {read.role for read in found}
+    return {work.role: path / name for name, work in works if work.purpose == "replaced" and work.role not in there}
 
 
 class _RoleFolder(NamedTuple):
@@ -173,11 +192,14 @@ def _may_be_role(entry: os.DirEntry[str]) -> bool:
     return file_names.is_role(entry.name) and not entry.is_file(follow_symlinks=False)
 
 
-def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads) -> _RoleFolder | None:
-    """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if it has none."""
+def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: str | None = None) -> _RoleFolder | None:
+    """Reads the manifest in a step's own folder, or in a role's folder in it. Returns None if it has none.
+
+    `aside` is the role whose checkpoint the folder is, if the folder does not have the role's name.
+    """
     is_flat = role_dir == path
     try:
-        head = _read_head(role_dir, known)
+        saved_step, saved_role, roles = _read_head(role_dir, known).says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
         return None
     except OSError as error:
@@ -185,12 +207,13 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads) -> _RoleF
     except CheckpointCorruptError as error:
         if is_flat and _has_roles(path):
             return None  # another program has put a file of that name beside the roles
-        return _RoleFolder(role_dir.name, frozenset((role_dir.name,)), str(error))
-    role = head.role if is_flat else role_dir.name
-    declared = frozenset((*head.roles, head.role, role))
-    if (head.step, head.role) == (step, role):
+        role = aside or role_dir.name
+        return _RoleFolder(role, frozenset((role,)), str(error))
+    role = saved_role if is_flat else aside or role_dir.name
+    declared = frozenset((*roles, saved_role, role))
+    if (saved_step, saved_role) == (step, role):
         return _RoleFolder(role, declared)
-    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {head.role} at step {head.step}")
+    return _RoleFolder(role, declared, f"{role_dir}: its manifest is of {saved_role} at step {saved_step}")
 
 
 def holds_something(status: StepStatus) -> bool:
@@ -234,8 +257,7 @@ def _read_head(role_dir: Path, known: _Heads) -> _Head:
     identity = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
     head = known.get(role_dir)
     if head is None or head.identity != identity:
-        manifest = read_manifest(role_dir)
-        head = _Head(identity, manifest.step, manifest.role, manifest.roles)
+        head = _Head(identity, read_manifest_summary(role_dir))
         known[role_dir] = head
     return head
 

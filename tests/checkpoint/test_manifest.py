@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.checkpoint import manifest_text
 from mcore_ckpt.checkpoint.manifest import (
     FORMAT_VERSION,
     AdapterSettings,
@@ -21,6 +23,7 @@ from mcore_ckpt.checkpoint.manifest import (
     NewerFormatError,
     StageRecord,
     decode_manifest,
+    decode_summary,
     encode_manifest,
 )
 from mcore_ckpt.io import json_fields
@@ -97,6 +100,58 @@ def test_round_trip(manifest: Manifest) -> None:
     data = encode_manifest(manifest)
     assert decode_manifest(data) == manifest
     assert data.count(b"\n") == 1
+
+
+@settings(deadline=None)
+@given(manifests())
+def test_the_quick_way_reads_what_the_other_way_reads(manifest: Manifest) -> None:
+    """The quick way is for bytes that are exactly as written, the other one for any form of the same JSON."""
+    data = encode_manifest(manifest)
+    assert json_fields.encode(json.loads(data)) == data[:-1]
+    spaced = json.dumps(json.loads(data), ensure_ascii=False, indent=1).encode()
+    assert manifest_text._decode_canonical(data)["files"] is not None
+    assert decode_manifest(spaced) == manifest
+    assert decode_summary(data) == decode_summary(spaced) == (manifest.step, manifest.role, manifest.roles)
+
+
+def test_files_that_hold_the_same_tensors_share_the_runs() -> None:
+    holds = ((0, 0), (2, 3))
+    files = tuple(replace(MODEL, path=f"{number}.pt", holds=holds) for number in range(2))
+    decoded = decode_manifest(encode_manifest(replace(MANIFEST, tensors=tuple("abcd"), files=files)))
+    assert decoded.files[0].holds == holds
+    assert decoded.files[0].holds is decoded.files[1].holds
+
+
+def test_names_that_look_like_members_are_only_names() -> None:
+    """What is cut out of the text or put back may not depend on what names say."""
+    names = (',"holds":[[0,1]]', '"holds":', ',"files":[', '],"format":', '],"role":', ',"crc32":1,', "NaN", "}]", "]]")
+    manifest = replace(MANIFEST, tensors=names, attempt='],"format":"x', created=',"crc32":7,')
+    data = encode_manifest(manifest)
+    assert decode_manifest(data) == manifest
+    assert decode_summary(data) == (manifest.step, manifest.role, manifest.roles)
+
+
+def test_a_summary_is_read_only_of_an_intact_manifest() -> None:
+    data = encode_manifest(MANIFEST)
+    for at in range(len(data)):
+        with suppress(FieldError, NewerFormatError):
+            assert decode_summary(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]) == decode_summary(data), at
+    with pytest.raises(NewerFormatError):
+        decode_summary(forged(lambda r: r.update(format_version=FORMAT_VERSION + 1)))
+    for edit in ("role-a-path", "one-of-the-roles-a-path", "no-step", "step-true", "another-format"):
+        with pytest.raises(FieldError):
+            decode_summary(forged(EDITS[edit]))
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "[[0],[0,1,1]]", "[[0,0],NaN]", "[[0],[0,0,0]]", '[[0,0]],"holds":[]', "[[0,0]],NaN"]
+)
+def test_holds_that_are_none_are_refused(value: str) -> None:
+    """Even with a checksum that fits, so that the quick way sees them."""
+    data = encode_manifest(MANIFEST).replace(b'"holds":[[0,1]]', b'"holds":' + value.encode())
+    before, after = re.split(rb',"crc32":\d+(?=,"created")', data[:-1])
+    with pytest.raises(FieldError):
+        decode_manifest(before + b',"crc32":%d' % zlib.crc32(before + after) + after + b"\n")
 
 
 def forged(edit: Callable[[dict[str, Any]], Any], manifest: Manifest = MANIFEST) -> bytes:

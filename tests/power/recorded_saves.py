@@ -71,7 +71,7 @@ def run_rank(rank: int, folder: Path) -> None:
             data = saver.role_dir(3) / "data.pt"
             write_file(data, [b"a trainer's own file"])
             sync_dir(data.parent)
-            mark(foreign=str(data.relative_to(folder)))
+            mark(foreign=data.name)
         dist.barrier()
         saver.save(3, [2, 3])
         if rank == 0:
@@ -80,13 +80,14 @@ def run_rank(rank: int, folder: Path) -> None:
         dist.barrier()
         saver.save(3, [2, 3])
         if rank == 0:
+            mark(pinning=[2])
             pin(saver.root, 2)
             mark(pinned=[2])
         dist.barrier()
         saver.save(4, [2, 3, 4])
         saver.save(5, [2, 4, 5])
         if rank == 0:
-            mark(foreign=None, unpinning=2)
+            mark(foreign=None, pinning=[2])
             unpin(saver.root, 2)
             mark(pinned=[], keeps=[5])
             prune(saver.root, PreservationPolicy(max_to_keep=1))

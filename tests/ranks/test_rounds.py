@@ -17,6 +17,8 @@ from rank_threads import SLACK_S, on_threads
 from waiting import LONG_S
 
 from mcore_ckpt.errors import AgreementError, CheckpointCorruptError, CheckpointError, CommitError, UnsupportedError
+from mcore_ckpt.ranks import deadlines
+from mcore_ckpt.ranks.key_value_store import all_there
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide, missing, same_everywhere
 
 LOCALHOST = "127.0.0.1"
@@ -365,6 +367,27 @@ def test_few_questions_find_who_is_missing(gone: set[int]) -> None:
 
     assert missing(Store(), keys) == [keys[rank] for rank in sorted(gone)]
     assert len(asked) <= 1 + 2 * 12 * len(gone)
+
+
+def test_keys_that_were_there_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for thousands of keys at each poll would hold up the training of rank 0."""
+    monkeypatch.setattr(deadlines, "RANKS_AT_ONCE", 2)
+    there, asked, found = {"a", "b", "c"}, [], []
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            return there.issuperset(keys)
+
+    ready = all_there(Store(), list("abcde"), found.extend)
+    assert not ready()
+    assert asked == [["a", "b"], ["c", "d"]]
+    there.update("de")
+    assert ready()
+    assert asked[2:] == [["c", "d"], ["e"]]
+    assert found == list("abcde")
+    assert ready()
+    assert len(asked) == 4
 
 
 @mostly_tcp

@@ -53,8 +53,10 @@ def test_any_manifest_s_roles_are_declared(tmp_path: Path) -> None:
 def test_a_manifest_is_read_once_and_forgotten_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run saves thousands of steps: what is known of those that are gone must not stay in memory."""
     reads = []
-    read = steps.read_manifest
-    monkeypatch.setattr(steps, "read_manifest", lambda role_dir: reads.append(role_dir.parent.name) or read(role_dir))
+    read = steps.read_manifest_summary
+    monkeypatch.setattr(
+        steps, "read_manifest_summary", lambda role_dir: reads.append(role_dir.parent.name) or read(role_dir)
+    )
     for step in range(1, 4):
         make(file_names.step_dir(tmp_path, step) / ROLE, step)
     for _ in range(3):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,43 @@ class _Opened:
     shards: dict[ShardKey, StoredShard]
     aliases: dict[ShardKey, ShardKey]
     kinds: dict[str, tuple[str, ...]]
-    regions: dict[ShardKey, Region]
+    alias_regions: dict[ShardKey, Region]
     beside: dict[ShardKey, tuple[StoredShard, ...]]
+
+    def region(self, key: ShardKey) -> Region | None:
+        shard = self.shards.get(key)
+        return self.alias_regions.get(key) if shard is None else shard.region
+
+
+@dataclass(frozen=True, eq=False)
+class _Holders:
+    """The files that hold each tensor.
+
+    The numbers of the files that hold tensor `position` are `numbers[starts[position] : starts[position + 1]]`. A list
+    for each of 100,000 tensors would take a good part of a second to make, most of it for garbage collections.
+    """
+
+    files: Sequence[FileRecord]
+    numbers: torch.Tensor
+    starts: torch.Tensor
+
+    @staticmethod
+    def among(files: Sequence[FileRecord], tensors: int) -> _Holders:
+        ends = list(chain.from_iterable(chain.from_iterable(file.holds for file in files)))
+        firsts, lasts = torch.tensor(ends, dtype=torch.int32).view(len(ends) // 2, 2).unbind(1)
+        counts = torch.tensor([len(file.holds) for file in files], dtype=torch.int32)
+        by_run = torch.repeat_interleave(torch.arange(len(files), dtype=torch.int32), counts)
+        lengths = lasts - firsts + 1
+        before = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
+        held = torch.repeat_interleave(firsts - before, lengths)
+        held += torch.arange(len(held), dtype=torch.int32)
+        held, order = torch.sort(held, stable=True)
+        starts = torch.searchsorted(held, torch.arange(tensors + 1, dtype=torch.int32))
+        return _Holders(files, torch.repeat_interleave(by_run, lengths)[order], starts)
+
+    def of(self, position: int) -> list[FileRecord]:
+        start, stop = self.starts[position : position + 2].tolist()
+        return [self.files[number] for number in self.numbers[start:stop].tolist()]
 
 
 class NativeReader:
@@ -134,7 +170,7 @@ class NativeReader:
             return {}  # without reading the indexes of all ranks
         for file in self.files(key):
             opened = self._open(file)
-            if opened.regions.get(key) == region and opened.beside.get(key):
+            if opened.beside.get(key) and opened.region(key) == region:
                 return {shard.key.kind: shard for shard in opened.beside[key]}
         return None if self.bound_kinds(key) else {}
 
@@ -195,7 +231,7 @@ class NativeReader:
         if position is None:
             return []
         model, optimizer = self._holders
-        return (model if key.kind in (MODEL, OPAQUE) else optimizer)[position]
+        return (model if key.kind in (MODEL, OPAQUE) else optimizer).of(position)
 
     def shards(self, key: ShardKey, files: Iterable[FileRecord]) -> list[StoredShard]:
         """Returns the key's shards in these files. Raises CheckpointCorruptError if an index is damaged."""
@@ -212,16 +248,13 @@ class NativeReader:
         return tuple(dict.fromkeys(kind for file in files for kind in self._open(file).kinds.get(name, ())))
 
     @cached_property
-    def _holders(self) -> tuple[list[list[FileRecord]], list[list[FileRecord]]]:
-        """The model files and the optimizer files that hold each tensor, in the order of the tensors' positions."""
-        model: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
-        optimizer: list[list[FileRecord]] = [[] for _ in self.manifest.tensors]
-        for file in self.manifest.files:
-            holders = optimizer if file.kind == "optimizer" else model
-            for first, last in file.holds:
-                for position in range(first, last + 1):
-                    holders[position].append(file)
-        return model, optimizer
+    def _holders(self) -> tuple[_Holders, _Holders]:
+        """The model files and the optimizer files that hold each tensor."""
+        optimizer = [file.kind == "optimizer" for file in self.manifest.files]
+        model = [not each for each in optimizer]
+        count = len(self.manifest.tensors)
+        model_files, optimizer_files = (list(compress(self.manifest.files, kind)) for kind in (model, optimizer))
+        return _Holders.among(model_files, count), _Holders.among(optimizer_files, count)
 
     def _alias(self, key: ShardKey, files: Iterable[FileRecord]) -> ShardKey | None:
         """Returns the key whose bytes this key shares, or None if these files list no alias for this key."""
@@ -231,7 +264,9 @@ class NativeReader:
         """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
 
         Each set is sorted by tensor-parallel rank, so that a tensor that is replicated over these ranks is read from
-        one file. The last set is for tensors that are cut in an unusual way.
+        one file. The last set is for tensors that are cut in an unusual way. Under the layout of the checkpoint, the
+        first set is this rank's own optimizer file, because a tensor's state is in the files of many data-parallel
+        ranks.
         """
         expert = is_expert(key.name)
         ranks = self.manifest.ranks
@@ -250,6 +285,9 @@ class NativeReader:
             if rank_of(file) * wanted_size < (rank + 1) * size and rank * size < (rank_of(file) + 1) * wanted_size
         ]
         sets = [near, ordered] if len(near) < len(ordered) else [near]
+        if now == self.manifest.topology:
+            own = [file for file in near if file.path == file_names.optimizer_file(*at.place)]
+            sets = [own, *sets] if own and len(near) > 1 else sets
         return [self._in_place(sets[0], position), *sets] if key.kind == OPAQUE and expert else sets
 
     def _in_place(self, files: Sequence[FileRecord], position: RankPosition) -> list[FileRecord]:
@@ -265,8 +303,7 @@ class NativeReader:
         if opened is None:
             index = self.folder.index(file)
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
-            regions = {shard.key: shard.region for shard in index.shards}
-            regions |= {alias.key: alias.region for alias in index.aliases}
+            regions = {alias.key: alias.region for alias in index.aliases}
             shards = {shard.key: shard for shard in index.shards}
             opened = _Opened(shards, aliases, _kinds(index.shards), regions, _beside(index.shards))
             self._opened[file.path] = opened

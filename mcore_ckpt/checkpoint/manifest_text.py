@@ -1,0 +1,209 @@
+"""Translates a manifest's record to the bytes of `manifest.json` and back, quickly for thousands of ranks.
+
+Most of a large manifest are the entries of its files, and most of such an entry are its `holds`. Many files hold the
+same tensors, so each distinct list of runs is encoded once and decoded once. Encoding and decoding make no large
+objects besides the result, and let other threads, such as the training, run in between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import le, lt, methodcaller
+from typing import Any
+
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.io.checksums import crc32
+
+# The tensors in a file: runs `(first, last)` of positions, `last` included.
+Holds = tuple[tuple[int, int], ...]
+
+_FILES, _CHECKSUM = "files", "crc32"
+# How many files' entries are joined at a time.
+_ENTRIES = 512
+# In the text that `encode` returns, no name contains an unescaped quote, so these find members of objects alone.
+_CHECKSUM_MEMBER = re.compile(rb',"crc32":([0-9]{1,10})(?=,)')
+# The members whose size grows, each from its name to the name of the next one.
+_LARGE_MEMBERS = (
+    (b',"files":[', b'],"format":'),
+    (b',"ranks":[', b'],"role":'),
+    (b',"tensors":[', b'],"topology":'),
+)
+_HOLDS_KEY = '"holds":'
+
+
+class _NotCanonicalError(Exception):
+    """The data are not exactly what `encode` returns for some record."""
+
+
+def encode(record: Mapping[str, Any], files: Sequence[tuple[Mapping[str, Any], Holds]]) -> bytes:
+    """Encodes a manifest as one line of canonical JSON with a checksum.
+
+    Args:
+        record: all members but `files` and `crc32`. At least one member is sorted before `crc32`.
+        files: for each file, its members but `holds`, and its `holds`. Only files with an `index` have `holds`.
+    """
+    head = fields.encode({key: value for key, value in record.items() if key < _CHECKSUM})[:-1]
+    middle = fields.encode({key: value for key, value in record.items() if _CHECKSUM < key < _FILES})[1:-1]
+    tail = fields.encode({key: value for key, value in record.items() if key > _FILES})[1:]
+    pieces = [b",", middle, b',"files":[', *_entries(files), b"],", tail]
+    checksum = crc32(head)
+    for piece in pieces:
+        checksum = crc32(piece, checksum)
+    return b"".join((head, b',"crc32":%d' % checksum, *pieces, b"\n"))
+
+
+def _entries(files: Sequence[tuple[Mapping[str, Any], Holds]]) -> Iterator[bytes]:
+    texts: dict[int, bytes] = {}
+    for start in range(0, len(files), _ENTRIES):
+        part = [_entry(members, holds, texts) for members, holds in files[start : start + _ENTRIES]]
+        yield (b"," if start else b"") + b",".join(part)
+
+
+def _entry(members: Mapping[str, Any], holds: Holds, texts: dict[int, bytes]) -> bytes:
+    entry = fields.encode(members)
+    if "index" not in members:
+        return entry
+    # Files that hold the same tensors have the same tuple, which is kept alive by the caller.
+    text = texts.get(id(holds))
+    if text is None:
+        text = texts[id(holds)] = fields.encode(holds)
+    # The members are sorted: crc32, holds, index and so on.
+    before, _, after = entry.partition(b',"index":')
+    return b'%s,"holds":%s,"index":%s' % (before, text, after)
+
+
+def decode(data: bytes) -> tuple[dict[str, Any], bool]:
+    """Decodes what `encode` has encoded. Returns the record, and whether its checksum is right.
+
+    In the record, each `holds` that `runs_of` would accept is already what `runs_of` returns, and files that hold the
+    same tensors share it. Other JSON is decoded, too, if it is in any form that has the same checksum.
+
+    Raises FieldError if the data are not a JSON object.
+    """
+    try:
+        return _decode_canonical(data), True
+    except (_NotCanonicalError, fields.FieldError):
+        record = fields.decode(data)
+    try:
+        found = crc32(fields.encode({key: value for key, value in record.items() if key != _CHECKSUM}))
+    except (ValueError, RecursionError) as error:
+        raise fields.FieldError(f"not JSON: {error}") from None
+    stored = record.get(_CHECKSUM)
+    return record, isinstance(stored, int) and found == stored
+
+
+def decode_summary(data: bytes) -> dict[str, Any] | None:
+    """Decodes the members whose size does not depend on the number of ranks, tensors and files.
+
+    Returns None if the data must be decoded completely, because they are damaged or are not what `encode` returns.
+    """
+    try:
+        _checked(data)
+    except _NotCanonicalError:
+        return None
+    left = data
+    for start, end in _LARGE_MEMBERS:
+        before, found, rest = left.partition(start)
+        _, is_closed, after = rest.partition(end)
+        if not (found and is_closed):
+            return None
+        left = before + end[1:] + after
+    try:
+        return fields.decode(left)
+    except fields.FieldError:
+        return None
+
+
+def _checked(data: bytes) -> int:
+    """Returns the checksum of data that `encode` may have returned. Raises _NotCanonicalError if it is not right."""
+    member = _CHECKSUM_MEMBER.search(data)
+    # Only characters that no name may have are escaped in this way.
+    if member is None or not data.endswith(b"}\n") or b"\\u" in data:
+        raise _NotCanonicalError
+    view = memoryview(data)
+    if crc32(view[member.end() : -1], crc32(view[: member.start()])) != int(member[1]):
+        raise _NotCanonicalError
+    return int(member[1])
+
+
+def _decode_canonical(data: bytes) -> dict[str, Any]:
+    checksum = _checked(data)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise _NotCanonicalError from None
+    short, in_order = _without_holds(text)
+    left = iter(in_order)
+
+    def put(constant: str) -> Holds:
+        found = next(left, None)
+        if found is None or constant != "NaN":
+            raise _NotCanonicalError
+        return found
+
+    record = fields.parse_text(short, put)
+    if next(left, None) is not None or record.get(_CHECKSUM) != checksum:
+        raise _NotCanonicalError
+    return record
+
+
+def _without_holds(text: str) -> tuple[str, list[Holds]]:
+    """Returns the text with NaN in place of the value of each `holds`, and these values in their order.
+
+    No other value in JSON is spelled like this, so a parser calls its function for NaN for exactly these values.
+    """
+    distinct: dict[str, Holds] = {}
+    in_order: list[Holds] = []
+    first, *parts = text.split(_HOLDS_KEY)
+    left = [first]
+    for part in parts:
+        end = 2 if part.startswith("[]") else part.find("]]") + 2
+        holds = distinct.get(part[:end])
+        if holds is None:
+            holds = distinct[part[:end]] = _parse_holds(part[:end])
+        in_order.append(holds)
+        left.append(part[end:])
+    return f"{_HOLDS_KEY}NaN".join(left), in_order
+
+
+def _parse_holds(text: str) -> Holds:
+    """Decodes a `holds` without making a list for each of its runs."""
+    if text == "[]":
+        return ()
+    runs = text[2:-2].split("],[")
+    if not text.startswith("[[") or set(map(methodcaller("count", ","), runs)) != {1}:
+        raise _NotCanonicalError
+    return _pairs(fields.parse_list(f"[{','.join(runs)}]"))
+
+
+def runs_of(items: Any) -> Holds:
+    """Returns the runs in a `holds`. Raises FieldError if it is not a list of pairs of non-negative integers."""
+    if isinstance(items, tuple):
+        return items  # decoded already
+    pairs = fields.as_list(items, "holds")
+    # All runs are checked together, because a checkpoint of many ranks has a million of them.
+    if not (set(map(type, pairs)) <= {list} and set(map(len, pairs)) <= {2}):
+        for pair in pairs:
+            if len(fields.as_ints(pair, "holds")) != 2:
+                raise fields.FieldError(f"'holds' has {fields.shown(pair)}, not [first, last]")
+    return _pairs(list(chain.from_iterable(pairs)))
+
+
+def _pairs(items: list[Any]) -> Holds:
+    numbers = fields.as_ints(items, "holds")
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def count_held(holds: Holds, count: int) -> int | None:
+    """Returns how many tensors there are in the runs; None if the runs do not ascend, or not below `count`.
+
+    In ascending runs no tensor is counted twice.
+    """
+    if not holds:
+        return 0
+    firsts, lasts = zip(*holds, strict=True)
+    if not (all(map(le, firsts, lasts)) and all(map(lt, lasts, firsts[1:])) and lasts[-1] < count):
+        return None
+    return sum(lasts) - sum(firsts) + len(holds)
