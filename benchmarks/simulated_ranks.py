@@ -33,6 +33,7 @@ from mcore_ckpt.formats.native import file_plan
 from mcore_ckpt.formats.native import folder as folders
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.formats.native.replica_shares import Share
+from mcore_ckpt.io.room import Need
 from mcore_ckpt.load.candidates import find_candidates
 from mcore_ckpt.load.together import names_left_over, positions_taken
 from mcore_ckpt.ranks import meeting
@@ -45,12 +46,15 @@ from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import commit, listing, tracker
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
-from mcore_ckpt.steps.transaction import commit_together, open_together
+from mcore_ckpt.steps.transaction import commit_together, open_together, record_of
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 600.0
 ROLE = "actor"
 SMALL_FILE_BYTES = 20_000
+
+# What a rank says of its files in the opening round.
+NEED = Need((10**9, 10**9, 40_000, 2_000), frozenset({"model/mp_rank_00_000", "optim", "rng_states", "extra_state"}))
 
 
 class Barrier(Protocol):
@@ -337,7 +341,7 @@ class Rank0:
     def _load(self) -> dict[str, Any]:
         case, trainer, found = self._case, self._trainer, {}
         self._barrier.wait()
-        listing._read_roles.cache_clear()
+        listing._heads.clear()
         phases = Phases()
         with phases.phase("candidates"):
             chosen = decide(
@@ -405,8 +409,8 @@ def plan_of_one_rank(role_dir: Path, model: Model, wanted: Layout) -> dict[str, 
         reader = NativeReader.open(role_dir)
         opened = time.perf_counter()
         located = _locate(Locator(reader, RankPosition(wanted.topology, at)), model_parts, held)
-        for path in {part.stored.file for each in located for part in each.reads}:
-            reader.folder.check(reader.file(path))
+        files = {part.stored.file for each in located for part in each.reads}
+        reader.folder.check([reader.file(path) for path in files])
     finally:
         folders.read_index = own
     return {
@@ -553,7 +557,7 @@ class Crowd:
     ) -> dict[str, Any]:
         topic, role_dir = f"saving step {step}", self.root / f"global_steps_{step}" / ROLE
         self.barrier.wait()
-        request = {"folder": str(role_dir), "busy": False, "failure": None}
+        request = {"folder": str(role_dir), "busy": False, "failure": None, "need": record_of(NEED)}
         opening = self._round(trainers, topic, None, lambda _: request)
         number = opening.outcome["attempt"]
         staging = file_names.staging_dir(role_dir, number)

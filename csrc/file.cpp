@@ -72,10 +72,23 @@ void File::reserve(std::uint64_t offset, std::uint64_t nbytes) {
 bool File::worth_another_try(int number, bool was_direct) const {
     if (number == EINTR) return true;
     if (number != EINVAL || !was_direct) return false;
-    const int flags = ::fcntl(descriptor_, F_GETFL);
-    if (flags < 0 || ::fcntl(descriptor_, F_SETFL, flags & ~O_DIRECT) != 0) return false;
-    direct_.store(false, std::memory_order_release);  // after fcntl: a thread that reads false relies on it
+    if (!open_again_without_direct()) return false;
+    direct_.store(false, std::memory_order_release);  // after that: a thread that reads false relies on it
     return true;
+}
+
+// Replaces what the descriptor stands for, so that threads that use it need not know. Changing its flags would not be
+// enough: a FUSE file system has passed O_DIRECT on to a file of its own, and only a new open reaches that one.
+bool File::open_again_without_direct() const {
+    const int flags = ::fcntl(descriptor_, F_GETFL);
+    if (flags < 0) return false;
+    // The file may have been renamed or deleted since it was opened, so it is not opened by its path.
+    const std::string same = "/proc/self/fd/" + std::to_string(descriptor_);
+    const int again = open_file(same, (flags & O_ACCMODE) | O_CLOEXEC);
+    if (again < 0) return ::fcntl(descriptor_, F_SETFL, flags & ~O_DIRECT) == 0;
+    const bool replaced = ::dup3(again, descriptor_, O_CLOEXEC) >= 0;
+    ::close(again);
+    return replaced;
 }
 
 void File::write(const void* data, std::size_t nbytes, std::uint64_t offset) {

@@ -80,6 +80,7 @@ class File {
 
   private:
     bool worth_another_try(int number, bool was_direct) const;
+    bool open_again_without_direct() const;
 
     const std::string path_;
     int descriptor_ = -1;

@@ -60,6 +60,7 @@ from mcore_ckpt.steps.room import RoomWatch, Saving
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import EarlierSaveError, open_together
 from mcore_ckpt.steps.upload_queue import UploadQueue
+from mcore_ckpt.tools.doctor.start_line import log_root
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,8 @@ class CheckpointManager:
             raise
         lock = TrainerLock(trainer.root, role)
         trainer = _set_up_together(trainer, remote, lock)
+        if agreement.is_coordinator:
+            log_root(trainer.root)
         self._trainer = trainer
         self._remote = remote
         self._context = SaveContext(

@@ -40,6 +40,7 @@ _ROLE_LENGTH = 128
 # Matches the names of working folders of roles and of exported models. A model can have any name ("Qwen2.5-7B").
 _ROLE_WORK_DIR = re.compile(r"\.([^/]+)\.(staging|replaced|uploading)-([0-9a-f]+)")
 _DELETED_DIR = re.compile(r"\.deleted-" + _STEP_PREFIX + r"[0-9]+-[0-9a-f]+")
+_TRIAL_DIR = re.compile(r"\.doctor-[0-9a-f]+")
 _TRAINER_FILE = re.compile(r"\.([^./]+)\.trainer\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 _TRACKER = re.compile(r"[0-9]{1,18}")
@@ -204,6 +205,16 @@ def is_attempt(name: str) -> bool:
 def is_deleted_dir(name: str) -> bool:
     """Returns True for the name of a folder whose step is being deleted."""
     return _DELETED_DIR.fullmatch(name) is not None
+
+
+def trial_dir(root: Path, attempt: str) -> Path:
+    """Returns the folder in which `mcore-ckpt doctor` tries what the file system can do."""
+    return root / f".doctor-{attempt}"
+
+
+def is_trial_dir(name: str) -> bool:
+    """Returns True for the name of a folder in which `mcore-ckpt doctor` tries what the file system can do."""
+    return _TRIAL_DIR.fullmatch(name) is not None
 
 
 def is_tracker_under_way(name: str) -> bool:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from mcore_ckpt.io.mounts import mount_of
 from mcore_ckpt.io.quotas import quotas_of
 
 # Types of file systems (statfs(2), linux/magic.h).
@@ -166,7 +167,8 @@ def room_of(folder: Path) -> Room:
 def _room_of(descriptor: int, folder: Path) -> Room:
     space, status, kind = os.fstatvfs(descriptor), os.fstat(descriptor), _type_of(descriptor)
     rights = _Rights.of_this_thread()
-    options = _mount_options(status.st_dev)
+    mount = mount_of(folder)
+    options = {} if mount is None else mount.options
     quotas = list(quotas_of(descriptor, options, without_0=kind == _XFS))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
@@ -224,18 +226,6 @@ def _own_blocks(device: int) -> int:
         name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
         return int(Path(f"/sys/fs/ext4/{name}/reserved_clusters").read_text())
     return 0
-
-
-def _mount_options(device: int) -> Mapping[str, str]:
-    """Returns the options of a mounted file system, such as {"resuid": "1000", "grpid": ""}."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            mount, _, system = line.partition(" - ")
-            if mount.split()[2] == wanted:
-                options = [*mount.split()[5].split(","), *system.split()[-1].split(",")]
-                return {name: value for name, _, value in (option.partition("=") for option in options)}
-    return {}
 
 
 # -- rights -----------------------------------------------------------------------------------------------------

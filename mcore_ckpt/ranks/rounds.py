@@ -71,6 +71,11 @@ class Agreement:
         """True on rank 0, which decides in each round."""
         return self.rank == 0
 
+    @property
+    def timeout_s(self) -> float:
+        """The timeout of each wait, in seconds."""
+        return self._timeout_s
+
     def begin(self, topic: str, name: str | None = None, timeout_s: float | None = None) -> Round:
         """Begins the next round.
 

@@ -145,7 +145,7 @@ def publish(staging: Path, role_dir: Path, attempt: str) -> None:
             # process moved it.
             with suppress(OSError):
                 write_owner(role_dir)
-        if not _exchange(staging, role_dir):
+        if not exchange(staging, role_dir):
             _rename_in_turn(staging, role_dir, replaced)
     # The checkpoint is in place, so later failures are only logged and do not fail the save.
     try:
@@ -174,7 +174,7 @@ def _rename_new(staging: Path, role_dir: Path) -> bool:
     return True
 
 
-def _exchange(first: Path, second: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Swaps two folders in one system call. Returns False if the file system or the C library cannot do that."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):

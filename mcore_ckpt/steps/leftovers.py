@@ -32,6 +32,9 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         if file_names.is_deleted_dir(entry.name):
             if is_deleted_for_good(entry, alone):
                 remove_folder(entry)
+        elif file_names.is_trial_dir(entry.name):
+            if is_leftover(entry, alone):
+                remove_folder(entry)
         elif alone and (
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
         ):
@@ -66,6 +69,7 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """
     found = [entry for entry in entries(root) if file_names.is_deleted_dir(entry.name)]
     found = [entry for entry in found if is_deleted_for_good(entry, alone=False)]
+    found += [entry for entry in entries(root) if file_names.is_trial_dir(entry.name) and is_leftover(entry, False)]
     for entry, work in work_folders(root):
         beside_step = entry.parent == root  # then its name does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):

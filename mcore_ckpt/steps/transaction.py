@@ -74,7 +74,7 @@ def open_together(
         commit.open_staging(role_dir, number)
         return {"attempt": number}
 
-    request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": _record_of(need)}
+    request = {"folder": str(role_dir), "busy": busy, "failure": failure, "need": record_of(need)}
     try:
         outcome = decide(agreement, topic, lambda: request, combine, CommitError)
     except Exception:
@@ -85,7 +85,8 @@ def open_together(
     return Attempt(outcome["attempt"], file_names.staging_dir(role_dir, outcome["attempt"]), role_dir)
 
 
-def _record_of(need: Need) -> Record:
+def record_of(need: Need) -> Record:
+    """Returns a need as JSON values, which a rank can send."""
     return {"sizes": list(need.sizes), "folders": sorted(need.folders), "loose": need.loose}
 
 

@@ -1,4 +1,4 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune.
+"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune, doctor.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
@@ -10,6 +10,7 @@ __all__ = [
     "convert",
     "convert_native",
     "convert_torch_dist",
+    "doctor",
     "find",
     "merge",
     "prune",

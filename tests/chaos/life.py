@@ -114,7 +114,7 @@ def run_rank(life: Life, rank: int, ready: int) -> NoReturn:
     report: dict[str, Any] = {"error": None, "in": "setting up"}
     try:
         if not life.exchange:
-            commit._exchange = lambda first, second: False
+            commit.exchange = lambda first, second: False
         _live(life, rank, ready, watch, report)
         report["in"] = ""
     except BaseException as error:

@@ -43,7 +43,7 @@ from mcore_ckpt.steps.owner import Owner, read_owner
 def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With and without renameat2's exchange."""
     if request.param == "two renames":
-        monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     return str(request.param)
 
 
@@ -101,7 +101,7 @@ def test_this_file_system_can_exchange(tmp_path: Path) -> None:
     """Else the tests of the exchange above are tests of the two renames."""
     for name in ("first", "second"):
         (tmp_path / name / name).mkdir(parents=True)
-    if not commit._exchange(tmp_path / "first", tmp_path / "second"):
+    if not commit.exchange(tmp_path / "first", tmp_path / "second"):
         pytest.skip("no renameat2 with RENAME_EXCHANGE here")
     assert (tmp_path / "first" / "second").is_dir()
     assert (tmp_path / "second" / "first").is_dir()
@@ -111,12 +111,12 @@ def test_an_exchange_that_fails_is_an_error(tmp_path: Path) -> None:
     """Only a file system that cannot do it may lead to the two renames, not, say, a folder that is gone."""
     (tmp_path / "first").mkdir()
     with pytest.raises(FileNotFoundError):
-        commit._exchange(tmp_path / "first", tmp_path / "missing")
+        commit.exchange(tmp_path / "first", tmp_path / "missing")
 
 
 def test_a_second_rename_that_fails_puts_the_old_one_back(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process goes on, and so may its loads: the next start's sweep comes too late for them."""
-    monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     make(role_dir, 3)
     staging, attempt = stage(role_dir, 4)
     rename = os.rename
@@ -174,7 +174,7 @@ def test_a_crash_between_the_two_renames(
     own(staging, dead_owner(dead_pid))
     rename = os.rename
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "_exchange", lambda first, second: False)
+        patch.setattr(commit, "exchange", lambda first, second: False)
         patch.setattr(os, "rename", lambda a, b: crash() if a == staging else rename(a, b))
         with pytest.raises(Crash):
             commit.publish(staging, role_dir, attempt)

@@ -25,7 +25,7 @@ NAMES = ("global_steps_{}", "global_step_{}", "checkpoint-{}")
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "two renames":
-        monkeypatch.setattr(commit, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(commit, "exchange", lambda first, second: False)
     return request.param
 
 
@@ -195,7 +195,7 @@ def killed(*args: object) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("point", ["_exchange", "remove_replaced"])
+@pytest.mark.parametrize("point", ["exchange", "remove_replaced"])
 def test_folders_of_others_survive_a_kill_around_the_exchange(
     point: str, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +205,7 @@ def test_folders_of_others_survive_a_kill_around_the_exchange(
     (folder / "dist_ckpt" / "x").write_text("x")
     staging, attempt = stage(folder, 2)
     with monkeypatch.context() as patch:
-        if point == "_exchange" and way == "two renames":
+        if point == "exchange" and way == "two renames":
             patch.setattr(commit, "_rename_in_turn", killed)
         else:
             patch.setattr(commit, point, killed)
@@ -216,7 +216,7 @@ def test_folders_of_others_survive_a_kill_around_the_exchange(
         if file_names.parse_work_dir(work.name):
             own(work, dead_owner(2**22 + 1))
     leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
-    assert read_version(folder) == (1 if point == "_exchange" else 2)
+    assert read_version(folder) == (1 if point == "exchange" else 2)
     assert (folder / "dist_ckpt" / "x").read_text() == "x"
 
 
@@ -252,14 +252,14 @@ def test_a_file_that_its_writer_has_replaced_meanwhile(tmp_path: Path, monkeypat
     make(folder, 1)
     (folder / "data_0.pt").write_text("old")
     staging, attempt = stage(folder, 2)
-    exchange = commit._exchange
+    exchange = commit.exchange
 
     def after_the_links(first: Path, second: Path) -> bool:
         (folder / "new").write_text("new")
         os.replace(folder / "new", folder / "data_0.pt")
         return exchange(first, second)
 
-    monkeypatch.setattr(commit, "_exchange", after_the_links)
+    monkeypatch.setattr(commit, "exchange", after_the_links)
     commit.publish(staging, folder, attempt)
     assert (folder / "data_0.pt").read_text() == "new"
 

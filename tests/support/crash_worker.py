@@ -158,7 +158,7 @@ def run_rank(job: Job, rank: int, listener: socket.socket | None) -> None:
     watch = Watch(job.kill_at if rank == job.victim else "", job.kill_count)
     try:
         if not job.exchange:
-            commit._exchange = lambda first, second: False
+            commit.exchange = lambda first, second: False
         store = _connect(job, rank, listener)
         # A wait blocks its client: a thread that ends a save has its own.
         commits_store = store.clone() if job.background else store

@@ -1,0 +1,164 @@
+"""`mcore-ckpt doctor`: tries what the file system of a folder can do, on one host or on all hosts of a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path, torchrun_variables
+from mcore_ckpt.errors import AgreementError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.ranks import Agreement
+    from mcore_ckpt.tools.doctor.examine import Report
+    from mcore_ckpt.tools.doctor.findings import Finding
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Tries what saving and loading rely on, in a hidden folder below ROOT that it removes, and measures speed and free room.
+Shows what works, what is emulated and at what cost, and what to change. Under torchrun all ranks take part, and show
+whether they see one file system, each other's locks and the same time. The exit status is 0 if checkpoints can be saved
+in ROOT, 1 if not, and 2 if there is no such folder."""
+
+_STYLES = {"fine": "", "emulated": "yellow", "slow": "yellow", "risk": "yellow", "bad": "red"}
+
+
+def add_to(subparsers: Subparsers) -> None:
+    """Adds the parser of `doctor`."""
+    parser = subparsers.add_parser("doctor", help="try what a folder's file system can do", description=DESCRIPTION)
+    parser.add_argument("root", type=expanded_path, metavar="ROOT", help="folder of steps")
+    parser.add_argument(
+        "--megabytes",
+        type=_megabytes,
+        default=256,
+        metavar="N",
+        help="size of the two files that measure the speed; less if the room is small; 0: not measured (256 if not "
+        "given)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long ranks wait for each other (60 if not given)",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def _megabytes(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: use 0 or more")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examines a folder. Returns 0 if checkpoints can be saved there, otherwise 1."""
+    if args.timeout <= 0:
+        raise InvalidArgumentError(f"--timeout {args.timeout:g}: use more than 0 seconds")
+    with _cleaning_up_at_sigterm():
+        report = _examine(args.root.absolute(), args)
+    if report is None:
+        return 0  # rank 0 reports
+    if args.json:
+        print(json.dumps(_as_json(report)))
+    else:
+        _show(report)
+    return 0 if report.is_usable else 1
+
+
+def _examine(root: Path, args: argparse.Namespace) -> Report | None:
+    """Returns the report on rank 0, None on the other ranks."""
+    from mcore_ckpt.ranks import single_process_agreement
+    from mcore_ckpt.tools.doctor.examine import examine
+
+    try:
+        with _agreement(args.timeout) as agreement:
+            if agreement.world_size == 1:
+                check_is_folder(root)
+            return examine(root, agreement, args.megabytes)
+    except AgreementError as error:
+        if os.environ.get("RANK") != "0":
+            raise
+        # The ranks have not met. Rank 0 examines the folder alone, and reports what it knows of the others.
+        check_is_folder(root)
+        return examine(root, single_process_agreement("doctor", args.timeout), args.megabytes, error)
+
+
+@contextmanager
+def _cleaning_up_at_sigterm() -> Iterator[None]:
+    """Lets SIGTERM, by which torchrun ends all ranks if one has failed, end this process like Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _agreement(timeout_s: float) -> Iterator[Agreement]:
+    """Yields the agreement of the processes that torchrun started, or of a single process."""
+    from mcore_ckpt.ranks import single_process_agreement
+    from mcore_ckpt.tools.doctor.job import job_agreement
+
+    with torchrun_variables():
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield single_process_agreement("doctor", timeout_s)
+        return
+    with torchrun_variables():
+        job = job_agreement(os.environ, timeout_s)
+    with job as agreement:
+        yield agreement
+
+
+def _show(report: Report) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(finding.topic) for finding in report.findings)
+    console.print(str(report.root), markup=False)
+    for finding in report.findings:
+        line = f"{finding.severity:8}  {finding.topic:{width}}  {_where(report, finding)}{finding.fact}"
+        console.print(line, style=_STYLES[finding.severity], markup=False)
+        for word, text in (("cost", finding.cost), ("change", finding.advice)):
+            if text:
+                console.print(f"{'':8}  {'':{width}}  {word}: {text}", markup=False)
+    counts = [
+        f"{sum(finding.severity == name for finding in report.findings)} {name}"
+        for name in _STYLES
+        if any(finding.severity == name for finding in report.findings)
+    ]
+    verdict = "checkpoints can be saved here" if report.is_usable else "checkpoints CANNOT be saved here"
+    console.print(f"{verdict}: {', '.join(counts)}", markup=False)
+
+
+def _where(report: Report, finding: Finding) -> str:
+    """Names the ranks that a finding is about, with their hosts; nothing if it is about all."""
+    if not finding.ranks:
+        return ""
+    names = [f"{rank} ({report.hosts[rank]})" if rank < len(report.hosts) else str(rank) for rank in finding.ranks[:8]]
+    more = f" and {len(finding.ranks) - 8} more" if len(finding.ranks) > 8 else ""
+    return f"rank {', '.join(names)}{more}: "
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    """Returns the report as JSON values."""
+    return {
+        "root": str(report.root),
+        "usable": report.is_usable,
+        "ranks": report.ranks,
+        "hosts": list(report.hosts),
+        "mount": None if report.mount is None else asdict(report.mount),
+        "findings": [finding.as_record() for finding in report.findings],
+    }

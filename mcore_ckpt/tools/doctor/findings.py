@@ -1,0 +1,97 @@
+"""Defines what the doctor finds out about a root, and how bad it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Severity(StrEnum):
+    """How bad a finding is, the harmless ones first.
+
+    FINE: it works. EMULATED: it does not work, and something slower or weaker replaces it. SLOW: it works, but slower
+    than this machine could. RISK: it works, but a failure that this package otherwise survives can lose checkpoints.
+    BAD: checkpoints cannot be saved here.
+    """
+
+    FINE = "fine"
+    EMULATED = "emulated"
+    SLOW = "slow"
+    RISK = "risk"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that the doctor has found out.
+
+    Attributes:
+        topic: what was examined, in a few words; the same in all runs, so that programs can look for it.
+        severity: how bad it is.
+        fact: what was found.
+        cost: what it costs; empty if nothing.
+        advice: what to change; empty if nothing.
+        values: measured numbers.
+        ranks: the ranks that it is true for; empty for all.
+    """
+
+    topic: str
+    severity: Severity
+    fact: str
+    cost: str = ""
+    advice: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Finding:
+        """Returns the finding that `as_record` has turned into this record."""
+        return Finding(**{**record, "severity": Severity(record["severity"]), "ranks": tuple(record["ranks"])})
+
+    def as_record(self) -> dict[str, Any]:
+        """Returns the finding as JSON values."""
+        return asdict(self) | {"severity": str(self.severity), "ranks": list(self.ranks)}
+
+
+def fine(topic: str, fact: str, **values: float) -> Finding:
+    """Returns a finding that something works."""
+    return Finding(topic, Severity.FINE, fact, values=values)
+
+
+def worst(findings: Iterable[Finding]) -> Severity:
+    """Returns the severity of the worst finding; FINE if there is none."""
+    order = list(Severity)
+    return max((finding.severity for finding in findings), key=order.index, default=Severity.FINE)
+
+
+def merged(by_rank: Mapping[int, Iterable[Finding]]) -> list[Finding]:
+    """Returns the findings of several ranks, the same ones only once, each with the ranks that it is true for.
+
+    A finding of all these ranks has no ranks. The order is that of the first rank.
+    """
+    found: dict[str, list[tuple[Finding, list[int]]]] = {}
+    for rank, findings in by_rank.items():
+        for finding in findings:
+            alike = found.setdefault(finding.topic, [])
+            match = next((ranks for other, ranks in alike if _same(other, finding)), None)
+            if match is None:
+                alike.append((finding, [rank]))
+            else:
+                match.append(rank)
+    return [
+        finding if len(ranks) == len(by_rank) else replace(finding, ranks=tuple(ranks))
+        for alike in found.values()
+        for finding, ranks in alike
+    ]
+
+
+def _same(first: Finding, second: Finding) -> bool:
+    # Measured numbers are in the facts, so the values are compared only by being in equal facts.
+    return (first.severity, first.fact, first.cost, first.advice) == (
+        second.severity,
+        second.fact,
+        second.cost,
+        second.advice,
+    )
