@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import os
 import random
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,14 +52,19 @@ class Crashes:
     needed_by: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list), init=False)
     _names: list[Names] = field(default_factory=list, init=False)
     _data: dict[Node, list[Bytes | Length]] = field(default_factory=lambda: defaultdict(list), init=False)
-    _digests: dict[tuple[Node, tuple[int, ...], bool], bytes] = field(default_factory=dict, init=False)
+    _all_data: list[tuple[int, Node]] = field(default_factory=list, init=False)
+    _numbers: list[int] = field(default_factory=list, init=False)
+    _marks: list[Mark] = field(default_factory=list, init=False)
+    _digests: dict[tuple[Node, int, tuple[int, ...], bool], bytes] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.changes = tuple(event for event in self.trace.events if not isinstance(event, Sync | Mark))
+        self._numbers = [change.number for change in self.changes]
         waiting: dict[Node, list[int]] = defaultdict(list)
         last: dict[object, int] = {}
         for event in self.trace.events:
             if isinstance(event, Mark):
+                self._marks.append(event)
                 continue
             if isinstance(event, Sync):
                 if event.number not in self.left_out:
@@ -78,15 +84,20 @@ class Crashes:
                 self._names.append(event)
             else:
                 self._data[event.node].append(event)
+                self._all_data.append((event.number, event.node))
 
     # -- which states ------------------------------------------------------------------------------------------
 
     def durable(self, at: int) -> frozenset[int]:
-        return frozenset(change.number for change in self.changes if self.durable_at[change.number] <= at)
+        """The changes that no crash can undo any more when `at` events have happened."""
+        return frozenset(number for number in self._before(at) if self.durable_at[number] <= at)
 
     def pending(self, at: int) -> list[int]:
         """The changes before `at` that may be lost."""
-        return [c.number for c in self.changes if c.number < at < self.durable_at[c.number]]
+        return [number for number in self._before(at) if self.durable_at[number] > at]
+
+    def _before(self, at: int) -> list[int]:
+        return self._numbers[: bisect_left(self._numbers, at)]
 
     def points(self) -> list[int]:
         """The moments at which most may be lost: before each sync and mark, and at the end."""
@@ -107,8 +118,8 @@ class Crashes:
             recent = [number for number in pending if number >= before]
             older = frozenset(pending) - frozenset(recent)
             for at in range(before, point):
-                yield CrashState(at, frozenset(change.number for change in self.changes if change.number < at))
-                yield CrashState(at, self.durable(at))
+                yield CrashState(at, frozenset(self._before(at)))
+            yield CrashState(point, durable)
             if len(recent) <= EXHAUSTIVE:
                 for count in range(len(recent) + 1):
                     for chosen in itertools.combinations(recent, count):
@@ -196,13 +207,13 @@ class Crashes:
             if number not in gone:
                 gone.add(number)
                 todo += self.needed_by.get(number, ())
-        return frozenset(c.number for c in self.changes if c.number < at and c.number not in gone)
+        return frozenset(self._before(at)) - gone
 
     # -- what a state is ---------------------------------------------------------------------------------------
 
     def marks(self, state: CrashState) -> list[str]:
         """The texts that the program had written before power was lost."""
-        return [event.text for event in self.trace.events[: state.at] if isinstance(event, Mark)]
+        return [mark.text for mark in self._marks[: bisect_left(self._marks, state.at, key=lambda mark: mark.number)]]
 
     def folders(self, state: CrashState) -> dict[Node, dict[str, Node]]:
         found = {node: dict(names) for node, names in self.trace.before.folders.items()}
@@ -219,6 +230,10 @@ class Crashes:
     def digest(self, state: CrashState) -> bytes:
         """The same for states that no program can tell apart."""
         total = hashlib.sha256()
+        lost: dict[Node, list[int]] = defaultdict(list)
+        for number, node in self._data_before(state.at):
+            if number not in state.applied:
+                lost[node].append(number)
         for path, node in self._walk(self.folders(state)):
             total.update(f"{path}\0".encode())
             if node in self.trace.folders:
@@ -226,7 +241,7 @@ class Crashes:
             elif node in self.trace.links:
                 total.update(self.trace.links[node].encode())
             else:
-                total.update(self._content_digest(node, state))
+                total.update(self._content_digest(node, state, tuple(lost.get(node, ()))))
         return total.digest()
 
     def write(self, state: CrashState, folder: Path) -> None:
@@ -248,26 +263,25 @@ class Crashes:
             if node in self.trace.folders:
                 yield from self._walk(folders, node, f"{base}{name}/")
 
-    def _key(self, node: Node, state: CrashState) -> tuple[Node, tuple[int, ...], bool]:
-        applied = tuple(change.number for change in self._data.get(node, ()) if change.number in state.applied)
-        return node, applied, state.garbage
+    def _data_before(self, at: int) -> list[tuple[int, Node]]:
+        return self._all_data[: bisect_left(self._all_data, (at, 0))]
 
-    def _content_digest(self, node: Node, state: CrashState) -> bytes:
-        key = self._key(node, state)
+    def _content_digest(self, node: Node, state: CrashState, lost: tuple[int, ...]) -> bytes:
+        """The digest of a file's bytes, of which the changes `lost` before the crash are missing."""
+        count = bisect_left(self._data.get(node, ()), state.at, key=lambda change: change.number)
+        key = (node, count, lost, state.garbage)
         if key not in self._digests:
             self._digests[key] = hashlib.sha256(self.content(node, state)).digest()
         return self._digests[key]
 
     def content(self, node: Node, state: CrashState) -> bytes:
         """The bytes of a file."""
-        _, applied, garbage = self._key(node, state)
         content = bytearray(self.trace.before.files.get(node, b""))
         longest = max([len(content), *(c.nbytes for c in self._data.get(node, ()) if isinstance(c, Length))])
         nbytes = len(content)
-        content += (b"\xa5" if garbage else b"\0") * (longest - len(content))
-        wanted = set(applied)
+        content += (b"\xa5" if state.garbage else b"\0") * (longest - len(content))
         for change in self._data.get(node, ()):
-            if change.number not in wanted:
+            if change.number not in state.applied:
                 continue
             if isinstance(change, Length):
                 content[change.nbytes :] = (
