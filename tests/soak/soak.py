@@ -32,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from arithmetic import compile_nothing
 from flatness import judge
 from lives import (
     bury,
@@ -308,6 +309,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    compile_nothing()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, _log(arguments.log) as tell:
         soak = Soak(str(arguments.seed), Path(folder, "soak"), arguments.minutes, tuple(arguments.leak))
         tell(f"seed {arguments.seed}, {arguments.minutes:g} minutes")
