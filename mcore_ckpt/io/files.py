@@ -104,28 +104,31 @@ def replace_file(path: Path, data: bytes) -> None:
 
     Raises OSError.
     """
-    with _temporary_file(path, data) as temporary:
+    with _temporary_file(path, data, lambda temporary, data: write_file(temporary, [data])) as temporary:
         os.replace(temporary, path)
     sync_dir(path.parent)
 
 
 def claim_file(path: Path, data: bytes) -> None:
-    """Makes a small file atomically. Raises FileExistsError if the file exists, and OSError for any other failure."""
-    with _temporary_file(path, data) as temporary:
+    """Makes a small file atomically, but not durably: after a power loss, it may be missing, empty or damaged.
+
+    Raises FileExistsError if the file exists, and OSError for any other failure.
+    """
+    with _temporary_file(path, data, write_hint) as temporary:
         try:
             os.link(temporary, path)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                 raise
-            write_file(path, [data])  # This file system has no hard links, so the file is not made atomically.
+            write_hint(path, data)  # This file system has no hard links, so the file is not made atomically.
 
 
 @contextmanager
-def _temporary_file(path: Path, data: bytes) -> Iterator[Path]:
+def _temporary_file(path: Path, data: bytes, write: Callable[[Path, bytes], None]) -> Iterator[Path]:
     """Writes a temporary file beside `path`, yields its path, and finally deletes the file if it is still there."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        write_file(temporary, [data])
+        write(temporary, data)
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)  # Otherwise each try on a full disk would leave a file behind.

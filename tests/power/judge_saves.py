@@ -27,11 +27,12 @@ from trace_of_files import Mark  # noqa: E402
 from training import Layout, Training, build, parallel  # noqa: E402
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
+from mcore_ckpt.checkpoint import file_names  # noqa: E402
 from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
 from mcore_ckpt.ranks import hosts  # noqa: E402
 from mcore_ckpt.recover import recover  # noqa: E402
 from mcore_ckpt.steps import owner, tracker, trainer_lock  # noqa: E402
-from mcore_ckpt.steps.listing import complete_steps, list_steps  # noqa: E402
+from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps  # noqa: E402
 from mcore_ckpt.tools.verify import verify  # noqa: E402
 
 ALONE = Layout(1, hidden_size=HIDDEN, precision="bf16")
@@ -49,7 +50,7 @@ class Expected:
         attempts: the attempt that each step must have.
         acked: the step that was saved last.
         pinned, pinning: the steps that are pinned, and those that may be or not.
-        foreign: a file of another program, which must stay.
+        foreign: files of another program, which must stay in FOREIGN_STEP.
         next_keeps, next_attempts: the same if the save that was under way has been committed; None without one.
     """
 
@@ -58,7 +59,7 @@ class Expected:
     acked: int | None = None
     pinned: frozenset[int] = frozenset()
     pinning: frozenset[int] = frozenset()
-    foreign: str | None = None
+    foreign: tuple[str, ...] = ()
     saving: int | None = None
     next_keeps: frozenset[int] = frozenset()
     next_attempts: dict[int, str] = field(default_factory=dict)
@@ -78,7 +79,7 @@ def expected(marks: Collection[str], later: Collection[str]) -> Expected:
             saving=said.get("begun", found.saving),
             pinned=frozenset(said.get("pinned", found.pinned)),
             pinning=frozenset(said.get("pinning", ())),
-            foreign=said.get("foreign", found.foreign),
+            foreign=tuple(said.get("foreign", found.foreign)),
         )
     if found.saving is None:
         return found
@@ -145,9 +146,12 @@ class Judge:
             pinned = {status.step for status in list_steps(self.root) if status.pinned and status.step in found}
             if (pinned ^ allowed.pinned) - allowed.pinning:
                 yield f"steps {pinned} are pinned"
-            for status in list_steps(self.root) if allowed.foreign is not None else ():
-                if status.step == FOREIGN_STEP and not (status.role_dir(ROLE) / allowed.foreign).is_file():
-                    yield f"{allowed.foreign} is lost"
+            for status in list_steps(self.root, FOREIGN_STEP):
+                for name in allowed.foreign:
+                    # What can be linked, files, are in the role's folder at all times.
+                    places = [status.role_dir(ROLE)] if "/" not in name else _places(status)
+                    if not any((folder / name).is_file() for folder in places):
+                        yield f"{name} is lost"
             newest = max(found, default=None)
             if found:
                 poison(self._training)
@@ -211,6 +215,14 @@ def _differences(found: Mapping[int, str], allowed: Expected) -> Iterator[str]:
     for step, attempt in found.items():
         if attempts.get(step) != attempt:
             yield f"step {step} is of another save"
+
+
+def _places(status: StepStatus) -> Iterator[Path]:
+    """Where a folder of another program may be: with the role, or where it was, from which the next save moves it."""
+    yield status.role_dir(ROLE)
+    for entry in status.path.iterdir():
+        if file_names.parse_work_dir(entry.name) is not None:
+            yield entry
 
 
 def digest(state: Snapshot) -> str:

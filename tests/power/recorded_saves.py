@@ -57,6 +57,14 @@ class Saver:
         return file_names.step_dir(self.root, step) / "actor"
 
 
+def write_in_folder(folder: Path) -> None:
+    """Makes a folder with a file, durably. No link can be made to it."""
+    folder.mkdir()
+    write_file(folder / "x", [b"x"])
+    sync_dir(folder)
+    sync_dir(folder.parent)
+
+
 def run_rank(rank: int, folder: Path) -> None:
     tuning.SHARE_BYTES = tuning.WRITE_BYTES = 4096
     name_syncs()
@@ -71,11 +79,12 @@ def run_rank(rank: int, folder: Path) -> None:
             data = saver.role_dir(3) / "data.pt"
             write_file(data, [b"a trainer's own file"])
             sync_dir(data.parent)
-            mark(foreign=data.name)
+            mark(foreign=[data.name])
         dist.barrier()
         saver.save(3, [2, 3])
         if rank == 0:
-            (data.parent / "folder").mkdir()
+            write_in_folder(data.parent / "folder")
+            mark(foreign=[data.name, "folder/x"])
         commit._exchange = lambda first, second: False
         dist.barrier()
         saver.save(3, [2, 3])
@@ -87,7 +96,7 @@ def run_rank(rank: int, folder: Path) -> None:
         saver.save(4, [2, 3, 4])
         saver.save(5, [2, 4, 5])
         if rank == 0:
-            mark(foreign=None, pinning=[2])
+            mark(foreign=[], pinning=[2])
             unpin(saver.root, 2)
             mark(pinned=[], keeps=[5])
             prune(saver.root, PreservationPolicy(max_to_keep=1))
