@@ -398,11 +398,11 @@ def plan_of_one_rank(role_dir: Path, model: Model, wanted: Layout) -> dict[str, 
     held = wanted.optimizer_parts(model_parts, at)
     read: list[int] = []
 
-    def read_index(role_dir: Path, record: Any) -> Any:
+    def read_entries(role_dir: Path, record: Any) -> Any:
         read.append(record.index.size)
         return own(role_dir, record)
 
-    own, folders.read_index = folders.read_index, read_index
+    own, folders.read_entries = folders.read_entries, read_entries
     base = reset_peak_memory()
     start, clock = time.perf_counter(), time.thread_time()
     try:
@@ -412,7 +412,7 @@ def plan_of_one_rank(role_dir: Path, model: Model, wanted: Layout) -> dict[str, 
         files = {part.stored.file for each in located for part in each.reads}
         reader.folder.check([reader.file(path) for path in files])
     finally:
-        folders.read_index = own
+        folders.read_entries = own
     return {
         "wall_s": time.perf_counter() - start,
         "cpu_s": time.thread_time() - clock,

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.index import FileIndex, decode_index
+from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import (
     FileRecord,
+    IndexPlace,
     Manifest,
     ManifestSummary,
     NewerFormatError,
@@ -134,27 +136,46 @@ def _opened(path: Path, record: FileRecord) -> Iterator[int]:
 
 
 def read_index(role_dir: Path, record: FileRecord) -> FileIndex:
-    """Reads a file's index and checks its checksum and numbers. Raises CheckpointCorruptError."""
+    """Reads a file's index and checks its checksum and all numbers in it. Raises CheckpointCorruptError."""
     path = role_dir / record.path
-    assert record.index is not None
-    check_size(path, "an index", record.index.size, limits.INDEX_BYTES)
-    with open_file(role_dir, record) as descriptor:
-        data = read_exact(descriptor, record.index.size, record.index.offset, path)
-    return parse_index(data, record, path)
-
-
-def parse_index(data: bytes, record: FileRecord, path: Path | str) -> FileIndex:
-    """Decodes the bytes of an index, and checks them as `read_index` does. Errors name `path`."""
-    assert record.index is not None
-    if crc32(data) != record.index.crc32:
-        raise CheckpointCorruptError(
-            f"{path}: the index at byte {record.index.offset} has a wrong CRC: the index is damaged, or belongs to "
-            "another file"
-        )
+    data, place = _index_data(role_dir, record), _index_of(record)
+    _check_index(data, place, path)
     try:
-        return decode_index(data, record.path, record.index.offset)
+        return decode_index(data, record.path, place.offset)
     except FieldError as error:
         raise CheckpointCorruptError(f"{path}: index: {error}") from None
+
+
+def read_entries(role_dir: Path, record: FileRecord) -> IndexEntries:
+    """Reads a file's index, of which only the wanted entries are decoded. Raises CheckpointCorruptError."""
+    return parse_entries(_index_data(role_dir, record), record, role_dir / record.path)
+
+
+def parse_entries(data: bytes, record: FileRecord, path: Path | str) -> IndexEntries:
+    """Opens the bytes of an index, and checks them as `read_entries` does. Errors name `path`."""
+    place = _index_of(record)
+    _check_index(data, place, path)
+    return IndexEntries(data, record.path, place.offset, path)
+
+
+def _index_of(record: FileRecord) -> IndexPlace:
+    assert record.index is not None
+    return record.index
+
+
+def _index_data(role_dir: Path, record: FileRecord) -> bytes:
+    path, place = role_dir / record.path, _index_of(record)
+    check_size(path, "an index", place.size, limits.INDEX_BYTES)
+    with open_file(role_dir, record) as descriptor:
+        return read_exact(descriptor, place.size, place.offset, path)
+
+
+def _check_index(data: bytes, place: IndexPlace, path: Path | str) -> None:
+    if crc32(data) != place.crc32:
+        raise CheckpointCorruptError(
+            f"{path}: the index at byte {place.offset} has a wrong CRC: the index is damaged, or belongs to another "
+            "file"
+        )
 
 
 def check_size(path: Path | str, what: str, size: int, most: int) -> None:

@@ -46,7 +46,8 @@ class TensorNames:
         for digest, text in names.items():
             # Tensor-parallel ranks send the same names.
             if digest not in self._received:
-                self._received[digest] = tuple(self._known.setdefault(name, name) for name in _unpacked(text))
+                unpacked = _unpacked(text)
+                self._received[digest] = tuple(map(self._known.setdefault, unpacked, unpacked))
 
     def in_order(self, digests: Iterable[str]) -> tuple[tuple[str, ...], dict[str, tuple[tuple[int, int], ...]]]:
         """Returns all names in the manifest's order and, for each digest, the positions of its names as runs.
@@ -61,20 +62,23 @@ class TensorNames:
                     f"rank 0 has not received the names of the tensors in {len(missing)} files: make a new "
                     "CheckpointManager on all ranks"
                 )
-            names = sorted({name for digest in wanted for name in self._received[digest]}, key=natural_order)
+            names = sorted(set().union(*(self._received[digest] for digest in wanted)), key=natural_order)
             position = {name: number for number, name in enumerate(names)}
-            holds = {digest: tuple(runs(position[name] for name in self._received[digest])) for digest in wanted}
+            holds = {digest: tuple(runs(map(position.__getitem__, self._received[digest]))) for digest in wanted}
             self._order = (wanted, tuple(names), holds)
         return self._order[1], self._order[2]
 
 
 def _packed(names: Sequence[str]) -> str:
-    """Returns names as short text. The names of a large model's tensors are alike."""
-    return base64.b85encode(zlib.compress("\n".join(names).encode(), 1)).decode()
+    """Returns names as short text. The names of a large model's tensors are alike.
+
+    Base 85 would be 6 % shorter, but Python decodes it byte by byte: a quarter of a second for those of 4,096 ranks.
+    """
+    return base64.b64encode(zlib.compress("\n".join(names).encode(), 1)).decode()
 
 
 def _unpacked(text: str) -> list[str]:
-    names = zlib.decompress(base64.b85decode(text)).decode()
+    names = zlib.decompress(base64.b64decode(text)).decode()
     return names.split("\n") if names else []
 
 

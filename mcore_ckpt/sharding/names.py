@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from mcore_ckpt.sharding.synonyms import canonical
 
@@ -123,8 +123,14 @@ def natural_order(name: str) -> str:
 
     The key is one string, because a commit sorts 100,000 names, and comparing tuples takes several times as long.
     """
-    key = _NUMBER.sub(_with_length, name)
+    # No number has a dot, so the keys of both parts can be joined. Most names of a model share both with others.
+    key = ".".join(map(_key_of, name.rsplit(".", 1)))
     return _HIGHEST + key if key.startswith(_LOWEST) else key
+
+
+@lru_cache(maxsize=1 << 14)
+def _key_of(part: str) -> str:
+    return _NUMBER.sub(_with_length, part)
 
 
 def _with_length(number: re.Match[str]) -> str:

@@ -15,11 +15,11 @@ __all__ = ["opened", "small_knobs"]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the files whose indexes a reader reads, in order."""
     paths: list[str] = []
-    read = folder.read_index
+    read = folder.read_entries
 
     def noting(role_dir: Path, record: FileRecord) -> object:
         paths.append(record.path)
         return read(role_dir, record)
 
-    monkeypatch.setattr(folder, "read_index", noting)
+    monkeypatch.setattr(folder, "read_entries", noting)
     return paths

@@ -196,7 +196,7 @@ EDITS: dict[str, Edit] = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_codings_that_cannot_be_are_refused(edit: Edit, reader: NativeReader) -> None:
     key = ShardKey(NAME, PARAM)
-    shards = [shard for file in reader.files(key) for shard in reader.folder.index(file).shards]
+    shards = [shard for file in reader.files(key) for shard in reader.folder.index(file).of(NAME).shards]
     record = json.loads(encode_index(FileIndex(tuple(shards), ())))
     assert decode_index(json.dumps(record).encode(), "a", 1 << 40).version == 2
     edit(record["tensors"])

@@ -229,7 +229,8 @@ def read_folder(folder: Folder) -> int:
 
 
 def _assert_tensors(folder: Folder, file: FileRecord, wanted: dict[str, torch.Tensor]) -> None:
-    shards = {shard.key.name: shard for shard in folder.index(file).shards}
+    index, names = folder.index(file), folder.manifest().tensors
+    shards = {shard.key.name: shard for name in names for shard in index.of(name).shards}
     assert shards.keys() == wanted.keys()
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in wanted.items()}
     reads = [(ReadRange(shards[name], Rows(0, 0, tensor.numel())), tensor) for name, tensor in found.items()]

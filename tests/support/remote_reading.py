@@ -14,7 +14,7 @@ def read_rows(remote: RemoteSteps, step: int, name: str, rows: slice) -> torch.T
     """Rows of one of the optimizer's tensors of a world of one."""
     folder = RemoteFolder(remote.store, file_names.remote_dir(step, ROLE, remote.step(step).found[ROLE].attempt))
     (file,) = folder.manifest().files_of("optimizer")
-    shard = next(shard for shard in folder.index(file).shards if shard.key.name == name)
+    shard = folder.index(file).of(name).shards[0]
     width = shard.region.global_shape[1]
     found = torch.full((rows.stop - rows.start, width), float("nan"))
     folder.fill({file.path: file}, [(ReadRange(shard, Rows(rows.start * width, 0, found.numel())), found)])

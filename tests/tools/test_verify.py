@@ -23,6 +23,7 @@ from mcore_ckpt.checkpoint import damage as damaging
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex
+from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.cli.main import main
@@ -170,12 +171,13 @@ def test_a_rank_that_nobody_has_listed(role_dir: Path) -> None:
 
 
 def test_a_tensor_that_is_not_all_there(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(role_dir: Path, record: Any) -> FileIndex:
-        index = read_index(role_dir, record)
+    def half(entries: IndexEntries, name: str) -> FileIndex:
+        index = of(entries, name)
         cut = tuple(replace(s, region=s.region.with_flat(0, s.region.numel // 2)) for s in index.shards)
         return FileIndex(cut, index.aliases)
 
-    monkeypatch.setattr("mcore_ckpt.formats.native.folder.read_index", half)
+    of = IndexEntries.of
+    monkeypatch.setattr(IndexEntries, "of", half)
     damages = verify_role(role_dir).damages
     wanted = {
         str(s.key): -(-s.region.numel // 2) for p in (MODEL_FILE, OPTIMIZER_FILE) for s in index_of(role_dir, p).shards

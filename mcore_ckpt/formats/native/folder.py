@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt.checkpoint.damage import Damage, verify_files
-from mcore_ckpt.checkpoint.index import FileIndex
+from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import check_sizes, read_index, read_manifest, read_plain
+from mcore_ckpt.checkpoint.reading import check_sizes, read_entries, read_manifest, read_plain
 from mcore_ckpt.formats.native.ranges import read_ranges
 from mcore_ckpt.sharding.plan import ReadRange
 
@@ -29,7 +29,7 @@ class Folder(Protocol):
     def check(self, records: Sequence[FileRecord]) -> None:
         """Raises CheckpointCorruptError if a file is missing or does not have the size in its record."""
 
-    def index(self, record: FileRecord) -> FileIndex: ...
+    def index(self, record: FileRecord) -> IndexEntries: ...
 
     def plain(self, record: FileRecord) -> dict[str, Any]: ...
 
@@ -56,8 +56,8 @@ class LocalFolder:
     def check(self, records: Sequence[FileRecord]) -> None:
         check_sizes(self.place, records)
 
-    def index(self, record: FileRecord) -> FileIndex:
-        return read_index(self.place, record)
+    def index(self, record: FileRecord) -> IndexEntries:
+        return read_entries(self.place, record)
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
         return read_plain(self.place, record)

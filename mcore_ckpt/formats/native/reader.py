@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.dtypes import torch_dtype
+from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError
@@ -35,11 +36,11 @@ _UPPER = "bfloat16"
 
 @dataclass(frozen=True, eq=False)
 class _Opened:
-    """The contents of one file, according to the file's index."""
+    """What one file has of one tensor, according to the file's index."""
 
     shards: dict[ShardKey, StoredShard]
     aliases: dict[ShardKey, ShardKey]
-    kinds: dict[str, tuple[str, ...]]
+    kinds: tuple[str, ...]
     alias_regions: dict[ShardKey, Region]
     beside: dict[ShardKey, tuple[StoredShard, ...]]
 
@@ -95,7 +96,8 @@ class NativeReader:
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._opened: dict[str, _Opened] = {}
+        self._indexes: dict[str, IndexEntries] = {}
+        self._opened: dict[tuple[str, str], _Opened] = {}
         self._partners: dict[tuple[ShardKey, str], Partners] = {}
 
     @staticmethod
@@ -158,7 +160,7 @@ class NativeReader:
 
     def bound_kinds(self, key: ShardKey) -> tuple[str, ...]:
         """Returns the kinds of the tensors that belong to shards of the key as a whole."""
-        found = (shard.key.kind for file in self.files(key) for shard in self._open(file).beside.get(key, ()))
+        found = (shard.key.kind for file in self.files(key) for shard in self._open(file, key.name).beside.get(key, ()))
         return tuple(dict.fromkeys(found))
 
     def bound_to(self, key: ShardKey, region: Region) -> dict[str, StoredShard] | None:
@@ -169,7 +171,7 @@ class NativeReader:
         if self.manifest.format_version < _BOUND_VERSION:
             return {}  # without reading the indexes of all ranks
         for file in self.files(key):
-            opened = self._open(file)
+            opened = self._open(file, key.name)
             if opened.beside.get(key) and opened.region(key) == region:
                 return {shard.key.kind: shard for shard in opened.beside[key]}
         return None if self.bound_kinds(key) else {}
@@ -189,10 +191,10 @@ class NativeReader:
         coding, name, file = shard.coding, shard.key.name, self.file(shard.file)
         assert coding is not None
         if coding.scale is not None:
-            return Partners(scale=self._open(file).shards[ShardKey(name, coding.scale)])
+            return Partners(scale=self._open(file, name).shards[ShardKey(name, coding.scale)])
         assert coding.upper is not None
         if coding.upper != MODEL:
-            upper = self._open(file).shards[ShardKey(name, coding.upper)]
+            upper = self._open(file, name).shards[ShardKey(name, coding.upper)]
             return Partners(upper=(ReadRange.whole(upper),))
         manifest = self.manifest
         position = RankPosition(manifest.topology, manifest.ranks[file.rank])
@@ -235,7 +237,7 @@ class NativeReader:
 
     def shards(self, key: ShardKey, files: Iterable[FileRecord]) -> list[StoredShard]:
         """Returns the key's shards in these files. Raises CheckpointCorruptError if an index is damaged."""
-        found = (self._open(file).shards.get(key) for file in files)
+        found = (self._open(file, key.name).shards.get(key) for file in files)
         return [shard for shard in found if shard is not None]
 
     def is_alias(self, key: ShardKey) -> bool:
@@ -245,7 +247,7 @@ class NativeReader:
 
     def kinds_in(self, name: str, files: Iterable[FileRecord]) -> tuple[str, ...]:
         """Returns the kinds of a tensor's optimizer state that these files hold."""
-        return tuple(dict.fromkeys(kind for file in files for kind in self._open(file).kinds.get(name, ())))
+        return tuple(dict.fromkeys(kind for file in files for kind in self._open(file, name).kinds))
 
     @cached_property
     def _holders(self) -> tuple[_Holders, _Holders]:
@@ -258,7 +260,9 @@ class NativeReader:
 
     def _alias(self, key: ShardKey, files: Iterable[FileRecord]) -> ShardKey | None:
         """Returns the key whose bytes this key shares, or None if these files list no alias for this key."""
-        return next((alias for file in files if (alias := self._open(file).aliases.get(key)) is not None), None)
+        return next(
+            (alias for file in files if (alias := self._open(file, key.name).aliases.get(key)) is not None), None
+        )
 
     def _by_nearness(self, key: ShardKey, position: RankPosition | None) -> list[list[FileRecord]]:
         """Returns the sets of files to look into: first the files of the nearest ranks, then the files of all ranks.
@@ -298,28 +302,25 @@ class NativeReader:
         ep = position.coordinates.ep * self.manifest.topology.ep // position.topology.ep
         return [file for file in files if self.manifest.ranks[file.rank].ep == ep]
 
-    def _open(self, file: FileRecord) -> _Opened:
-        opened = self._opened.get(file.path)
+    def _open(self, file: FileRecord, name: str) -> _Opened:
+        opened = self._opened.get((file.path, name))
         if opened is None:
-            index = self.folder.index(file)
+            if file.path not in self._indexes:
+                self._indexes[file.path] = self.folder.index(file)
+            index = self._indexes[file.path].of(name)
             aliases = {alias.key: ShardKey(alias.key.name, alias.same_as) for alias in index.aliases}
             regions = {alias.key: alias.region for alias in index.aliases}
             shards = {shard.key: shard for shard in index.shards}
             opened = _Opened(shards, aliases, _kinds(index.shards), regions, _beside(index.shards))
-            self._opened[file.path] = opened
+            self._opened[file.path, name] = opened
         return opened
 
 
-def _kinds(shards: Sequence[StoredShard]) -> dict[str, tuple[str, ...]]:
-    """Returns the kinds of each tensor, but for those that others follow from, or that belong to a shard as a whole."""
-    codings = [(shard.key.name, shard.coding) for shard in shards if shard.coding is not None]
-    partners = {(name, kind) for name, coding in codings for kind in (coding.scale, coding.upper)}
-    kinds: dict[str, tuple[str, ...]] = {}
-    for shard in shards:
-        if (shard.key.name, shard.key.kind) in partners or shard.beside is not None:
-            continue
-        kinds[shard.key.name] = (*kinds.get(shard.key.name, ()), shard.key.kind)
-    return kinds
+def _kinds(shards: Sequence[StoredShard]) -> tuple[str, ...]:
+    """Returns the kinds of a tensor, but for those that others follow from, or that belong to a shard as a whole."""
+    codings = [shard.coding for shard in shards if shard.coding is not None]
+    partners = {kind for coding in codings for kind in (coding.scale, coding.upper)}
+    return tuple(shard.key.kind for shard in shards if shard.key.kind not in partners and shard.beside is None)
 
 
 def _beside(shards: Sequence[StoredShard]) -> dict[ShardKey, tuple[StoredShard, ...]]:

@@ -12,9 +12,10 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.damage import Damage
 from mcore_ckpt.checkpoint.dtypes import item_bytes
-from mcore_ckpt.checkpoint.index import BLOCK_BYTES, FileIndex
+from mcore_ckpt.checkpoint.index import BLOCK_BYTES
+from mcore_ckpt.checkpoint.index_entries import IndexEntries
 from mcore_ckpt.checkpoint.manifest import FileRecord, Manifest
-from mcore_ckpt.checkpoint.reading import check_size, parse_index, parse_plain, read_remote_manifest, wrong_crc
+from mcore_ckpt.checkpoint.reading import check_size, parse_entries, parse_plain, read_remote_manifest, wrong_crc
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
 from mcore_ckpt.io import _native, limits, tuning
 from mcore_ckpt.io.checksums import crc32
@@ -67,12 +68,12 @@ class RemoteFolder:
                 f"{self}/{record.path}: has {size} bytes, not the {record.size} of the manifest: cut or replaced"
             )
 
-    def index(self, record: FileRecord) -> FileIndex:
+    def index(self, record: FileRecord) -> IndexEntries:
         assert record.index is not None
         check_size(self._url(record.path), "an index", record.index.size, limits.INDEX_BYTES)
         self._check(record)
         start = record.index.offset
-        return parse_index(self._read(record.path, start, start + record.index.size), record, self._url(record.path))
+        return parse_entries(self._read(record.path, start, start + record.index.size), record, self._url(record.path))
 
     def plain(self, record: FileRecord) -> dict[str, Any]:
         check_size(self._url(record.path), "a small file", record.size, limits.PLAIN_BYTES)
