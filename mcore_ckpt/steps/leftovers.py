@@ -67,9 +67,9 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     It leaves out what may belong to a living process, on this host or another, and each checkpoint that was moved aside
     and that the next start of a trainer restores.
     """
-    found = [entry for entry in entries(root) if file_names.is_deleted_dir(entry.name)]
-    found = [entry for entry in found if is_deleted_for_good(entry, alone=False)]
-    found += [entry for entry in entries(root) if file_names.is_trial_dir(entry.name) and is_leftover(entry, False)]
+    listed = entries(root)
+    found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
+    found += [each for each in listed if file_names.is_trial_dir(each.name) and is_leftover(each, alone=False)]
     for entry, work in work_folders(root):
         beside_step = entry.parent == root  # then its name does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):

@@ -5,7 +5,6 @@ that was being saved, whole; and the next save must succeed and leave nothing be
 """
 
 import contextlib
-import hashlib
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parent.parent
@@ -21,8 +19,9 @@ sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
 
 from checkpoints import remains  # noqa: E402
 from crash_states import Crashes, CrashState, empty  # noqa: E402
+from lives import digest  # noqa: E402
 from recorded_saves import HIDDEN, ROOT  # noqa: E402
-from snapshot import Snapshot, poison, snapshot  # noqa: E402
+from snapshot import poison, snapshot  # noqa: E402
 from trace_of_files import Mark  # noqa: E402
 from training import Layout, Training, build, parallel  # noqa: E402
 
@@ -223,18 +222,6 @@ def _places(status: StepStatus) -> Iterator[Path]:
     for entry in status.path.iterdir():
         if file_names.parse_work_dir(entry.name) is not None:
             yield entry
-
-
-def digest(state: Snapshot) -> str:
-    """Of every byte of a training's state."""
-    total = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        total.update(f"{name} {getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}".encode())
-        if isinstance(value, torch.Tensor):
-            total.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            total.update(repr(value).encode())
-    return total.hexdigest()
 
 
 def boot() -> None:

@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parent / "distributed")]
 
 from crash_states import Crashes, CrashState, empty  # noqa: E402
+from lives import say  # noqa: E402
 from trace_of_files import Recording, Sync, Trace  # noqa: E402
 
 REPORTED = 20
@@ -157,11 +158,6 @@ def without_each_sync(crashes: Crashes, judge: Judge, wanted: str) -> Iterator[V
                 problem = known[key][0]
                 break
         yield Verdict(site, path, len(syncs), tried, problem)
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
