@@ -98,6 +98,11 @@ class Limit:
     free: int
     where: str
 
+    @property
+    def name(self) -> str:
+        """What tells it from other limits of the same folder."""
+        return f"{self.kind} {self.where}"
+
     def holds(self, amount: Amount) -> bool:
         """True if the amount fits."""
         return getattr(amount, self.kind) <= self.free
@@ -131,9 +136,13 @@ class Room:
         nbytes = sum(-(-size // self.block) for size in need.sizes) * self.block
         return Amount(nbytes + need.loose + len(need.folders) * self.folder_bytes, len(need.sizes) + len(need.folders))
 
+    def shortages(self, amount: Amount) -> tuple[Limit, ...]:
+        """Returns the limits that the amount exceeds."""
+        return tuple(limit for limit in self.limits if not limit.holds(amount))
+
     def shortage(self, amount: Amount) -> Limit | None:
         """Returns the first limit that the amount exceeds; None if it fits."""
-        return next((limit for limit in self.limits if not limit.holds(amount)), None)
+        return next(iter(self.shortages(amount)), None)
 
 
 def existing(folder: Path) -> Path:
