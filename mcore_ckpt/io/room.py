@@ -24,6 +24,8 @@ from mcore_ckpt.io.file_systems import EXT_MAGIC, XFS_MAGIC, of_magic
 from mcore_ckpt.io.mounts import mount_of
 from mcore_ckpt.io.quotas import quotas_of
 
+Kind = Literal["nbytes", "entries"]
+
 _CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
 
 
@@ -94,7 +96,7 @@ class Limit:
         where: what has the limit, for messages.
     """
 
-    kind: Literal["nbytes", "entries"]
+    kind: Kind
     free: int
     where: str
 
@@ -135,6 +137,20 @@ class Room:
         """Returns what the files will take here."""
         nbytes = sum(-(-size // self.block) for size in need.sizes) * self.block
         return Amount(nbytes + need.loose + len(need.folders) * self.folder_bytes, len(need.sizes) + len(need.folders))
+
+    def free(self, kind: Kind) -> int | None:
+        """Returns how many bytes or entries can still be written; None if the system tells no limit."""
+        return min((limit.free for limit in self.limits if limit.kind == kind), default=None)
+
+    def times(self, amount: Amount) -> int | None:
+        """Returns how many times an amount fits; None if the system tells no limit of what it consists of.
+
+        Example:
+            >>> Room((Limit("nbytes", 100, "disk"),)).times(Amount(30, 1))
+            3
+        """
+        parts = [(limit.free, getattr(amount, limit.kind)) for limit in self.limits]
+        return min((free // part for free, part in parts if part), default=None)
 
     def shortages(self, amount: Amount) -> tuple[Limit, ...]:
         """Returns the limits that the amount exceeds."""
