@@ -78,3 +78,8 @@ REMOTE_GAP_BYTES = 256 << 10
 ROOM_SETTLES_S = 0.5
 DELETION_SHOWS_S = 5.0
 ROOM_POLL_S = 0.05
+
+# How long after a commit the tracker may still name an older step while a trainer is alive (seconds), before that is
+# called a problem; and how often to look again whether a trainer has mended what looked like a problem.
+TRACKER_SETTLES_S = 10.0
+SETTLE_POLL_S = 0.1

@@ -41,7 +41,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             entry.unlink(missing_ok=True)
     # The name of a work folder beside a step does not contain its role. If the owner of the folder cannot be checked,
     # the folder belongs to this role only if no trainer of another role holds a lock.
-    only = alone and not any(file_names.is_trainer_file_of_another(entry.name, role) for entry in listed)
+    locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
+    only = alone and locked <= {role}
     beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
     for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
         _remove_in(root, name, only)
