@@ -390,15 +390,9 @@ class CheckpointManager:
 
     def _take_place(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room. Only for rank 0."""
-        # Wait for the lock for at most half of `timeout_s`, and for the room for half of the rest, because the other
-        # ranks wait for this one only until `timeout_s`.
+        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it.
         timeout_s = self._trainer.config.timeout_s
-        try:
-            self._context.lock.take(timeout_s / 2)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._room.check(saving, need, timeout_s / 4)  # it says how much is missing
-            raise
+        self._take_lock(saving, need, timeout_s)
         if not self._has_saved:
             leftovers.remove_leftovers(self._trainer.root, self._trainer.role, alone=True)
         self._has_saved = True
@@ -406,8 +400,22 @@ class CheckpointManager:
         if saving.policy is not None:
             steps.check_one_spelling(self._trainer.root, saving.role_dir, saving.step)
         self._room.check(saving, need, timeout_s / 4)
+        # The steps above may take minutes. If another trainer has taken the lock over meanwhile, refuse the save now,
+        # because the commit would refuse it only after all files are written.
+        self._context.lock.take(patience_s=0)
         if self._context.uploads is not None and saving.policy is not None:
             self._context.uploads.expect(need)
+
+    def _take_lock(self, saving: Saving, need: Need, timeout_s: float) -> None:
+        """Takes the role's trainer lock. Raises LockedError, OSError, or NoRoomError if the disk is full."""
+        try:
+            self._context.lock.take(timeout_s / 2)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # It says how much is missing, or waits for deletions, after which there is room for the lock, too.
+            self._room.check(saving, need, timeout_s / 8)
+            self._context.lock.take(patience_s=0)
 
     @contextmanager
     def _in_step(self, topic: str) -> Iterator[None]:

@@ -232,10 +232,10 @@ def is_trainer_file_under_way(name: str, role: str) -> bool:
     return name.startswith(f".{trainer_file(Path(), role).name}.")
 
 
-def is_trainer_file_of_another(name: str, role: str) -> bool:
-    """Returns True for the name of another role's trainer lock."""
+def role_of_trainer_file(name: str) -> str | None:
+    """Returns the role of a trainer lock, from the file's name; None for any other name."""
     match = _TRAINER_FILE.fullmatch(name)
-    return match is not None and match.group(1) != role
+    return None if match is None else match.group(1)
 
 
 def parse_tracker(text: str) -> int | None:

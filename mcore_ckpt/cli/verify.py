@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Reads all bytes of checkpoints and shows what is damaged: file, rank, tensor and bytes. In a folder of steps it verifies
-all steps and the tracker. The exit status is 0 if everything is as it was written, 1 if not, and 2 if there is no such
-folder."""
+all steps and the tracker. It may run beside a trainer: what that is still saving is not a problem. The exit status is 0
+if everything is as it was written, 1 if not, and 2 if there is no such folder."""
 
 # A broken disk has thousands of bad blocks; more lines than this help nobody.
 _MOST_LINES = 50
@@ -60,6 +60,8 @@ def _show(report: Report) -> None:
         _show_verdict(console, verdict)
     for problem in report.problems:
         console.print(problem, style="red", markup=False)
+    for reason in report.under_way:
+        console.print(f"{reason}, but its trainer is alive", markup=False)
     nbytes = sum(verdict.nbytes for verdict in report.roles)
     speed = nbytes / report.seconds / 1e9
     console.print(f"{nbytes / 1e9:.2f} GB in {report.seconds:.1f} s ({speed:.2f} GB/s)", markup=False)
@@ -84,6 +86,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "seconds": report.seconds,
         "bytes": sum(verdict.nbytes for verdict in report.roles),
         "problems": list(report.problems),
+        "under_way": list(report.under_way),
         "roles": [
             {
                 "path": str(verdict.path),

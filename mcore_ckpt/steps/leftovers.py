@@ -11,7 +11,14 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced
-from mcore_ckpt.steps.work_folders import entries, is_deleted_for_good, is_leftover, own_steps, work_folders
+from mcore_ckpt.steps.work_folders import (
+    entries,
+    is_dead_trial,
+    is_deleted_for_good,
+    is_leftover,
+    own_steps,
+    work_folders,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +30,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         root: the folder of the steps.
         role: the role. Leftovers of other roles stay, because those roles may be saving.
         alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown
-            or on another host are leftovers, too.
+            or on another host are leftovers, too. A trial folder of a doctor is one only if it is old, because the lock
+            says nothing about doctors.
     """
     if not root.is_dir():
         return
@@ -33,7 +41,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             if is_deleted_for_good(entry, alone):
                 remove_folder(entry)
         elif file_names.is_trial_dir(entry.name):
-            if is_leftover(entry, alone):
+            if is_dead_trial(entry, by_age=alone):
                 remove_folder(entry)
         elif alone and (
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
@@ -41,7 +49,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             entry.unlink(missing_ok=True)
     # The name of a work folder beside a step does not contain its role. If the owner of the folder cannot be checked,
     # the folder belongs to this role only if no trainer of another role holds a lock.
-    only = alone and not any(file_names.is_trainer_file_of_another(entry.name, role) for entry in listed)
+    locked = {file_names.role_of_trainer_file(entry.name) for entry in listed} - {None}
+    only = alone and locked <= {role}
     beside_steps = [work.role for entry in listed if (work := file_names.parse_work_dir(entry.name)) is not None]
     for name in {name for name in beside_steps if file_names.parse_step(name) is not None}:
         _remove_in(root, name, only)
@@ -69,7 +78,7 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """
     listed = entries(root)
     found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
-    found += [each for each in listed if file_names.is_trial_dir(each.name) and is_leftover(each, alone=False)]
+    found += [each for each in listed if file_names.is_trial_dir(each.name) and is_dead_trial(each, by_age=False)]
     for entry, work in work_folders(root):
         beside_step = entry.parent == root  # then its name does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):

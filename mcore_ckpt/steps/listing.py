@@ -55,7 +55,7 @@ class StepStatus:
         pinned: true if retention must keep the step.
         flat: the role whose folder is the step's own folder; None if there is none.
         aside: the folders of committed roles that a save was moving aside when it died. Such a checkpoint is the role's
-            until the next trainer puts it back.
+            until the next trainer puts it back. That of a flat role is beside the step's folder, which may be missing.
     """
 
     step: int
@@ -69,7 +69,12 @@ class StepStatus:
 
     def role_dir(self, role: str) -> Path:
         """Returns the folder of a role in this step."""
-        return self.path if role == self.flat else self.aside.get(role, self.path / role)
+        return self.aside.get(role, self.path if role == self.flat else self.path / role)
+
+    @property
+    def place(self) -> Path:
+        """The folder that holds the step's own files, such as its pin: `path`, or the one to which it was moved."""
+        return self.path if self.flat is None else self.role_dir(self.flat)
 
     @property
     def is_complete(self) -> bool:
@@ -98,11 +103,11 @@ def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
         >>> [status.step for status in list_steps(Path("checkpoints")) if status.is_complete]
         []
     """
-    folders = file_names.step_dirs(root)
+    folders, moved = _step_folders(root)
     known = _known(root, folders)
     # Looks at steps wait for the file system most of the time.
     wanted = sorted(of for of in folders.items() if only in (None, of[0]))
-    return results_of(wanted, lambda of: _status_of_step(of[1], known), tuning.LOOK_THREADS)
+    return results_of(wanted, lambda of: _status_of_step(of[1], moved, known), tuning.LOOK_THREADS)
 
 
 def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
@@ -114,17 +119,31 @@ def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
 
     Raises OSError like `list_steps`, for the steps that it looks at.
     """
-    folders = file_names.step_dirs(root)
+    folders, moved = _step_folders(root)
     known = _known(root, folders)
     for _, paths in sorted(folders.items(), reverse=True):
-        status = _status_of_step(paths, known)
+        status = _status_of_step(paths, moved, known)
         if status.is_complete and (role is None or role in status.committed):
             return status
     return None
 
 
-def _status_of_step(paths: Sequence[Path], known: _Heads) -> StepStatus:
-    statuses = [_status(path, known) for path in paths]
+def _step_folders(root: Path) -> tuple[dict[int, list[Path]], dict[str, Path]]:
+    """Returns the folders of each step, and those of flat steps that were moved aside, by the names that they had.
+
+    A step that was moved aside has the folder that it had, even if that one is missing.
+    """
+    folders = file_names.step_dirs(root)
+    moved = _moved_aside(root, _entries(root)) if root.is_dir() else {}
+    for name in moved:
+        step = file_names.parse_step(name)
+        if step is not None and root / name not in folders.get(step, ()):
+            folders.setdefault(step, []).append(root / name)
+    return folders, moved
+
+
+def _status_of_step(paths: Sequence[Path], moved: Mapping[str, Path], known: _Heads) -> StepStatus:
+    statuses = [_status(path, moved.get(path.name), known) for path in paths]
     return next((status for status in statuses if status.is_complete), statuses[0])
 
 
@@ -135,10 +154,11 @@ def complete_steps(root: Path) -> list[StepStatus]:
 
 def step_status(path: Path) -> StepStatus:
     """Returns the state of one step folder. Its name must be that of a step. Raises OSError like `list_steps`."""
-    return _status(path, _heads.get(path.parent, {}))
+    return _status(path, _moved_from(path), _heads.get(path.parent, {}))
 
 
-def _status(path: Path, known: _Heads) -> StepStatus:
+def _status(path: Path, moved: Path | None, known: _Heads) -> StepStatus:
+    """Returns the state of a step. `moved` is where the step's own folder was moved aside; None if it was not."""
     step = file_names.parse_step(path.name)
     assert step is not None, f"{path} is not named after a step"
     try:
@@ -153,6 +173,12 @@ def _status(path: Path, known: _Heads) -> StepStatus:
         read = _read_folder(step, path, folder, known, role)
         if read is not None:
             found[folder] = read
+    flat = found[path].role if path in found else None
+    if moved is not None and path not in found:
+        read = _read_folder(step, path, moved, known)
+        if read is not None and read.role is not None and read.role not in {each.role for each in found.values()}:
+            flat, found[moved], aside[read.role] = read.role, read, moved
+            entries = [*entries, *_entries(moved)]
     return StepStatus(
         step,
         path,
@@ -160,7 +186,7 @@ def _status(path: Path, known: _Heads) -> StepStatus:
         declared=frozenset(role for read in found.values() for role in read.declared),
         problems=tuple(read.problem for read in found.values() if read.problem is not None),
         pinned=file_names.PINNED_FILE in {entry.name for entry in entries},
-        flat=found[path].role if path in found else None,
+        flat=flat,
         aside={role: folder for role, folder in aside.items() if folder in found},
     )
 
@@ -171,9 +197,33 @@ def _roles_aside(path: Path, entries: Sequence[os.DirEntry[str]], found: Iterabl
     Where folders cannot be exchanged, a save that replaces a checkpoint makes two renames (`commit.publish`). Between
     them, and after a power loss between them, the old checkpoint has only its hidden name.
     """
-    works = [(entry.name, work) for entry in entries if (work := file_names.parse_work_dir(entry.name)) is not None]
     there = {read.role for read in found}
-    return {work.role: path / name for name, work in works if work.purpose == "replaced" and work.role not in there}
+    return {role: folder for role, folder in _moved_aside(path, entries).items() if role not in there}
+
+
+def _moved_aside(path: Path, entries: Sequence[os.DirEntry[str]]) -> dict[str, Path]:
+    """Returns the folders that saves have moved aside in a folder with these entries, by the names that they had."""
+    works = [(entry.name, work) for entry in entries if (work := file_names.parse_work_dir(entry.name)) is not None]
+    return {work.role: path / name for name, work in works if work.purpose == "replaced"}
+
+
+def find_moved_aside(folder: Path) -> Path | None:
+    """Returns the folder of a checkpoint that was moved aside in favour of a save that never ended; None if none was.
+
+    Args:
+        folder: the folder that the checkpoint had.
+    """
+    if (folder / file_names.MANIFEST_FILE).exists():
+        return None
+    moved = _moved_from(folder)
+    return moved if moved is not None and (moved / file_names.MANIFEST_FILE).exists() else None
+
+
+def _moved_from(folder: Path) -> Path | None:
+    try:
+        return _moved_aside(folder.parent, _entries(folder.parent)).get(folder.name)
+    except PermissionError:
+        return None  # the folder can be read, but not the one above it
 
 
 class _RoleFolder(NamedTuple):
@@ -197,7 +247,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
 
     `aside` is the role whose checkpoint the folder is, if the folder does not have the role's name.
     """
-    is_flat = role_dir == path
+    is_flat = role_dir.parent != path  # the step's own folder, or where that was moved aside
     try:
         saved_step, saved_role, roles = _read_head(role_dir, known).says
     except (FileNotFoundError, NotADirectoryError, CheckpointNotFoundError):
@@ -207,7 +257,7 @@ def _read_folder(step: int, path: Path, role_dir: Path, known: _Heads, aside: st
     except CheckpointCorruptError as error:
         if is_flat and _has_roles(path):
             return None  # another program has put a file of that name beside the roles
-        role = aside or role_dir.name
+        role = aside or (path if is_flat else role_dir).name
         return _RoleFolder(role, frozenset((role,)), str(error))
     role = saved_role if is_flat else aside or role_dir.name
     declared = frozenset((*roles, saved_role, role))

@@ -257,6 +257,8 @@ def obstacle_to(status: StepStatus, path: Path) -> str | None:
 
     Raises OSError: the step is gone, or its files cannot be deleted.
     """
+    if status.aside:
+        return "a save was replacing it and died; the next start or save of a trainer puts it back"
     if path.is_symlink():
         return "it is a link, and its target may belong to somebody else"
     if (path / file_names.PINNED_FILE).exists():

@@ -2,8 +2,8 @@
 
 The lock is a file that names the process that saves (rank 0). That process touches the file at regular intervals.
 Another trainer takes the lock over if it knows that the process is dead, or if it has watched the file for
-TRAINER_LEASE_S seconds and the file has not changed. The other trainer measures this time with its own monotonic clock,
-so the clocks of two hosts are never compared.
+TRAINER_LEASE_S seconds (TORN_LEASE_S if the file is damaged) and the file has not changed. The other trainer measures
+this time with its own monotonic clock, so the clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ _LOOK_S = 0.5
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
 
+# The same for a damaged file. A power loss leaves one, because the file is not synced. No trainer touches it, and one
+# that is just writing it (`claim_file`, on a file system without hard links) needs a moment, not minutes. If it were
+# slower than this, it would notice the loss before it commits.
+TORN_LEASE_S = 5.0
+
 
 @dataclass(frozen=True)
-class _Claim:
+class Claim:
     """The state of a lock file. Two states are equal if the file was not touched in between."""
 
     content: bytes
@@ -73,7 +78,7 @@ class TrainerLock:
         self._path = file_names.trainer_file(root.resolve(), role)
         self._role = role
         self._hold: _Hold | None = None
-        self._seen: _Claim | None = None
+        self._seen: Claim | None = None
         self._seen_at = 0.0
 
     def look(self) -> None:
@@ -82,7 +87,7 @@ class TrainerLock:
         Raises nothing, because a trainer that only loads may lack the permission to read the lock file.
         """
         with contextlib.suppress(OSError):
-            self._notice(_read(self._path))
+            self._notice(read_claim(self._path))
 
     def take(self, patience_s: float) -> None:
         """Takes the lock. Returns immediately if this process holds it already.
@@ -96,7 +101,7 @@ class TrainerLock:
         """
         with _mutex:
             hold = _holds.get(self._path)
-            if hold is None or _read(self._path, hold.content) is None:
+            if hold is None or read_claim(self._path, hold.content) is None:
                 lost, hold = hold, self._acquire(patience_s)
                 if lost is not None:
                     lost.end()
@@ -121,9 +126,9 @@ class TrainerLock:
         make_folder(self._path.parent)
         content = fields.encode(asdict(Owner.this_process()) | {"claim": uuid.uuid4().hex})
         deadline = time.monotonic() + patience_s
-        waited_for: _Claim | None = None
+        waited_for: Claim | None = None
         while True:
-            claim = _read(self._path)
+            claim = read_claim(self._path)
             if claim is None:
                 try:
                     claim_file(self._path, content)
@@ -132,7 +137,7 @@ class TrainerLock:
                 return _Hold(self._path, content)
             self._notice(claim)
             if self._is_dead(claim):
-                if _read(self._path) == claim:
+                if read_claim(self._path) == claim:
                     logger.info("%s: taking the place of %s", self._path, claim.owner or "nobody")
                     # Replacing the file leaves no moment without a lock file. If two trainers do this at the same time,
                     # the later one keeps the lock, and the earlier one notices its loss before it commits.
@@ -145,7 +150,7 @@ class TrainerLock:
             waited_for = claim
             time.sleep(min(_LOOK_S, TRAINER_LEASE_S / 10))
 
-    def _notice(self, claim: _Claim | None) -> None:
+    def _notice(self, claim: Claim | None) -> None:
         if claim != self._seen:
             self._seen, self._seen_at = claim, time.monotonic()
 
@@ -153,19 +158,19 @@ class TrainerLock:
     def _silence_s(self) -> float:
         return time.monotonic() - self._seen_at
 
-    def _is_dead(self, claim: _Claim) -> bool:
+    def _is_dead(self, claim: Claim) -> bool:
         owner = claim.owner
         if owner is not None and owner.is_on_this_host:
             # `_acquire` runs only if this process does not hold the lock. If the file names this process nevertheless,
             # the file was left behind without `release`.
             return not owner.is_alive_here or owner == Owner.this_process()
-        return self._silence_s >= TRAINER_LEASE_S
+        return self._silence_s >= _lease_s(owner)
 
-    def _is_alive(self, claim: _Claim) -> bool:
+    def _is_alive(self, claim: Claim) -> bool:
         owner = claim.owner
         return owner is not None and owner.is_on_this_host and owner.is_alive_here
 
-    def _why(self, claim: _Claim) -> str:
+    def _why(self, claim: Claim) -> str:
         advice = (
             "Two trainers would delete each other's checkpoints: stop the other one, or give this one another root or "
             "role"
@@ -173,12 +178,16 @@ class TrainerLock:
         if self._is_alive(claim):
             return f"{self._path}: {claim.owner} saves {self._role} here, and is alive. {advice}"
         holder = claim.owner or "an unknown process (the file is damaged)"
-        left = max(0.0, TRAINER_LEASE_S - self._silence_s)
+        left = max(0.0, _lease_s(claim.owner) - self._silence_s)
         return (
             f"{self._path}: {holder} saves {self._role} here, and was last seen alive at most {self._silence_s:.0f} s "
             f"ago. {advice}. If that process is surely dead, delete the file, or save again in {left:.0f} s: without a "
             "sign of life until then, the lock is taken over"
         )
+
+
+def _lease_s(owner: Owner | None) -> float:
+    return TRAINER_LEASE_S if owner is not None else min(TORN_LEASE_S, TRAINER_LEASE_S)
 
 
 class _Hold:
@@ -200,7 +209,7 @@ class _Hold:
             return
         self._thread.join()
         try:
-            if _read(self._path, self.content) is not None:
+            if read_claim(self._path, self.content) is not None:
                 self._path.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s could not be removed; the next trainer takes it over: %s", self._path, error)
@@ -209,7 +218,7 @@ class _Hold:
         fails = False
         while not self._over.wait(TRAINER_BEAT_S):
             try:
-                if _read(self._path, self.content) is not None:
+                if read_claim(self._path, self.content) is not None:
                     os.utime(self._path)
                 fails = False
             except OSError as error:
@@ -226,7 +235,7 @@ _holds: dict[Path, _Hold] = {}
 os.register_at_fork(after_in_child=_holds.clear)
 
 
-def _read(path: Path, content: bytes | None = None) -> _Claim | None:
+def read_claim(path: Path, content: bytes | None = None) -> Claim | None:
     """Returns the state of the lock file; None if it is missing or its content is not `content`. Raises OSError."""
     try:
         # Open the file, because an NFS client asks the server for fresh times only then, and not for `stat` by name.
@@ -235,7 +244,7 @@ def _read(path: Path, content: bytes | None = None) -> _Claim | None:
         return None
     try:
         # A lock file is short. If it is longer, it is damaged, and its first bytes are enough to notice that.
-        claim = _Claim(os.pread(descriptor, limits.SMALL_BYTES, 0), os.fstat(descriptor).st_mtime_ns)
+        claim = Claim(os.pread(descriptor, limits.SMALL_BYTES, 0), os.fstat(descriptor).st_mtime_ns)
     finally:
         os.close(descriptor)
     return claim if content is None or claim.content == content else None

@@ -56,7 +56,7 @@ def prune(
     """
     folders = []
     decisions = judge(list_steps(root), policy, read_tracker(root))
-    sizes = results_of([decision.status.path for decision in decisions], _nbytes, tuning.LOOK_THREADS)
+    sizes = results_of([decision.status.place for decision in decisions], _nbytes, tuning.LOOK_THREADS)
     for decision, nbytes in zip(decisions, sizes, strict=True):
         status, stays, reason = decision.status, decision.stays, decision.reason
         if role is not None and role not in status.committed | status.declared:

@@ -19,8 +19,8 @@ from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.sharding.plan import MODEL, PARAM, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Region
 from mcore_ckpt.steps import listing as steps
-from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.step_problems import Settled, StepProblems
 
 # How often a role is verified if it is saved again each time.
 _TRIES = 5
@@ -50,11 +50,13 @@ class Report:
     Attributes:
         roles: the result for each role of each step.
         problems: why steps are not complete, and what is wrong with the tracker.
+        under_way: why steps are not complete that living trainers are still saving.
         seconds: how long verifying took.
     """
 
     roles: tuple[VerifiedRole, ...]
     problems: tuple[str, ...]
+    under_way: tuple[str, ...]
     seconds: float
 
     @property
@@ -95,7 +97,10 @@ def verify(
     deep: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Verifies all checkpoints at a path. It reports an incomplete step as a problem and still verifies its roles.
+    """Verifies all checkpoints at a path, beside a trainer, too.
+
+    It reports an incomplete step as a problem and still verifies its roles. If a living trainer is still saving the
+    step, the step is under way and no problem. A step that retention deletes meanwhile is left out.
 
     Args:
         path: the folder of a role, of a step (to verify all its roles), or of all steps (to verify all of them and the
@@ -105,7 +110,7 @@ def verify(
         progress: called with the number of bytes read so far and the number of bytes of all files.
 
     Raises:
-        CheckpointNotFoundError: there is nothing to verify.
+        CheckpointNotFoundError: there is nothing to verify, or it was deleted meanwhile.
 
     Example:
         >>> verify(Path("checkpoints")).is_sound  # doctest: +SKIP
@@ -113,8 +118,8 @@ def verify(
     """
     # The path must end in names, because `_selected` recognizes a role or a step by the names of its folders.
     path = path.resolve() if ".." in path.parts else path.absolute()
-    roles, problems = _selected(path, step)
-    total, done, lock = sum(map(_nbytes, roles)), [0], threading.Lock()
+    selected = _selected(path, step)
+    total, done, lock = sum(_nbytes(role.path) for role in selected.roles), [0], threading.Lock()
 
     def count(nbytes: int) -> None:
         with lock:
@@ -122,31 +127,36 @@ def verify(
         progress(done[0], total)
 
     started = time.monotonic()
-    verdicts = []
-    for role_dir in roles:
+    verdicts = [verdict for role in selected.roles if (verdict := _verify_undisturbed(role, deep, count)) is not None]
+    if not verdicts:
+        raise CheckpointNotFoundError(f"{path}: was deleted while it was verified")
+    settled = selected.problems.settle() if selected.problems is not None else Settled()
+    return Report(tuple(verdicts), settled.problems, settled.under_way, time.monotonic() - started)
+
+
+def _verify_undisturbed(role: _Role, deep: bool, progress: Progress) -> VerifiedRole | None:
+    """Verifies one role, and does so again if a trainer has saved the step again meanwhile. Returns None if it is gone.
+
+    A save replaces the old checkpoint, locked or not, and retention may delete the step between a look and the lock.
+    Files are then missing, but nothing is damaged.
+    """
+    verdict = None
+    for _ in range(_TRIES):
+        role_dir = role.find()
+        if role_dir is None:
+            return None
+        attempt = _attempt(role_dir)
         # One lock at a time, so that a trainer's retention, which skips locked steps, can delete the others meanwhile.
         with reading([role_dir]):
-            if os.path.lexists(role_dir):
-                verdicts.append(_verify_undisturbed(role_dir, deep, count))
-    return Report(tuple(verdicts), tuple(problems), time.monotonic() - started)
-
-
-def _verify_undisturbed(role_dir: Path, deep: bool, progress: Progress) -> VerifiedRole:
-    """Verifies one role, and does so again if a trainer has saved the step again meanwhile.
-
-    A save replaces the old checkpoint, locked or not. Files of the old one are then missing, but nothing is damaged.
-    """
-    for _ in range(_TRIES - 1):
-        attempt = _attempt(role_dir)
-        try:
-            verdict = verify_role(role_dir, deep, progress)
-        except CheckpointCorruptError:
-            if attempt is not None and _attempt(role_dir) == attempt:
-                raise
-            continue
-        if not verdict.damages or _attempt(role_dir) == attempt:
-            return verdict
-    return verify_role(role_dir, deep, progress)
+            try:
+                verdict = verify_role(role_dir, deep, progress)
+            except CheckpointCorruptError:
+                if attempt is not None and _attempt(role_dir) == attempt:
+                    raise
+                continue
+            if not verdict.damages or (os.path.lexists(role_dir) and _attempt(role_dir) == attempt):
+                return verdict
+    return verdict
 
 
 def _attempt(role_dir: Path) -> str | None:
@@ -156,28 +166,58 @@ def _attempt(role_dir: Path) -> str | None:
         return None
 
 
-def _selected(path: Path, step: int | None) -> tuple[list[Path], list[str]]:
-    """Returns the folders of the roles to verify, and the problems of steps as a whole and of the tracker."""
+@dataclass(frozen=True)
+class _Role:
+    """A role to verify: its folder, and how to find it again, since a save by two renames moves it aside for a moment.
+
+    Attributes:
+        path: the role's folder when the steps were listed.
+        step_path: the step's folder; None if the role is not looked for in a step.
+        name: the role.
+    """
+
+    path: Path
+    step_path: Path | None = None
+    name: str = ""
+
+    def find(self) -> Path | None:
+        """Returns the role's folder now; None if the role is gone."""
+        if os.path.lexists(self.path) or self.step_path is None:
+            return self.path if os.path.lexists(self.path) else None
+        found = steps.step_status(self.step_path).role_dir(self.name)
+        return found if os.path.lexists(found) else None
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """The roles to verify, and the problems of their steps; None if a role was asked for."""
+
+    roles: tuple[_Role, ...]
+    problems: StepProblems | None
+
+
+def _selected(path: Path, step: int | None) -> _Selected:
     if os.path.exists(path / file_names.MANIFEST_FILE) or file_names.parse_step(path.parent.name) is not None:
-        found = file_names.parse_step(path.parent.name)
-        found = file_names.parse_step(path.name) if found is None else found
+        above = file_names.parse_step(path.parent.name)
+        found = file_names.parse_step(path.name) if above is None else above
         if step is not None and found != step:
             raise CheckpointNotFoundError(f"{path}: is a role of step {found}, not of step {step}")
-        if not path.is_dir():
+        role = _Role(path) if above is None else _Role(path, path.parent, path.name)
+        where = role.find()
+        if where is None or not where.is_dir():
             raise CheckpointNotFoundError(f"{path}: there is no such folder")
-        return [path], []
-    of_one = file_names.parse_step(path.name) is not None and path.is_dir()
-    statuses = [steps.step_status(path)] if of_one else steps.list_steps(path, step)
-    statuses = [status for status in statuses if step in (None, status.step)]
+        return _Selected((role,), None)
+    problems = StepProblems(path, step)
+    statuses = problems.statuses
     if not any(status.committed or status.declared for status in statuses):
         reasons = "".join(f"\n  {status.reason}" for status in statuses)
         raise CheckpointNotFoundError(f"{path}: no checkpoint{'' if step is None else f' of step {step}'}{reasons}")
-    roles = [status.role_dir(role) for status in statuses for role in sorted(status.committed | _damaged(status))]
-    # A save that is under way is not a problem.
-    problems = [status.reason for status in statuses if not status.is_complete and steps.holds_something(status)]
-    if not of_one and step is None:
-        problems += tracker.tracker_problems(path)
-    return roles, problems
+    roles = tuple(
+        _Role(status.role_dir(role), status.path, role)
+        for status in statuses
+        for role in sorted(status.committed | _damaged(status))
+    )
+    return _Selected(roles, problems)
 
 
 def _damaged(status: steps.StepStatus) -> set[str]:

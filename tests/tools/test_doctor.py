@@ -4,12 +4,14 @@ import errno
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import own
 from mounting import mounted, mounted_image, shown_by
 from small_model import STEP, make, tensors_of
 
@@ -22,6 +24,8 @@ from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.leftovers import find_leftovers, remove_leftovers
 from mcore_ckpt.steps.listing import StepStatus
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.work_folders import TRIAL_LASTS_S
 from mcore_ckpt.tools.doctor import examine as examination
 from mcore_ckpt.tools.doctor import free_room, known, probes, speed, trial
 from mcore_ckpt.tools.doctor.examine import Report, examine
@@ -195,6 +199,54 @@ def test_the_folder_of_a_living_doctor_stays(tmp_path: Path) -> None:
         remove_leftovers(tmp_path, ROLE, alone=True)
         trial.remove_dead_trials(tmp_path)
         assert folder.is_dir()
+
+
+@pytest.fixture(params=["elsewhere", "nobody"])
+def foreign_trial(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A trial folder of another host, or one whose owner file was not written yet."""
+    folder = file_names.trial_dir(tmp_path, "a" * 32)
+    (folder / "rank-0").mkdir(parents=True)
+    if request.param == "elsewhere":
+        own(folder, Owner("node7 another-boot pid:[1]", 4321, 99))
+    return folder
+
+
+@pytest.mark.parametrize("clock", [0.0, 1e11])
+def test_a_doctor_elsewhere_may_be_alive(
+    foreign_trial: Path, clock: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's lock says nothing about doctors, and this host's clock nothing about the age of a folder."""
+    monkeypatch.setattr(time, "time", lambda: clock)
+    remove_leftovers(tmp_path, ROLE, alone=True)
+    trial.remove_dead_trials(tmp_path)
+    assert list(tmp_path.iterdir()) == [foreign_trial]
+
+
+@pytest.mark.parametrize("by", ["first save", "doctor"])
+def test_an_old_trial_folder_of_elsewhere_is_removed(foreign_trial: Path, by: str, tmp_path: Path) -> None:
+    made = foreign_trial.stat().st_mtime - TRIAL_LASTS_S - 60
+    os.utime(foreign_trial, (made, made))
+    assert find_leftovers(tmp_path) == [], "a look writes nothing, so it cannot know the age"
+    remove_leftovers(tmp_path, ROLE, alone=False)
+    assert foreign_trial.exists(), "a trainer that only loads writes nothing either"
+    if by == "doctor":
+        trial.remove_dead_trials(tmp_path)
+    else:
+        remove_leftovers(tmp_path, ROLE, alone=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_folder_whose_age_cannot_be_told_stays(
+    foreign_trial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(foreign_trial, (0, 0))
+
+    def refuse(path: Path, *arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    remove_leftovers(tmp_path, ROLE, alone=True)
+    assert list(tmp_path.iterdir()) == [foreign_trial]
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Whatever changes in a committed checkpoint is found, and named by file, rank, tensor and bytes."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -8,10 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,13 @@ from mcore_ckpt.checkpoint.manifest import Manifest, encode_manifest
 from mcore_ckpt.checkpoint.reading import read_index, read_manifest
 from mcore_ckpt.cli.main import main
 from mcore_ckpt.errors import CheckpointNotFoundError
-from mcore_ckpt.io import checksums
-from mcore_ckpt.steps import tracker
+from mcore_ckpt.io import checksums, tuning
+from mcore_ckpt.io import json_fields as fields
+from mcore_ckpt.steps import tracker, trainer_lock
+from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
+from mcore_ckpt.steps.trainer_lock import TrainerLock
+from mcore_ckpt.tools import step_problems
 from mcore_ckpt.tools import verify as verifying
 from mcore_ckpt.tools.verify import verify, verify_role
 
@@ -331,6 +337,159 @@ def test_steps_that_do_not_count(saved: Path, tmp_path: Path) -> None:
     (file_names.step_dir(root, 9) / ROLE / file_names.MANIFEST_FILE).write_text("{")
     (damage,) = verify(root).roles[-1].damages
     assert damage.file == file_names.MANIFEST_FILE
+
+
+@pytest.mark.parametrize("asked", ["root", "step", "role"])
+def test_a_step_that_retention_deletes_meanwhile(role_dir: Path, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the steps and the lock on them. What is left is verified; what was asked for is missing."""
+    root = role_dir.parent.parent
+    oldest = file_names.step_dir(root, 3)
+    original = verifying.reading
+
+    @contextlib.contextmanager
+    def reading_late(role_dirs: Iterable[Path]) -> Iterator[None]:
+        if oldest.exists():
+            assert delete_old_steps(root, PreservationPolicy(1)) == [3]
+        with original(role_dirs):
+            yield
+
+    monkeypatch.setattr(verifying, "reading", reading_late)
+    if asked == "root":
+        report = verify(root)
+        assert report.is_sound
+        assert [verdict.path for verdict in report.roles] == [role_dir]
+    else:
+        with pytest.raises(CheckpointNotFoundError, match="was deleted while it was verified"):
+            verify({"step": oldest, "role": oldest / ROLE}[asked])
+
+
+@pytest.mark.parametrize("asked", ["root", "role"])
+def test_a_role_that_is_between_two_renames(role_dir: Path, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is verified where it was moved to, or where it is then."""
+    aside = file_names.replaced_dir(role_dir, "a" * 32)
+    os.rename(role_dir, aside)
+    assert [verdict.path for verdict in verify(role_dir.parent.parent).roles][1:] == [aside]
+    original, renames = verifying.verify_files, iter([(aside, role_dir)])
+
+    def renamed(*arguments: Any) -> Any:
+        for of in renames:
+            os.rename(*of)
+        return original(*arguments)
+
+    monkeypatch.setattr(verifying, "verify_files", renamed)
+    report = verify({"root": role_dir.parent.parent, "role": role_dir}[asked])
+    assert report.is_sound
+    assert report.roles[-1].path == role_dir
+
+
+class Trainers:
+    """Two roles' trainers of a root whose step 9 has only one of its roles."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.step = file_names.step_dir(root, 9)
+        make(self.step / ROLE, version=9, roles=(ROLE, "critic"))
+        self._locks = contextlib.ExitStack()
+
+    def live(self, role: str) -> None:
+        lock = TrainerLock(self.root, role)
+        lock.take(0.0)
+        self._locks.callback(lock.release)
+
+    def claim(self, role: str, owner: Owner) -> None:
+        path = file_names.trainer_file(self.root, role)
+        path.write_bytes(fields.encode(asdict(owner) | {"claim": "f" * 32}))
+
+    def end(self) -> None:
+        self._locks.close()
+
+
+ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)
+DEAD = replace(Owner.this_process(), start=1)
+
+
+@pytest.fixture
+def trainers(role_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainers]:
+    monkeypatch.setattr(trainer_lock, "TRAINER_BEAT_S", 0.3)
+    monkeypatch.setattr(tuning, "SETTLE_POLL_S", 0.01)
+    monkeypatch.setattr(tuning, "TRACKER_SETTLES_S", 0.2)
+    trainers = Trainers(role_dir.parent.parent)
+    yield trainers
+    trainers.end()
+
+
+@pytest.mark.parametrize("role", [ROLE, "critic"])
+def test_a_step_that_a_living_trainer_is_saving(
+    trainers: Trainers, role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The critic's first save has no lock yet: then the step is its actor's trainer's."""
+    trainers.live(role)
+    for path in (trainers.root, trainers.step):
+        report = verify(path)
+        assert report.is_sound
+        assert report.under_way == (f"{trainers.step}: not committed by critic",)
+    assert main(["verify", str(trainers.root)]) == 0
+    assert "not committed by critic, but its trainer is alive" in capsys.readouterr().out
+
+
+def test_a_step_whose_trainer_is_dead(trainers: Trainers) -> None:
+    trainers.live(ROLE)
+    trainers.claim("critic", DEAD)
+    assert verify(trainers.root).problems == (f"{trainers.step}: not committed by critic",)
+
+
+def test_a_step_that_living_trainers_have_left_behind(trainers: Trainers) -> None:
+    trainers.live(ROLE)
+    trainers.live("critic")
+    make(file_names.step_dir(trainers.root, 12) / ROLE, 12)
+    tracker.update_tracker(trainers.root)
+    assert verify(trainers.root).problems == (f"{trainers.step}: not committed by critic",)
+
+
+@pytest.mark.parametrize("beats", ["while files are read", "afterwards", "never"])
+def test_a_trainer_on_another_host(trainers: Trainers, beats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is alive if its lock file is touched within two beats."""
+    trainers.claim("critic", ELSEWHERE)
+    verify_files, sleep = verifying.verify_files, time.sleep
+
+    def beat_if(now: str) -> None:
+        if beats == now:
+            os.utime(file_names.trainer_file(trainers.root, "critic"), ns=(7, 7))
+
+    def read(*arguments: Any) -> Any:
+        beat_if("while files are read")
+        return verify_files(*arguments)
+
+    def poll(seconds: float) -> None:
+        beat_if("afterwards")
+        sleep(seconds)
+
+    monkeypatch.setattr(verifying, "verify_files", read)
+    monkeypatch.setattr(step_problems.time, "sleep", poll)
+    report = verify(trainers.root)
+    reason = f"{trainers.step}: not committed by critic"
+    assert (report.problems, report.under_way) == (((reason,), ()) if beats == "never" else ((), (reason,)))
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_tracker_that_is_late(trainers: Trainers, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers.live(ROLE)
+    make(trainers.step / "critic", version=9, roles=(ROLE, "critic"))
+    sleeps = iter((1,))
+
+    def poll(seconds: float) -> None:
+        for _ in sleeps if moves else ():
+            tracker.update_tracker(trainers.root)
+
+    monkeypatch.setattr(step_problems.time, "sleep", poll)
+    report = verify(trainers.root)
+    assert len(report.roles) == 4
+    assert report.under_way == ()
+    assert report.problems == (
+        ()
+        if moves
+        else (f"{trainers.root / file_names.TRACKER_FILE}: names step 5, but the newest complete step is 9",)
+    )
 
 
 def test_as_it_is_typed(role_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

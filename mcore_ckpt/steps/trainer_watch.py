@@ -1,0 +1,86 @@
+"""Finds out which trainers of a root are alive, without taking a lock and without writing anything."""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.steps import trainer_lock
+from mcore_ckpt.steps.trainer_lock import Claim, read_claim
+
+
+class Life(enum.Enum):
+    """Whether a trainer is alive. It is unknown while a trainer on another host may still touch its lock file."""
+
+    ALIVE = "alive"
+    UNKNOWN = "unknown"
+    DEAD = "dead"
+
+
+class TrainerWatch:
+    """Watches the lock files of the trainers of a root, from the moment when it is made.
+
+    Args:
+        root: the folder of the steps. If it cannot be read, no trainer is seen.
+
+    Example:
+        >>> TrainerWatch(Path("checkpoints")).life_of_any()  # doctest: +SKIP
+        <Life.ALIVE: 'alive'>
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._began = time.monotonic()
+        self._root = root
+        self._first = {role: _claim(root, role) for role in _locked_roles(root)}
+
+    def life_of_any(self) -> Life:
+        """Returns whether the trainer of any role is alive."""
+        return _any([self._life(role) for role in _locked_roles(self._root)])
+
+    def life_of_saver(self, declared: Collection[str], missing: Collection[str]) -> Life:
+        """Returns whether a trainer that can commit the missing roles of a step is alive.
+
+        A role without a lock file is one that no trainer has saved yet, or one of plain files. Then the trainer of any
+        role of the step may be the one that it comes from.
+
+        Args:
+            declared: all roles of the step.
+            missing: those of them that are not committed.
+        """
+        locked = _locked_roles(self._root)
+        candidates = declared if set(missing) - locked else missing
+        return _any([self._life(role) for role in candidates if role in locked])
+
+    def _life(self, role: str) -> Life:
+        claim = _claim(self._root, role)
+        owner = None if claim is None else claim.owner
+        if owner is None:
+            return Life.DEAD  # the trainer has ended, or its file was cut by a crash
+        if owner.is_on_this_host:
+            return Life.ALIVE if owner.is_alive_here else Life.DEAD
+        if claim != self._first.setdefault(role, claim):
+            return Life.ALIVE
+        # A beat may come late, so a trainer on another host is given the time of two.
+        waited = time.monotonic() - self._began
+        return Life.UNKNOWN if waited < 2 * trainer_lock.TRAINER_BEAT_S else Life.DEAD
+
+
+def _any(lives: Collection[Life]) -> Life:
+    return next((life for life in (Life.ALIVE, Life.UNKNOWN) if life in lives), Life.DEAD)
+
+
+def _locked_roles(root: Path) -> set[str]:
+    with suppress(OSError):
+        return {role for name in os.listdir(root) if (role := file_names.role_of_trainer_file(name)) is not None}
+    return set()
+
+
+def _claim(root: Path, role: str) -> Claim | None:
+    with suppress(OSError):
+        return read_claim(file_names.trainer_file(root, role))
+    return None
