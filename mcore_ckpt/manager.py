@@ -141,11 +141,11 @@ class CheckpointManager:
             log_root(trainer.root)
         self._trainer = trainer
         self._remote = remote
+        self._room = RoomWatch(trainer.root, is_deleting_here)
         self._context = SaveContext(
-            trainer, commits, HostImages(config.max_host_bytes), lock, _upload_queue(trainer, remote)
+            trainer, commits, HostImages(config.max_host_bytes), lock, _upload_queue(trainer, remote), self._room
         )
         self._background = BackgroundSaves(commits, warns=config.if_failed == "warn")
-        self._room = RoomWatch(trainer.root, role, is_deleting_here)
         self._guards = Guards(_changing_methods(trainer) if _is_lazy(config) else [], self._context.host_images.hold)
         self._closed = False
         self._has_saved = False
@@ -205,7 +205,7 @@ class CheckpointManager:
             declared = file_names.check_roles([*declared, self._trainer.role])
             busy, failure = self._earlier_save()
             self._wait_for_deletion_of(step)
-            saving = Saving(role_dir, step, declared, policy if counts else None)
+            saving = Saving(role_dir, step, policy if counts else None)
             parts = (self._context, step, extra_state, declared, started, saving.policy)
             # While another save is under way, the host memory belongs to that save.
             save = None if busy or failure else Save(*parts)

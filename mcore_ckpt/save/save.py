@@ -6,7 +6,7 @@ It runs on three threads. Each line gives a thread, a method of `Save`, and the 
                        begin       capture: copy the shards into images of the files in host memory
     save's thread      finish      formats: write the files; checkpoint: build the manifest; steps: commit
                        upload      steps: queue the copy to the remote store
-    deletion's thread  after_commit    steps: delete old steps
+    deletion's thread  after_commit    steps: delete old steps, and look whether the next save will fit
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
+from mcore_ckpt.steps.room import RoomWatch
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
@@ -81,6 +82,7 @@ class SaveContext:
         host_images: the host memory for copies of the state, and the copies from the GPU to it.
         lock: the lock on the role. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
+        room: foresees whether the next save will fit. Only rank 0 uses it.
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
@@ -91,6 +93,7 @@ class SaveContext:
     host_images: HostImages
     lock: TrainerLock
     uploads: UploadQueue | None
+    room: RoomWatch
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
@@ -229,11 +232,16 @@ class Save:
         return uploads.committed(self.step, policy if self._trainer.config.prune_remote else None)
 
     def after_commit(self) -> None:
-        """Deletes old steps. This may take long, so it begins only when all ranks know of the commit."""
+        """Deletes old steps, and warns if the next save will not fit.
+
+        This may take long, so it begins only when all ranks know of the commit.
+        """
         for status in self._old_steps:
             obstacle = delete_step(status)
             if obstacle is not None:
                 logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
+        if self._trainer.agreement.is_coordinator and self._policy is not None:
+            self._context.room.foresee(self.step)
 
     def progress(self) -> tuple[int, int]:
         """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
