@@ -74,7 +74,7 @@ class ErrorText:
     """An error as text. The error itself would keep the failed call's variables in memory.
 
     Attributes:
-        type: the name of its class, such as CommitError.
+        type: the full name of its class, such as mcore_ckpt.errors.CommitError.
         message: its message.
         stacktrace: its traceback, as Python prints it. Empty if it could contain a secret (uploads).
     """
@@ -86,7 +86,16 @@ class ErrorText:
     @classmethod
     def of(cls, error: BaseException) -> ErrorText:
         """Describes an error with its traceback."""
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        return cls(_full_name(type(error)), str(error), "".join(traceback.format_exception(error)))
+
+    @classmethod
+    def redacted(cls, error: BaseException, message: str) -> ErrorText:
+        """Describes an error whose own message and traceback may contain a password, with another message."""
+        return cls(_full_name(type(error)), message)
+
+
+def _full_name(cls: type) -> str:
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,7 @@ class UploadQueue:
             except Exception as error:
                 reason = str(error) if isinstance(error, CheckpointError) else self._remote.store.redacted(error)
                 logger.warning("the remote copy is out of date, and is tried again after the next commit: %s", reason)
-                self._tell_failed(self._latest, ErrorText(type(error).__name__, reason), time.monotonic() - started)
+                self._tell_failed(self._latest, ErrorText.redacted(error, reason), time.monotonic() - started)
 
     def _upload_missing(self) -> None:
         there = {step.step: step for step in self._remote.steps()}
@@ -250,7 +250,7 @@ class UploadQueue:
         handle.exception = CheckpointError(f"step {step} is not uploaded: {error}")
         self._forget(step, handle)
         logger.warning("%s: %s", self._remote.store.url, handle.exception)
-        self._tell_failed(step, ErrorText(type(handle.exception).__name__, str(handle.exception)), 0.0)
+        self._tell_failed(step, ErrorText.redacted(handle.exception, str(handle.exception)), 0.0)
 
     def _tell_uploaded(self, step: int, upload: Upload, seconds: float) -> None:
         self._delivery.post(

@@ -1,6 +1,5 @@
 """What a manager tells its listeners of saves, loads, deletions and uploads."""
 
-import errno
 import pickle
 import threading
 import time
@@ -10,12 +9,12 @@ from typing import Any
 import pytest
 from test_delivery import Held, held
 from test_errors import manager_of
+from told_events import DISK_ERROR, broken_disk
 from waiting import LONG_S
 
 from mcore_ckpt import CheckpointConfig, delivery
 from mcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitError, InvalidTypeError
 from mcore_ckpt.events import Captured, Committed, Deleted, Event, Failed, Loaded, Started, Uploaded, Written
-from mcore_ckpt.save import save as save_module
 from mcore_ckpt.steps import upload_queue
 
 __all__ = ["held"]
@@ -27,13 +26,6 @@ def kinds(events: list[Event]) -> list[type[Event]]:
 
 def of_step(events: list[Event], step: int | None) -> list[Event]:
     return [event for event in events if event.step == step]
-
-
-def fail_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(save_module, "sync_names", fail)
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -56,8 +48,10 @@ def test_a_save_is_told_from_its_start_to_its_commit(tmp_path: Path, is_async: b
     assert {(e.step, e.role, e.rank, e.path) for e in got} == {(1, "actor", 0, tmp_path / "global_steps_1" / "actor")}
     assert captured.nbytes == written.nbytes == committed.nbytes == report.nbytes
     assert (committed.seconds, committed.stall_s) == (pytest.approx(report.seconds), report.stall_s)
-    moments = [before, *(event.time for event in got), time.time()]
+    moments = [event.time for event in got]
     assert moments == sorted(moments)
+    # By two clocks, between whose readings the machine may do something else.
+    assert before - 1 < moments[0] <= moments[-1] < time.time() + 1
     phases = {phase.name: phase for phase in committed.phases}
     assert list(phases) == ["wait", "plan", "copy", "write", "commit"]
     assert phases["wait"].start == started.time
@@ -65,20 +59,18 @@ def test_a_save_is_told_from_its_start_to_its_commit(tmp_path: Path, is_async: b
     assert phases["commit"].seconds == pytest.approx(report.commit_s)
     assert phases["copy"].seconds == pytest.approx(report.copy_s)
     ends = {name: phase.start + phase.seconds for name, phase in phases.items()}
-    assert ends["plan"] <= phases["copy"].start
+    assert ends["plan"] <= phases["copy"].start + 1e-6  # seconds since the epoch have steps of 0.2 µs
     assert ends["write"] == pytest.approx(written.time) == pytest.approx(phases["commit"].start)
     assert ends["commit"] == pytest.approx(committed.time) == pytest.approx(started.time + committed.seconds)
     assert pickle.loads(pickle.dumps(got)) == got
     manager.close()
 
 
-def test_a_failed_save_says_where_and_why(tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_says_where_and_why(tmp_path: Path, is_async: bool) -> None:
     got: list[Event] = []
     manager = manager_of(tmp_path, async_save=is_async, if_failed="warn", listeners=[got.append])
-    fail_writing(monkeypatch)
-    with pytest.raises(CommitError):
+    with broken_disk(), pytest.raises(CommitError):
         manager.save(1).wait()
-    monkeypatch.undo()
     manager.save(2).wait()
     manager.close()
     first = of_step(got, 1)
@@ -86,8 +78,8 @@ def test_a_failed_save_says_where_and_why(tmp_path: Path, is_async: bool, monkey
     failed = first[-1]
     assert isinstance(failed, Failed)
     assert sum(isinstance(event, (Failed, Committed)) for event in first) == 1
-    assert (failed.operation, failed.error.type) == ("save", "CommitError")
-    assert "Input/output error" in failed.error.message
+    assert (failed.operation, failed.error.type) == ("save", "mcore_ckpt.errors.CommitError")
+    assert DISK_ERROR in failed.error.message
     assert "in _write" in failed.error.stacktrace
     assert failed.phases[-1].name == "write"
     assert failed.phases[-1].start + failed.phases[-1].seconds == pytest.approx(failed.time)
@@ -110,13 +102,10 @@ def test_a_save_that_cannot_begin_is_told_as_failed_and_one_with_wrong_arguments
     assert (failed.step, failed.phases[-1].name) == (1, "plan")
 
 
-def test_the_next_save_after_a_background_failure_is_told_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_save_after_a_background_failure_is_told_as_failed(tmp_path: Path) -> None:
     got: list[Event] = []
     manager = manager_of(tmp_path, async_save=True, listeners=[got.append])
-    with monkeypatch.context() as patched:
-        fail_writing(patched)
+    with broken_disk():
         manager.save(1)
         manager._background.wait_for_save()
     with pytest.raises(CommitError, match="of step 1"):
@@ -194,7 +183,8 @@ def test_an_upload_that_fails_is_told_without_the_password(tmp_path: Path, monke
 def test_a_bad_listener_touches_no_save(
     is_slow: bool, tmp_path: Path, is_async: bool, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "DRAIN_WAIT_S", 0.01)
+    if is_slow:
+        monkeypatch.setattr(delivery, "DRAIN_WAIT_S", 0.01)
     got: list[Event] = []
 
     def broken(event: Event) -> None:
