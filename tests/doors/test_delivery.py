@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_a_forked_child_delivers_its_own_events_and_the_parent_the_others(held: 
     assert locked.wait(LONG_S)
     child = os.fork()
     if child == 0:
+        signal.alarm(int(LONG_S))
         posts.post(started(3))
         os._exit(0 if posts.drain(LONG_S) and got == [3] else 1)
     may_unlock.set()

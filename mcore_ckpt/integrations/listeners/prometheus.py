@@ -9,6 +9,7 @@ A rank has about 30 series. If that is too much for a large job, pass the listen
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,16 +50,18 @@ class PrometheusListener:
             raise InvalidArgumentError(f"run is {run!r}: use a name without '/', because it is part of a file's name")
         self._run = run
         self._metrics: dict[tuple[str, int], _Metrics] = {}
+        self._lock = threading.Lock()  # managers of several roles may share a listener
 
     def __call__(self, event: Event) -> None:
         """Updates the metrics, and replaces the file."""
         key = (event.role, event.rank)
-        if key not in self._metrics:
-            self._metrics[key] = _Metrics(self._run, *key)
-        metrics = self._metrics[key]
-        metrics.update(event)
         name = "_".join(filter(None, ("mcore_ckpt", self._run, event.role, f"rank{event.rank}")))
-        write_to_textfile(str(self._directory / f"{name}.prom"), metrics.registry)
+        with self._lock:
+            if key not in self._metrics:
+                self._metrics[key] = _Metrics(self._run, *key)
+            metrics = self._metrics[key]
+            metrics.update(event)
+            write_to_textfile(str(self._directory / f"{name}.prom"), metrics.registry)
 
 
 class _Metrics:
