@@ -23,6 +23,8 @@ import torch
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest, WrittenFile
 from mcore_ckpt.checkpoint.plain_files import check_plain, pickle_unchecked, write_plain
+from mcore_ckpt.delivery import Delivery
+from mcore_ckpt.events import Deleted, Phase
 from mcore_ckpt.formats.huggingface.assets import save_assets, written_assets
 from mcore_ckpt.formats.native.writer import FileWriter
 from mcore_ckpt.io.files import sync_names
@@ -34,6 +36,7 @@ from mcore_ckpt.save.need import need_of_rank
 from mcore_ckpt.save.new_manifest import build_manifest, read_common
 from mcore_ckpt.save.plan import SavePlan, SavePlanner, saves_model
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
+from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
 from mcore_ckpt.state.model import gradients_share_memory, sync_parameters
@@ -83,6 +86,7 @@ class SaveContext:
         lock: the lock on the role. Only rank 0 uses it.
         uploads: the queue of uploads to the remote store; None without a store, and on all ranks except rank 0.
         room: foresees whether the next save will fit. Only rank 0 uses it.
+        delivery: brings events to the listeners.
         planner: makes the plan of each save.
         names: the tensor names that rank 0 already knows.
         assets: the sizes of the files beside the HuggingFace weights at the last save, by path. Only rank 0 has them.
@@ -94,6 +98,7 @@ class SaveContext:
     lock: TrainerLock
     uploads: UploadQueue | None
     room: RoomWatch
+    delivery: Delivery
     planner: SavePlanner = field(default_factory=SavePlanner)
     names: TensorNames = field(default_factory=TensorNames)
     assets: dict[str, int] = field(default_factory=dict)
@@ -111,6 +116,7 @@ class Save:
         roles: the roles that the step consists of.
         called: when the trainer called `save` (time.perf_counter()). That call may have waited for an earlier save.
         policy: which steps stay after the commit; None if the checkpoint is not part of a step below the root.
+        events: tells the listeners of this save. Its beginning has been told.
 
     Raises:
         UnsupportedError: something cannot be saved completely.
@@ -125,7 +131,9 @@ class Save:
         roles: tuple[str, ...],
         called: float,
         policy: PreservationPolicy | None,
+        events: SaveEvents,
     ) -> None:
+        self._events = events
         self._called, self._started = called, time.perf_counter()
         self._context, self._trainer, self._policy = context, context.trainer, policy
         self.step, self._roles = step, roles
@@ -165,6 +173,8 @@ class Save:
             self._times["captured"] = time.perf_counter()
             if self._is_async and len(self._images.files) < len(self._plan.files):
                 self._start_writing(attempt.staging).wait_for_sources()
+            if self._is_async and not self._plan.on_gpu:
+                self._tell_captured(time.perf_counter(), time.perf_counter() - self._times["planned"])
             if self._has_images:
                 # The trainer may offload its tensors now, and needs the memory of weights made from main parameters.
                 self._plan = replace(self._plan, tensors=(), weights=NO_WEIGHTS)
@@ -182,6 +192,15 @@ class Save:
         Raises:
             CheckpointError: the save failed. All ranks raise the same type, and the previous checkpoint stays.
         """
+        try:
+            report = self._write_and_commit(stall_s)
+        except BaseException as error:
+            self._events.failed(error, self._phases(time.perf_counter()))
+            raise
+        self._old_steps = self._find_old_steps()
+        return report
+
+    def _write_and_commit(self, stall_s: float | None) -> SaveReport:
         attempt = self._opened_attempt
         written: list[WrittenFile] = []
 
@@ -217,9 +236,7 @@ class Save:
         if self._trainer.agreement.is_coordinator:
             self._context.assets.update(_sizes_of_assets(written))
         # `_nbytes` is the size of this rank's parts of the files with an index, which several ranks may write together.
-        report = self._report(stall_s, self._nbytes + sum(file.size for file in written if file.index is None))
-        self._old_steps = self._find_old_steps()
-        return report
+        return self._report(stall_s, self._nbytes + _size_without_index(written))
 
     def upload(self) -> UploadHandle | None:
         """Queues the upload of the committed checkpoint to the remote store.
@@ -237,9 +254,12 @@ class Save:
         This may take long, so it begins only when all ranks know of the commit.
         """
         for status in self._old_steps:
+            started = time.perf_counter()
             obstacle = delete_step(status)
             if obstacle is not None:
                 logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
+            else:
+                self._tell_deleted(status, time.perf_counter() - started)
         if self._trainer.agreement.is_coordinator and self._policy is not None:
             self._context.room.foresee(self.step)
 
@@ -311,7 +331,11 @@ class Save:
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not do that.
         sync_names(staging, {*(plan.path for plan in self._plan.files), *(file.path for file in written)})
-        self._times["written"] = time.perf_counter()
+        self._times["written"] = now = time.perf_counter()
+        if not self._is_async or self._plan.on_gpu:
+            self._tell_captured(self._copy_began + self._times["copied"], self._times["copied"])
+        nbytes = self._nbytes + _size_without_index(written)
+        self._events.written(now, nbytes, now - self._times["writing"])
         return written
 
     def _write_small(self, staging: Path) -> list[WrittenFile]:
@@ -394,7 +418,7 @@ class Save:
         seconds = now - self._called
         written = times["written"]
         exported = times.get("exported", written)
-        return SaveReport(
+        report = SaveReport(
             step=self.step,
             path=self._opened_attempt.role_dir,
             nbytes=nbytes,
@@ -406,6 +430,50 @@ class Save:
             export_s=exported - written,
             commit_s=now - exported,
         )
+        self._events.committed(now, nbytes, report.stall_s, self._phases(now))
+        return report
+
+    # -- events ---------------------------------------------------------------------------------------------
+
+    def _tell_captured(self, at: float, seconds: float) -> None:
+        self._events.captured(at, self._nbytes, seconds)
+
+    def _tell_deleted(self, status: StepStatus, seconds: float) -> None:
+        trainer = self._trainer
+        self._context.delivery.post(
+            Deleted(
+                step=status.step,
+                role=trainer.role,
+                rank=trainer.agreement.rank,
+                path=status.path,
+                time=time.time(),
+                seconds=seconds,
+            )
+        )
+
+    @property
+    def _copy_began(self) -> float:
+        """When copying began. Without images, the state is read while it is written."""
+        return self._times["planned" if self._has_images else "writing"]
+
+    def _phases(self, now: float) -> list[Phase]:
+        """Returns the phases that have begun. A phase that has not ended ends now."""
+        times = self._times
+        phase = self._events.phase
+        phases = [
+            phase("wait", self._called, self._started),
+            phase("plan", self._started, times.get("planned", now)),
+        ]
+        if ("planned" if self._has_images else "writing") in times:
+            copied = self._copy_began + times["copied"] if "copied" in times else now
+            phases.append(phase("copy", self._copy_began, copied))
+        if "writing" in times:
+            phases.append(phase("write", times["writing"], times.get("written", now)))
+        if "exported" in times:
+            phases.append(phase("export", times["written"], times["exported"]))
+        if "written" in times:
+            phases.append(phase("commit", times.get("exported", times["written"]), now))
+        return phases
 
 
 def _part_of(plan: SavePlan, files: Sequence[int]) -> SavePlan:
@@ -449,6 +517,10 @@ def _sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
     # The weights of an export are of the same kind of files, but are planned anew at each save.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}
+
+
+def _size_without_index(written: Sequence[WrittenFile]) -> int:
+    return sum(file.size for file in written if file.index is None)
 
 
 def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:
