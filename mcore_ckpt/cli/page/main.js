@@ -25,7 +25,7 @@ class Page {
   show(number) {
     const checkpoint = this.checkpoints[number];
     document.title = `step ${this.data.step} of ${checkpoint.role}`;
-    at('title').textContent = `Step ${count(this.data.step)} of ${checkpoint.role}`;
+    at('title').textContent = `Step ${this.data.step} of ${checkpoint.role}`;
     at('path').textContent = checkpoint.path;
     at('facts').replaceChildren(...Object.entries(this.facts(checkpoint)).map(([term, text]) =>
       make('div', {}, make('dt', { textContent: term }), make('dd', { textContent: text }))));

@@ -71,10 +71,7 @@ class TensorSection {
     const shape = drawn.length ? drawn[0].region.globalShape : [];
     this.rows = shape.length ? shape[0] : 1;
     this.columns = shape.length > 1 ? shape[1] : 1;
-    // Shards of the same place are replicas, and have one colour.
-    const places = this.parts.map(({ boxes }) => JSON.stringify(boxes.map((box) => box.global)));
-    this.places = [...new Set(places)];
-    this.parts.forEach((part, index) => (part.place = this.places.indexOf(places[index])));
+    this.findPlaces();
     at('row').max = Math.max(0, this.rows - 1);
     const dtypes = [...new Set(drawn.map((shard) => shard.dtype))].join(', ');
     const size = drawn.reduce((sum, shard) => sum + shard.nbytes, 0);
@@ -83,7 +80,7 @@ class TensorSection {
       : 'no file holds a part of it';
     at('drawing-note').textContent = shape.length > 2
       ? `Rows are axis 0, columns axis 1; the other axes (${shape.slice(2).join(', ')}) are not drawn.`
-      : 'Colours tell the shards apart; replicas have one colour. Click a row, or use the arrow keys.';
+      : 'Colours tell tensor-parallel ranks apart, and tones the shards of each. Click a row, or use the arrow keys.';
     this.draw();
   }
 
@@ -133,8 +130,25 @@ class TensorSection {
 
   // -- the drawing --
 
+  // Gives each part the number of its place. Replicas have the same place, and so the same colour.
+  findPlaces() {
+    const keys = this.parts.map(({ boxes }) => JSON.stringify(boxes.map((box) => box.global)));
+    const distinctKeys = [...new Set(keys)];
+    this.parts.forEach((part, index) => (part.place = distinctKeys.indexOf(keys[index])));
+    this.places = distinctKeys.map((key) => ({ rank: this.parts[keys.indexOf(key)].shard.file.rank }));
+    const axis = this.parts.some(({ shard }) => shard.file.kind === 'experts') ? 'etp' : 'tp';
+    const families = new Map();
+    for (const place of this.places) {
+      const family = this.checkpoint.ranks[place.rank][axis];
+      families.set(family, [...(families.get(family) ?? []), place]);
+    }
+    [...families.values()].forEach((family, number) =>
+      family.forEach((place, index) => Object.assign(place, { family: number, families: families.size, tone: (0.62 * index) / Math.max(1, family.length) })));
+  }
+
   colourOf(place) {
-    return distinct(place, this.places.length);
+    const { family, families, tone } = this.places[place];
+    return mixed(distinct(family, families), colour('card'), tone);
   }
 
   draw() {
@@ -163,13 +177,13 @@ class TensorSection {
   }
 
   label(drawing) {
-    drawing.fillStyle = colour('card');
     drawing.textAlign = 'center';
     const seen = new Set();
     for (const { shard, place, boxes } of this.parts) {
       if (seen.has(place)) continue;
       seen.add(place);
       const text = this.labelOf(place, shard);
+      drawing.fillStyle = colour(this.places[place].tone > 0.25 ? 'ink' : 'card');
       for (const { global } of boxes) {
         const [x, y, wide, high] = this.rectangle(global);
         if (high >= 15 && drawing.measureText(text).width + 6 <= wide) drawing.fillText(text, x + wide / 2, y + high / 2);

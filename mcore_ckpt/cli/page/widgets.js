@@ -22,11 +22,8 @@ function distinct(number, all) {
   return `hsl(${(number * 360) / all} ${colour('tint')} ${colour('shade')})`;
 }
 
-function mixed(from, to, share) {
-  const parts = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
-  const [a, b] = [parts(from), parts(to)];
-  return `rgb(${a.map((value, index) => Math.round(value + (b[index] - value) * share)).join(' ')})`;
-}
+// A colour between two others.
+const mixed = (from, to, share) => `color-mix(in srgb, ${to} ${(100 * share).toFixed(1)}%, ${from})`;
 
 // Prepares a canvas of this size in CSS pixels, and returns its context.
 function context(canvas, width, height) {
