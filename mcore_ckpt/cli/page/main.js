@@ -17,7 +17,10 @@ class Page {
     this.differences = new DifferenceSection(this);
     options(at('role'), Object.fromEntries(data.roles.map(({ role }, number) => [number, role])), (number) => this.show(Number(number)));
     at('role-choice').hidden = data.roles.length < 2;
-    const redraw = () => [this.tensors, this.ranks, this.timeline].forEach((section) => section.draw());
+    const redraw = () => {
+      colours.clear();
+      [this.tensors, this.ranks, this.timeline].forEach((section) => section.draw());
+    };
     window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
     this.show(0);
   }

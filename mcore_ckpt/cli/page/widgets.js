@@ -14,7 +14,13 @@ function options(select, choices, onChange) {
   select.onchange = () => onChange(select.value);
 }
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+// The colours of the style, which the browser looks up slowly. They change with the reader's scheme.
+const colours = new Map();
+
+function colour(name) {
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colours.get(name);
+}
 
 // A colour for each of many things: eight that are easy to tell apart, or, for more, the colours of the rainbow.
 function distinct(number, all) {
