@@ -28,6 +28,15 @@ def check_is_folder(path: Path, flag: str = "") -> None:
         raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
 
 
+def check_can_be_file(flag: str, path: Path) -> None:
+    """Raises InvalidArgumentError if no file can be written at a path, because of what is there. Names `flag`."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise InvalidArgumentError(f"{flag} {path}: is {what}: name another file")
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(f"{flag} {path}: there is no folder {path.parent}: make it, or name another file")
+
+
 def check_is_folder_or_model(name: str, flag: str) -> None:
     """Raises InvalidArgumentError unless the folder exists, or a model on the hub can have this name."""
     from mcore_ckpt.formats import HubModel

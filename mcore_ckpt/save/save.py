@@ -36,6 +36,7 @@ from mcore_ckpt.save.need import need_of_rank
 from mcore_ckpt.save.new_manifest import build_manifest, read_common
 from mcore_ckpt.save.plan import SavePlan, SavePlanner, saves_model
 from mcore_ckpt.save.rank_reports import TensorNames, rank_report
+from mcore_ckpt.save.rank_times import RankTimes, SpanInSeconds, timeline_of, with_export
 from mcore_ckpt.save.save_events import SaveEvents
 from mcore_ckpt.save.save_report import SaveReport
 from mcore_ckpt.state.main_weights import NO_WEIGHTS, is_gathered_by_megatron
@@ -152,6 +153,7 @@ class Save:
         self._writer: FileWriter | None = None
         self._old_steps: list[StepStatus] = []
         self._times: dict[str, float] = {}
+        self._copy: SpanInSeconds | None = None
 
     def begin(self, attempt: Attempt) -> None:
         """Copies the state. If the save is async, training may continue when this returns.
@@ -208,7 +210,8 @@ class Save:
             written.extend(self._write(staging))
             assert self._steps is not None
             names = self._context.names.to_send(self._plan.files, self._trainer.agreement.rank)
-            return rank_report(self._trainer, written, self._plan.files, names, self._steps)
+            times = self._rank_times(stall_s, self._bytes_of(written))
+            return rank_report(self._trainer, written, self._plan.files, names, self._steps, times)
 
         def write_and_export(staging: Path) -> Record:
             exported = export_together(
@@ -216,7 +219,7 @@ class Save:
             )
             self._times["exported"] = time.perf_counter()
             written.extend(exported)
-            return {"files": [asdict(file) for file in exported]}
+            return {"files": [asdict(file) for file in exported], "exported": self._since_call("exported")}
 
         exports = "hf_model" in self._trainer.config.save_contents
         try:
@@ -235,8 +238,7 @@ class Save:
         self._context.names.mark_sent(self._plan.files)
         if self._trainer.agreement.is_coordinator:
             self._context.assets.update(_sizes_of_assets(written))
-        # `_nbytes` is the size of this rank's parts of the files with an index, which several ranks may write together.
-        return self._report(stall_s, self._nbytes + _size_without_index(written))
+        return self._report(stall_s, self._bytes_of(written))
 
     def upload(self) -> UploadHandle | None:
         """Queues the upload of the committed checkpoint to the remote store.
@@ -327,15 +329,14 @@ class Save:
         if self._steps is None:
             self._steps = _read_steps(self._trainer)
         written += writer.finish()
-        self._times["copied"] = self._copy_seconds(writer.times()[0])
+        self._copy = self._copy_span(writer.times()[0])
         # Each rank syncs the names that it may have made. On some shared file systems (CephFS with `wsync` off), a sync
         # on another host would not do that.
         sync_names(staging, {*(plan.path for plan in self._plan.files), *(file.path for file in written)})
         self._times["written"] = now = time.perf_counter()
         if not self._is_async or self._plan.on_gpu:
-            self._tell_captured(self._copy_began + self._times["copied"], self._times["copied"])
-        nbytes = self._nbytes + _size_without_index(written)
-        self._events.written(now, nbytes, now - self._times["writing"])
+            self._tell_captured(self._copy[1], self._copy[1] - self._copy[0])
+        self._events.written(now, self._bytes_of(written), now - self._times["writing"])
         return written
 
     def _write_small(self, staging: Path) -> list[WrittenFile]:
@@ -352,7 +353,7 @@ class Save:
     def _manifest(self, records: Sequence[Record]) -> Manifest:
         self._keep_lock()
         attempt, names = self._opened_attempt, self._context.names
-        return build_manifest(
+        manifest = build_manifest(
             self._trainer,
             names,
             attempt.staging,
@@ -362,10 +363,15 @@ class Save:
             attempt.number,
             records,
         )
+        # Last, because the commit counts up to here.
+        return replace(manifest, save_timeline=timeline_of(records, self._commit_span("written")))
 
     def _manifest_with_export(self, records: Sequence[Record]) -> Manifest:
         self._keep_lock()
-        return completed(self._trainer, self._opened_attempt.staging, records)
+        manifest = completed(self._trainer, self._opened_attempt.staging, records)
+        assert manifest.save_timeline is not None, "_manifest has made it"
+        timeline = with_export(manifest.save_timeline, records, self._commit_span("exported"))
+        return replace(manifest, save_timeline=timeline)
 
     def _keep_lock(self) -> None:
         """Raises LockedError if another trainer has taken over the lock. Then this save must not be committed."""
@@ -400,18 +406,44 @@ class Save:
         assert self._attempt is not None, "begin comes first"
         return self._attempt
 
-    def _copy_seconds(self, last_arrived: float) -> float:
-        """Returns how long the copy took.
+    def _bytes_of(self, written: Sequence[WrittenFile]) -> int:
+        """Returns how many bytes this rank has written, with its parts of files that several ranks write together."""
+        return self._nbytes + sum(file.size for file in written if file.index is None)
+
+    def _copy_span(self, last_arrived: float) -> SpanInSeconds:
+        """Returns when the copy began and ended (time.perf_counter()).
 
         `last_arrived` is the number of seconds from the start of writing until the writer had all bytes.
         """
         assert isinstance(self._capture, Capture)
+        planned, writing = self._times["planned"], self._times["writing"]
         if not self._has_images:
-            return last_arrived
+            return writing, writing + last_arrived
         if self._plan.on_gpu:
-            return self._times["writing"] - self._times["planned"] + last_arrived
+            return planned, writing + last_arrived
         is_copied = len(self._images.files) == len(self._plan.files)
-        return self._capture.seconds if is_copied else self._times["begun"] - self._times["planned"]
+        return planned, planned + self._capture.seconds if is_copied else self._times["begun"]
+
+    @property
+    def _copied(self) -> SpanInSeconds:
+        assert self._copy is not None, "writing comes first"
+        return self._copy
+
+    def _since_call(self, name: str) -> float:
+        return self._times[name] - self._called
+
+    def _rank_times(self, stall_s: float | None, nbytes: int) -> RankTimes:
+        copy_start, copy_end = self._copied
+        return RankTimes(
+            plan=(self._started - self._called, self._since_call("planned")),
+            copy=(copy_start - self._called, copy_end - self._called),
+            write=(self._since_call("writing"), self._since_call("written")),
+            stall_s=stall_s,
+            nbytes=nbytes,
+        )
+
+    def _commit_span(self, start: str) -> SpanInSeconds:
+        return self._since_call(start), time.perf_counter() - self._called
 
     def _report(self, stall_s: float | None, nbytes: int) -> SaveReport:
         times, now = self._times, time.perf_counter()
@@ -425,7 +457,7 @@ class Save:
             seconds=seconds,
             stall_s=seconds if stall_s is None else stall_s,
             plan_s=times["planned"] - self._started + times["writing"] - times["captured"],
-            copy_s=times["copied"],
+            copy_s=self._copied[1] - self._copied[0],
             write_s=written - times["writing"],
             export_s=exported - written,
             commit_s=now - exported,
@@ -465,8 +497,7 @@ class Save:
             phase("plan", self._started, times.get("planned", now)),
         ]
         if ("planned" if self._has_images else "writing") in times:
-            copied = self._copy_began + times["copied"] if "copied" in times else now
-            phases.append(phase("copy", self._copy_began, copied))
+            phases.append(phase("copy", self._copy_began, now if self._copy is None else self._copy[1]))
         if "writing" in times:
             phases.append(phase("write", times["writing"], times.get("written", now)))
         if "exported" in times:
@@ -517,10 +548,6 @@ def _sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
     # The weights of an export are of the same kind of files, but are planned anew at each save.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}
-
-
-def _size_without_index(written: Sequence[WrittenFile]) -> int:
-    return sum(file.size for file in written if file.index is None)
 
 
 def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:
