@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
@@ -57,7 +56,7 @@ class StepProblems:
     def __init__(self, path: Path, step: int | None = None) -> None:
         self._path = path
         self._step = step
-        self._is_one = file_names.parse_step(path.name) is not None and path.is_dir()
+        self._is_one = steps.is_step(path)
         self._root = path.parent if self._is_one else path
         self._watch = TrainerWatch(self._root)
         self._began = time.monotonic()
