@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import ROLE, dead_owner, make, own, stage
+from checkpoints import ROLE, Crash, crash, dead_owner, make, own, read_version, remains, stage
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.cli.main import main
-from mcore_ckpt.steps import commit
+from mcore_ckpt.steps import commit, hidden_step, leftovers, retention
 from mcore_ckpt.steps import listing as steps
+from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps, delete_step, discard_step
+from mcore_ckpt.steps.role_files import uncommit_role
 from mcore_ckpt.tools.find import find_checkpoint, select
+from mcore_ckpt.tools.prune import prune
 from mcore_ckpt.tools.verify import verify
 
 DEAD = dead_owner(2**22 + 1)
@@ -26,6 +29,21 @@ def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "exchange", lambda first, second: False)
 
 
+def save_twice(folder: Path) -> Path:
+    """Saves versions 1 and 2. Returns what is left of the first, as after a crash right behind the second rename."""
+    make(folder, 1)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "x").write_text("x")
+    staging, attempt = stage(folder, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "remove_replaced", crash)
+        with pytest.raises(Crash):
+            commit.publish(staging, folder, attempt)
+    replaced = file_names.replaced_dir(folder, attempt)
+    own(replaced, DEAD)
+    return replaced
+
+
 def move_aside(folder: Path) -> Path:
     """Makes the state between the two renames of a save that has died."""
     make(folder, 1)
@@ -34,6 +52,142 @@ def move_aside(folder: Path) -> Path:
     replaced = file_names.replaced_dir(folder, attempt)
     folder.rename(replaced)
     return replaced
+
+
+# -- what is deleted stays deleted ---------------------------------------------------------------------------------
+
+
+DELETIONS: dict[str, Callable[[Path], object]] = {
+    "retention": lambda root: delete_old_steps(root, PreservationPolicy(1)),
+    "prune": lambda root: prune(root, PreservationPolicy(1)),
+    "discard": lambda root: discard_step(root / "global_step_4"),
+}
+
+
+@pytest.mark.parametrize("deletion", DELETIONS)
+def test_a_deleted_step_does_not_come_back_as_what_it_replaced(deletion: str, tmp_path: Path) -> None:
+    save_twice(tmp_path / "global_step_4")
+    make(tmp_path / "global_step_5", 5)
+    DELETIONS[deletion](tmp_path)
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
+    assert [status.step for status in steps.list_steps(tmp_path)] == [5]
+    assert os.listdir(tmp_path) == ["global_step_5"]
+
+
+def test_a_crash_anywhere_in_a_deletion_brings_no_old_version_back(tmp_path: Path) -> None:
+    for point in itertools.count():
+        root = tmp_path / str(point)
+        save_twice(root / "global_step_4")
+        make(root / "global_step_5", 5)
+        if not _crashes(point, lambda root=root: delete_old_steps(root, PreservationPolicy(1))):  # type: ignore[misc]
+            break
+        for deleted in root.glob(".deleted-*"):
+            own(deleted, DEAD)
+        assert _versions(root) in ({4: 2, 5: 5}, {5: 5})
+        leftovers.remove_leftovers(root, ROLE, alone=True)
+        assert _versions(root) in ({4: 2, 5: 5}, {5: 5})
+        delete_old_steps(root, PreservationPolicy(1))
+        assert _versions(root) == {5: 5}
+        assert remains(root) == []
+    assert point >= 6, "two renames, two syncs, two removals"
+
+
+def _crashes(point: int, work: Callable[[], object]) -> bool:
+    """True if the work was ended at a point: before its n-th rename, sync or removal."""
+    points = itertools.count()
+
+    def until(function: Callable[..., object]) -> Callable[..., object]:
+        def called(*args: object) -> object:
+            if next(points) == point:
+                raise Crash
+            return function(*args)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", until(os.rename))
+        for module in (hidden_step, retention):
+            patch.setattr(module, "sync_dir", until(module.sync_dir))
+        patch.setattr(hidden_step, "remove_folder", until(hidden_step.remove_folder))
+        try:
+            work()
+        except Crash:
+            return True
+    return False
+
+
+def _versions(root: Path) -> dict[int, int]:
+    return {status.step: read_version(status.role_dir(ROLE)) for status in steps.complete_steps(root)}
+
+
+def test_lost_power_in_a_deletion_brings_no_old_version_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the disk the rename of the step must not come before that of what it has replaced."""
+    replaced = save_twice(tmp_path / "global_step_4")
+    make(tmp_path / "global_step_5", 5)
+    done: list[str] = []
+    rename, sync = os.rename, hidden_step.sync_dir
+
+    def noting_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        done.append(Path(source).name)
+
+    def noting_sync(folder: Path) -> None:
+        sync(folder)
+        done.append(f"sync {folder.name}")
+
+    monkeypatch.setattr(os, "rename", noting_rename)
+    for module in (hidden_step, retention):
+        monkeypatch.setattr(module, "sync_dir", noting_sync)
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [4]
+    assert done == [replaced.name, f"sync {tmp_path.name}", "global_step_4", f"sync {tmp_path.name}"]
+
+
+@pytest.mark.parametrize("moment", ["before it looks", "after it has looked"])
+def test_a_step_that_is_moved_aside_while_it_is_to_be_deleted_stays(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "global_step_4"
+    make(folder, 1)
+    (status,) = steps.list_steps(tmp_path)
+    find = hidden_step.replaced_checkpoints
+
+    def move_and_find(step_path: Path) -> list[Path]:
+        replaced = file_names.replaced_dir(folder, "a" * 32)
+        if folder.exists():
+            folder.rename(replaced)
+        return find(step_path)
+
+    if moment == "before it looks":
+        move_and_find(folder)
+    else:
+        monkeypatch.setattr(hidden_step, "replaced_checkpoints", move_and_find)
+    assert delete_step(status) is not None
+    assert _versions(tmp_path) == {4: 1}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_role_that_is_uncommitted_has_no_old_version_either(place: str, tmp_path: Path) -> None:
+    replaced = save_twice(tmp_path / place)
+    uncommit_role(tmp_path / place)
+    assert steps.complete_steps(tmp_path) == []
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
+    assert steps.complete_steps(tmp_path) == []
+    assert not replaced.exists()
+    assert (tmp_path / place / "adapter" / "x").read_text() == "x"
+
+
+def test_a_role_is_uncommitted_where_it_was_moved(tmp_path: Path) -> None:
+    move_aside(tmp_path / PLACES[1])
+    assert steps.complete_steps(tmp_path) != []
+    uncommit_role(tmp_path / PLACES[1])
+    assert steps.complete_steps(tmp_path) == []
+
+
+def test_prune_keeps_what_others_have_put_into_an_old_version(tmp_path: Path) -> None:
+    replaced = save_twice(tmp_path / "global_step_4")
+    (pruned,) = [each for each in prune(tmp_path, PreservationPolicy()) if each.step is None]
+    assert (pruned.path, pruned.stays) == (replaced, False)
+    assert (tmp_path / "global_step_4" / "adapter" / "x").read_text() == "x"
 
 
 # -- what was moved aside is found ---------------------------------------------------------------------------------
