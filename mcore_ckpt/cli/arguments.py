@@ -23,8 +23,13 @@ def folder_or_model(text: str) -> str:
 
 
 def check_is_folder(path: Path, flag: str = "") -> None:
-    """Raises InvalidArgumentError unless the folder exists. The message names `flag`."""
-    if not path.is_dir():
+    """Raises InvalidArgumentError unless the folder exists. The message names `flag`.
+
+    A checkpoint's folder counts as there if a save has moved it aside, since the commands find it there.
+    """
+    from mcore_ckpt.steps import find_moved_aside
+
+    if not path.is_dir() and find_moved_aside(path) is None:
         raise InvalidArgumentError(f"{flag + ' ' if flag else ''}{path}: there is no such folder")
 
 

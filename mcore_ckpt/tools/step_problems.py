@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
@@ -65,7 +64,7 @@ class StepProblems:
     """
 
     def __init__(self, path: Path, step: int | None = None) -> None:
-        is_one = file_names.parse_step(path.name) is not None and path.is_dir()
+        is_one = steps.is_step(path)
         self._root = path.parent if is_one else path
         self._with_tracker = not is_one and step is None
         self._watch = TrainerWatch(self._root)
