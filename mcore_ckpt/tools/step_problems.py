@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import tracker
