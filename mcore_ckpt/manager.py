@@ -416,7 +416,8 @@ class CheckpointManager:
 
     def _take_place(self, saving: Saving, need: Need) -> None:
         """Takes the role's trainer lock, removes leftovers of dead processes, and checks the room. Only for rank 0."""
-        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it.
+        # The other ranks wait for this one only until `timeout_s`, so all waits together take at most 7/8 of it. In
+        # that is a refusal's look at old steps.
         timeout_s = self._trainer.config.timeout_s
         self._take_lock(saving, need, timeout_s)
         if not self._has_saved:

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -85,6 +85,10 @@ class Amount:
     def __sub__(self, other: Amount) -> Amount:
         return Amount(self.nbytes - other.nbytes, self.entries - other.entries)
 
+    def at_least(self, other: Amount) -> Amount:
+        """Returns the larger number of bytes and the larger number of entries."""
+        return Amount(max(self.nbytes, other.nbytes), max(self.entries, other.entries))
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -151,6 +155,14 @@ class Room:
         """
         parts = [(limit.free, getattr(amount, limit.kind)) for limit in self.limits]
         return min((free // part for free, part in parts if part), default=None)
+
+    def without(self, nbytes: int) -> Room:
+        """Returns the room that is left while so many bytes of it are in use."""
+        limits = (
+            replace(limit, free=max(0, limit.free - nbytes)) if limit.kind == "nbytes" else limit
+            for limit in self.limits
+        )
+        return replace(self, limits=tuple(limits))
 
     def shortages(self, amount: Amount) -> tuple[Limit, ...]:
         """Returns the limits that the amount exceeds."""

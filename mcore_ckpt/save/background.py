@@ -4,6 +4,8 @@
     save's thread      SaveHandle.run           finishes the save: writes the files and commits
     deletion's thread  Save.after_commit        deletes old steps; a new save need not wait for this
 
+Whether the next save will fit is looked at on a thread of `steps/room.py`, for which nothing waits.
+
 Each thread ends when it has no more work. An exiting interpreter waits for both (`_finish_all`).
 """
 
@@ -99,10 +101,10 @@ class SaveHandle:
         assert self._report is not None
         return self._report
 
-    def run(self, stall_s: float | None) -> Callable[[], None] | None:
+    def run(self, stall_s: float | None) -> Save | None:
         """Finishes the save on the calling thread. If the save fails, only `wait` raises the error.
 
-        Returns a function for what remains after the commit (it deletes old steps); None if the save failed.
+        Returns the save, whose `after_commit` is to be called then; None if it failed.
         """
         assert self._save is not None
         save = self._save
@@ -120,7 +122,7 @@ class SaveHandle:
             self._progress = save.progress()
             self._save = None
             self._ended.set()
-        return None if self._exception is not None else save.after_commit
+        return None if self._exception is not None else save
 
     def fail(self, error: CheckpointError) -> None:
         """Ends a save that has not begun."""
@@ -144,6 +146,7 @@ class BackgroundSaves:
         self._handle: SaveHandle | None = None
         self._save = _Worker("mcore_ckpt save")
         self._deletions = _Worker("mcore_ckpt deletion")
+        self._deleting: set[Save] = set()
         _all_saves.add(self)
 
     @property
@@ -153,8 +156,8 @@ class BackgroundSaves:
 
     @property
     def is_deleting(self) -> bool:
-        """True if old steps are being deleted."""
-        return self._deletions.is_busy
+        """True if old steps are being deleted, or will be after a commit. Most commits have none to delete."""
+        return bool(self._deleting)
 
     def launch(self, handle: SaveHandle, stall_s: float) -> None:
         """Finishes a save on the save's thread. No other save may be under way."""
@@ -212,22 +215,31 @@ class BackgroundSaves:
         self._commits.limit_waits(deadlines.EXIT_WAIT_S)
 
     def _end(self, handle: SaveHandle, stall_s: float) -> None:
-        rest = None
+        save = None
         try:
-            rest = handle.run(stall_s)
+            save = handle.run(stall_s)
         finally:
             if handle.exception is not None:
                 self._log_failure(handle)
-        self._delete(rest)
+        self._delete(save)
 
     def _log_failure(self, handle: SaveHandle) -> None:
         """Logs the error of a save now, because there may be no next call that raises it."""
         consequence = "; training continues without this checkpoint" if self._warns else ""
         logger.error("the save of step %d has failed%s: %s", handle.step, consequence, handle.exception)
 
-    def _delete(self, rest: Callable[[], None] | None) -> None:
-        if rest is not None:
-            self._deletions.add(rest)
+    def _delete(self, save: Save | None) -> None:
+        if save is None:
+            return
+        if save.deletes:
+            self._deleting.add(save)
+        self._deletions.add(partial(self._after_commit, save))
+
+    def _after_commit(self, save: Save) -> None:
+        try:
+            save.after_commit()
+        finally:
+            self._deleting.discard(save)
 
 
 def is_deleting_here() -> bool:
@@ -261,11 +273,6 @@ class _Worker:
                 self._thread = thread
                 return
         self._run()
-
-    @property
-    def is_busy(self) -> bool:
-        with self._lock:
-            return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits until no function is left to call."""

@@ -6,7 +6,7 @@ It runs on three threads. Each line gives a thread, a method of `Save`, and the 
                        begin       capture: copy the shards into images of the files in host memory
     save's thread      finish      formats: write the files; checkpoint: build the manifest; steps: commit
                        upload      steps: queue the copy to the remote store
-    deletion's thread  after_commit    steps: delete old steps, and look whether the next save will fit
+    deletion's thread  after_commit    steps: delete old steps
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import tracker
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_step, too_old
-from mcore_ckpt.steps.room import RoomWatch
+from mcore_ckpt.steps.room import RoomWatch, Saved
 from mcore_ckpt.steps.trainer_lock import TrainerLock
 from mcore_ckpt.steps.transaction import Attempt, check_seen, commit_together
 from mcore_ckpt.steps.upload_queue import UploadHandle, UploadQueue
@@ -152,6 +152,7 @@ class Save:
         self._capture: Capture | Exception | None = None
         self._writer: FileWriter | None = None
         self._old_steps: list[StepStatus] = []
+        self._saved: Saved | None = None
         self._times: dict[str, float] = {}
         self._copy: SpanInSeconds | None = None
 
@@ -199,7 +200,7 @@ class Save:
         except BaseException as error:
             self._events.failed(error, self._phases(time.perf_counter()))
             raise
-        self._old_steps = self._find_old_steps()
+        self._find_old_steps()
         return report
 
     def _write_and_commit(self, stall_s: float | None) -> SaveReport:
@@ -250,8 +251,13 @@ class Save:
             return None
         return uploads.committed(self.step, policy if self._trainer.config.prune_remote else None)
 
+    @property
+    def deletes(self) -> bool:
+        """True if old steps are to be deleted after the commit. Known when `finish` has returned."""
+        return bool(self._old_steps)
+
     def after_commit(self) -> None:
-        """Deletes old steps, and warns if the next save will not fit.
+        """Deletes old steps. Then `RoomWatch` looks, on a thread of its own, whether the next save will fit.
 
         This may take long, so it begins only when all ranks know of the commit.
         """
@@ -262,8 +268,8 @@ class Save:
                 logger.info("step %d is too old, but stays for now: %s", status.step, obstacle)
             else:
                 self._tell_deleted(status, time.perf_counter() - started)
-        if self._trainer.agreement.is_coordinator and self._policy is not None:
-            self._context.room.foresee(self.step)
+        if self._saved is not None:
+            self._context.room.foresee(self._saved)
 
     def progress(self) -> tuple[int, int]:
         """Returns how many bytes of tensors this rank has written, and how many it must write in all."""
@@ -377,20 +383,24 @@ class Save:
         """Raises LockedError if another trainer has taken over the lock. Then this save must not be committed."""
         self._context.lock.take(patience_s=0)
 
-    def _find_old_steps(self) -> list[StepStatus]:
-        """Returns the steps to delete after this commit.
+    def _find_old_steps(self) -> None:
+        """Finds the steps to delete after this commit, and warns if there are none and the next save will not fit.
 
         They are chosen now and not when the deletion begins, because a later save with another policy may be committed
         by then.
         """
-        root, policy = self._trainer.root, self._policy
-        if not self._trainer.agreement.is_coordinator or policy is None or policy.max_to_keep is None:
-            return []
-        try:
-            return too_old(list_steps(root), policy, self.step)
-        except OSError as error:
-            logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
-            return []
+        if not self._trainer.agreement.is_coordinator or self._policy is None:
+            return
+        deletes = False
+        if self._policy.max_to_keep is not None:
+            try:
+                statuses = list_steps(self._trainer.root)
+                self._old_steps = too_old(statuses, self._policy, self.step)
+                deletes = bool(too_old(_with_whole(statuses, self.step), self._policy, self.step))
+            except OSError as error:
+                logger.warning("the checkpoint is committed, but old steps could not be deleted: %s", error)
+                deletes = True  # by the next save, or by another process
+        self._saved = self._context.room.committed(self._opened_attempt.role_dir, self.step, deletes)
 
     def _move_tracker(self) -> None:
         if self._policy is None:
@@ -548,6 +558,14 @@ def _sizes_of_assets(written: Sequence[WrittenFile]) -> dict[str, int]:
     # The weights of an export are of the same kind of files, but are planned anew at each save.
     assets = (file for file in written if file.kind == "huggingface")
     return {file.path: file.size for file in assets if not file.path.endswith(".safetensors")}
+
+
+def _with_whole(statuses: Sequence[StepStatus], step: int) -> list[StepStatus]:
+    """Returns the statuses as they will be when all roles of a step are committed."""
+    return [
+        replace(status, committed=status.committed | status.declared) if status.step == step else status
+        for status in statuses
+    ]
 
 
 def _update_tracker(trainer: Trainer, step: int, only: int | None) -> None:

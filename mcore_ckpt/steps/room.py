@@ -1,8 +1,11 @@
 """Checks before a save that its files will fit, and foresees after its commit whether those of the next save will.
 
 A save frees nothing before its commit: what it replaces and what is too old stay until then. So only what is free at
-its beginning counts for it. Whether the next one will fit is looked at when the old steps have been deleted, on the
-thread that deletes them, because all ranks wait for the look before a save.
+its beginning counts for it.
+
+Whether the next one will fit shows at the commit, if no step will be deleted: then it is too late for another look when
+the next save begins at once. If steps will be deleted, it shows when they are gone. That look may take long (manifests,
+and room that grows late), so it has a thread of its own: neither saves nor deletions wait for it.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.room import NOTHING, Amount, Limit, Need, Room, existing, room_of
-from mcore_ckpt.io.threads import results_of
+from mcore_ckpt.io.threads import NewestOnly, results_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
 from mcore_ckpt.steps.step_sizes import NO_FILES, need_of, taken_by
@@ -49,6 +53,23 @@ class Saving:
     policy: PreservationPolicy | None
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A save that is committed.
+
+    Attributes:
+        role_dir: the role's folder.
+        step: the step.
+        check: the number of the check before it, by which a newer save is noticed.
+        need: what the check counted, with files that the save has deleted since.
+    """
+
+    role_dir: Path
+    step: int
+    check: int
+    need: Need
+
+
 class RoomWatch:
     """Checks the room for each save of one role. Only rank 0 uses it.
 
@@ -63,6 +84,8 @@ class RoomWatch:
         self._checks = 0
         self._checked = NOTHING
         self._tried, self._foreseen = _Warned(), _Warned()
+        self._looks = NewestOnly("mcore_ckpt next save")
+        self._prune_look: threading.Thread | None = None
 
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
         """Refuses a save whose files do not fit.
@@ -73,56 +96,104 @@ class RoomWatch:
         Args:
             saving: the save.
             need: the files of all ranks.
-            patience_s: how long to wait for deletions, in seconds.
+            patience_s: how long this may take, in seconds: the wait for deletions, and a refusal's look at old steps.
 
         Raises:
             NoRoomError: the files do not fit.
         """
-        self._checks += 1
+        deadline = time.monotonic() + patience_s
+        self._checks, self._checked = self._checks + 1, NOTHING
         role_dir = saving.role_dir
         with suppress(OSError):  # the system does not tell, or the folder cannot be made, which its making will show
             need += _files_of_rank_0(role_dir, need)
             self._checked = need
-            room = _settled_room(role_dir.parent, self._root, need, patience_s, self._is_deleting)
+            room = _settled_room(
+                role_dir.parent, self._root, lambda room: room.taken_by(need), patience_s, self._is_deleting
+            )
             if room is None:
                 logger.warning("%s: too little room, but old steps are still being deleted: the save begins", role_dir)
                 return
             amount = room.taken_by(need)
             limit = room.shortage(amount)
             if limit is not None and room.is_certain:
-                raise NoRoomError(self._refusal(role_dir, limit, amount))
+                raise NoRoomError(self._refusal(role_dir, limit, amount, deadline - time.monotonic()))
             if self._tried.is_new(limit) and limit is not None:
                 logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
 
-    def foresee(self, step: int) -> None:
-        """Warns once if a save like that of a step will not fit. Call it when old steps have been deleted.
+    def committed(self, role_dir: Path, step: int, deletes: bool) -> Saved | None:
+        """Warns once if the next save will not fit because no step will be deleted. Only system calls.
 
-        It looks only if the step is complete, and it says nothing if another save begins meanwhile, because that takes
-        room and has a check of its own. It may take long.
+        Args:
+            role_dir: the role's folder, of the save that was checked last.
+            step: its step.
+            deletes: whether retention deletes steps after this commit, or after those of the step's other roles. One
+                step makes room for about one save, so nothing is said then.
+
+        Returns:
+            What `foresee` needs when old steps have been deleted. None if it need not look.
         """
-        checks = self._checks
-        with suppress(OSError, CheckpointNotFoundError, CheckpointCorruptError):
+        saved = Saved(role_dir, step, self._checks, self._checked)
+        with suppress(OSError):
             if self._has_plenty():
                 self._foreseen.is_new(None)
+                return None
+            # Look at the room last: a deletion that ends meanwhile has then made room already.
+            if not (deletes or self._is_deleting() or _has_deleted_steps(self._root)):
+                room = room_of(self._root)
+                amount = room.taken_by(saved.need)
+                limit = room.shortage(amount)
+                if limit is not None:
+                    self._warn_of_next(saved, room, limit, amount)
+                    return None
+        return saved
+
+    def foresee(self, saved: Saved) -> None:
+        """Warns once if a save like a committed one will not fit. Call it when old steps have been deleted.
+
+        Returns immediately, and looks on a thread of its own. It looks only if the step is complete, and it says
+        nothing if another save begins meanwhile, because that takes room and has a check of its own.
+        """
+        self._looks.call(partial(self._foresee, saved))
+
+    def _foresee(self, saved: Saved) -> None:
+        with suppress(OSError, CheckpointNotFoundError, CheckpointCorruptError):
+            if self._is_overtaken(saved):
                 return
-            (status,) = list_steps(self._root, only=step) or (None,)
+            (status,) = list_steps(self._root, only=saved.step) or (None,)
             if status is None or not status.is_complete:
                 return
-            need = need_of(status)
-            room = _settled_room(self._root, self._root, need, tuning.DELETION_SHOWS_S, lambda: False)
-            if room is None or checks != self._checks or _is_saving(self._root):
+            kept = need_of(status).kept
+
+            def amount_in(room: Room) -> Amount:
+                return room.taken_by(kept).at_least(room.taken_by(saved.need))
+
+            room = _settled_room(
+                self._root,
+                self._root,
+                amount_in,
+                tuning.DELETION_SHOWS_S,
+                self._is_deleting,
+                lambda: self._is_overtaken(saved),
+            )
+            if room is None or self._is_overtaken(saved) or _is_saving(self._root):
                 return
-            amount = room.taken_by(need)
-            limit = room.shortage(amount)
-            if self._foreseen.is_new(limit) and limit is not None:
-                logger.warning(
-                    "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free "
-                    "room, or keep fewer steps (max_to_keep); %s%s",
-                    status.path,
-                    limit.describe(amount),
-                    self._what_prune_frees(),
-                    "" if room.is_certain else f". {_MAY_FIT}",
-                )
+            amount = amount_in(room)
+            self._warn_of_next(saved, room, room.shortage(amount), amount)
+
+    def _is_overtaken(self, saved: Saved) -> bool:
+        """True if a newer save has been checked. It has taken room since, so a look says nothing about the next one."""
+        return saved.check != self._checks
+
+    def _warn_of_next(self, saved: Saved, room: Room, limit: Limit | None, amount: Amount) -> None:
+        if self._foreseen.is_new(limit) and limit is not None:
+            logger.warning(
+                "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free room, "
+                "or keep fewer steps (max_to_keep); %s%s",
+                saved.role_dir,
+                limit.describe(amount),
+                self._prune_shows(),
+                "" if room.is_certain else f". {_MAY_FIT}",
+            )
 
     def _has_plenty(self) -> bool:
         """True if there is far more room than the last save has taken. Only system calls: manifests can be large."""
@@ -130,28 +201,41 @@ class RoomWatch:
         times = room.times(room.taken_by(self._checked))
         return times is not None and times >= _PLENTY_OF_SAVES
 
-    def _refusal(self, role_dir: Path, limit: Limit, amount: Amount) -> str:
+    def _refusal(self, role_dir: Path, limit: Limit, amount: Amount, look_s: float) -> str:
         lack = f"{getattr(amount, limit.kind) - limit.free:,} {_WORDS[limit.kind]}"
         return (
             f"{role_dir}: the checkpoint does not fit: {limit.describe(amount)}. Nothing has been "
-            f"written. Free at least {lack}: {self._what_prune_frees()}"
+            f"written. Free at least {lack}: {self._what_prune_frees(look_s)}"
         )
 
-    def _what_prune_frees(self) -> str:
-        """Says what a command could delete. It names only the command if it cannot find out within OLD_STEPS_LOOK_S."""
-        command = f"mcore-ckpt prune {self._root} --max-to-keep 1"
+    @property
+    def _prune(self) -> str:
+        return f"mcore-ckpt prune {self._root} --max-to-keep 1"
+
+    def _prune_shows(self) -> str:
+        return f"'{self._prune} --dry-run' shows which steps could be deleted"
+
+    def _what_prune_frees(self, look_s: float) -> str:
+        """Says what a command could delete. It names only the command if it cannot find out in time.
+
+        Args:
+            look_s: how long this may take, in seconds. It takes at most OLD_STEPS_LOOK_S.
+        """
+        # A look that goes on has met a file system that hangs or is slow, and another one would end no sooner.
+        if look_s <= 0 or (self._prune_look is not None and self._prune_look.is_alive()):
+            return self._prune_shows()
         found, stop = list[str](), threading.Event()
 
         def look() -> None:
-            found.append(_found_by_prune(self._root, command, stop))
+            found.append(_found_by_prune(self._root, self._prune, stop))
 
         # On a thread, because one call to a network file system can already take too long.
-        thread = threading.Thread(target=look, name="mcore_ckpt old steps", daemon=True)
+        self._prune_look = threading.Thread(target=look, name="mcore_ckpt old steps", daemon=True)
         with suppress(RuntimeError):  # the system allows no more threads
-            thread.start()
-            thread.join(tuning.OLD_STEPS_LOOK_S)
+            self._prune_look.start()
+            self._prune_look.join(min(look_s, tuning.OLD_STEPS_LOOK_S))
         stop.set()
-        return found[0] if found else f"'{command} --dry-run' shows which steps could be deleted"
+        return found[0] if found else self._prune_shows()
 
 
 class _Warned:
@@ -167,28 +251,35 @@ class _Warned:
 
 
 def _settled_room(
-    folder: Path, root: Path, need: Need, patience_s: float, is_deleting: Callable[[], bool]
+    folder: Path,
+    root: Path,
+    amount_in: Callable[[Room], Amount],
+    patience_s: float,
+    is_deleting: Callable[[], bool],
+    is_overtaken: Callable[[], bool] = lambda: False,
 ) -> Room | None:
     """Returns the room of a folder, as soon as it is enough or no deletion below the root can be seen any more.
 
-    Returns None if a deletion can still be seen after `patience_s`. Raises OSError.
+    Returns None if a deletion can still be seen after `patience_s`, and as soon as `is_overtaken` is true. Raises
+    OSError.
     """
     began = last_growth = time.monotonic()
-    room, most = room_of(folder), dict[str, int]()
-    while room.is_certain and (short := room.shortages(room.taken_by(need))):
+    # In this order: a deletion that ends between the two looks has made room already.
+    deletes, room, most = is_deleting(), room_of(folder), dict[str, int]()
+    while room.is_certain and (short := room.shortages(amount_in(room))):
         now = time.monotonic()
         if _has_grown(short, most):
             last_growth = now
         # Some file systems free the bytes of a deleted file a moment later. And a process on another host may be
         # deleting a step, which shows only in the step's name and in the growing room.
         settles_s = tuning.DELETION_SHOWS_S if _has_deleted_steps(root) else tuning.ROOM_SETTLES_S
-        goes_on = is_deleting() or began < last_growth > now - settles_s
+        goes_on = deletes or began < last_growth > now - settles_s
         if not goes_on and now - last_growth >= min(settles_s, patience_s):
             break
-        if now - began >= patience_s:
+        if now - began >= patience_s or is_overtaken():
             return None
         time.sleep(tuning.ROOM_POLL_S)
-        room = room_of(folder)
+        deletes, room = is_deleting(), room_of(folder)
     return room
 
 

@@ -49,20 +49,40 @@ def taken_by(statuses: Iterable[StepStatus]) -> Amount:
     return sum((taken for status in statuses for taken in size_of(status).taken.values()), NO_FILES)
 
 
-def need_of(status: StepStatus) -> Need:
-    """Returns the need of a save of the same files, with the step's folder and the owner file of each role.
+@dataclass(frozen=True)
+class StepNeed:
+    """The need of a save of the same files as a step.
+
+    Attributes:
+        kept: its files, with the step's folder and an owner file. A role's owner file is gone when the next role saves.
+        passing: about how many bytes a role writes besides, and deletes again before its commit, at most: the tensors
+            of a model that is kept only in HuggingFace's form (`hf_model` without `model`).
+    """
+
+    kept: Need
+    passing: int = 0
+
+
+def need_of(status: StepStatus) -> StepNeed:
+    """Returns the need of a save of the same files.
 
     Raises OSError, CheckpointNotFoundError or CheckpointCorruptError: a manifest cannot be read.
     """
-    return Need.sum(_need_of_role(status.role_dir(role), status.path.parent) for role in sorted(status.committed))
+    needs = [_need_of_role(status.role_dir(role), status.path.parent) for role in sorted(status.committed)]
+    owner = Need(sizes=(1,))
+    return StepNeed(Need.sum([owner, *(need.kept for need in needs)]), max((need.passing for need in needs), default=0))
 
 
-def _need_of_role(role_dir: Path, root: Path) -> Need:
+def _need_of_role(role_dir: Path, root: Path) -> StepNeed:
     size = (role_dir / file_names.MANIFEST_FILE).stat().st_size
-    files = [(file.path, file.size) for file in read_manifest(role_dir).files]
-    files += [(file_names.MANIFEST_FILE, size), (file_names.OWNER_FILE, 1)]
+    manifest = read_manifest(role_dir)
+    files = [(file.path, file.size) for file in manifest.files]
+    files.append((file_names.MANIFEST_FILE, size))
     folder = role_dir.relative_to(root)
-    return Need.of((str(folder / path), size) for path, size in files)
+    exported = 0
+    if "hf_model" in manifest.contents and "model" not in manifest.contents:
+        exported = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
+    return StepNeed(Need.of((str(folder / path), size) for path, size in files), exported)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
@@ -16,6 +17,7 @@ from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
 from mcore_ckpt.events import ErrorText, Failed, Uploaded
 from mcore_ckpt.io.room import Need
+from mcore_ckpt.io.threads import NewestOnly
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
 from mcore_ckpt.steps import work_folders
@@ -89,9 +91,8 @@ class UploadQueue:
         self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
         self._latest = -1
         self._asked = False
-        self._expected: Need | None = None  # of the newest save whose room was not looked at yet
         self._warned = False
-        self._room_thread: threading.Thread | None = None
+        self._looks_at_room = NewestOnly("mcore_ckpt room")
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -119,32 +120,18 @@ class UploadQueue:
         It looks on a thread of its own, because a network file system that hangs must not hold up the training. At most
         one such thread runs. If it still looks for an earlier save, it then looks once more, for the newest one.
         """
-        with self._lock:
-            self._expected = need
-            if self._room_thread is not None and self._room_thread.is_alive():
-                return
-            self._room_thread = threading.Thread(target=self._look_at_room, name="mcore_ckpt room", daemon=True)
-            with suppress(RuntimeError):  # the system allows no more threads
-                self._room_thread.start()
+        self._looks_at_room.call(partial(self._look_at_room, need))
 
-    def _look_at_room(self) -> None:
-        while (need := self._next_expected()) is not None:
-            shortage = shortage_of(self._remote.store, need)
-            if shortage is not None and not self._warned:
-                logger.warning(
-                    "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved "
-                    "locally. Free room in the store",
-                    self._remote.store.url,
-                    shortage,
-                )
-            self._warned = shortage is not None
-
-    def _next_expected(self) -> Need | None:
-        with self._lock:
-            need, self._expected = self._expected, None
-            if need is None:
-                self._room_thread = None  # while the lock is held, so that the next `expect` starts another one
-            return need
+    def _look_at_room(self, need: Need) -> None:
+        shortage = shortage_of(self._remote.store, need)
+        if shortage is not None and not self._warned:
+            logger.warning(
+                "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved "
+                "locally. Free room in the store",
+                self._remote.store.url,
+                shortage,
+            )
+        self._warned = shortage is not None
 
     def wait(self, seconds: float) -> bool:
         """Waits until the queue is idle, at most `seconds`. Returns True if it is idle.

@@ -22,8 +22,8 @@ class FakeSave:
 
     step = 7
 
-    def __init__(self, error: Exception | None = None, held: bool = False) -> None:
-        self.error = error
+    def __init__(self, error: Exception | None = None, held: bool = False, deletes: bool = True) -> None:
+        self.error, self.deletes = error, deletes
         self.begun, self.may_end = threading.Event(), threading.Event()
         self.deleting, self.may_delete = threading.Event(), threading.Event()
         self.may_delete.set()
@@ -103,6 +103,19 @@ def test_a_synchronous_save_ends_on_the_caller_s_thread() -> None:
     assert (handle.wait(), save.thread, save.stall_s) == (REPORT, threading.current_thread(), None)
     background.wait_until_idle()
     assert save.deleting.is_set()
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_only_a_save_with_old_steps_counts_as_a_deletion(deletes: bool) -> None:
+    """It counts from its commit on. The thread may come late to one without old steps, and then nothing is deleted."""
+    save, background = FakeSave(deletes=deletes), saves()
+    save.may_delete.clear()
+    assert not background.is_deleting
+    background.run(handle_of(save))
+    assert background.is_deleting is deletes
+    save.may_delete.set()
+    background.wait_until_idle()
+    assert not background.is_deleting
 
 
 def test_deleting_old_steps_does_not_hold_up_the_trainer_and_the_next_save_waits_for_it() -> None:
@@ -298,6 +311,7 @@ from mcore_ckpt.events import Started
 PRELUDE = """
 class Save:
     step = 7
+    deletes = True
     def __init__(self, commits, name="saved"):
         self.commits, self.name = commits, name
     def progress(self):

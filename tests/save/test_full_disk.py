@@ -16,16 +16,17 @@ import pytest
 import torch
 from small_disks import NOBODY, as_nobody, bytes_below, ext4, fill, mounted, set_quota, tmpfs
 from unsharded_model import sharded_state_dict
-from waiting import LONG_S
+from waiting import LONG_S, join_threads
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CommitError, LockedError, NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.save.save import Save
-from mcore_ckpt.steps import commit, trainer_lock
-from mcore_ckpt.steps.listing import complete_steps
+from mcore_ckpt.steps import commit, room, trainer_lock
+from mcore_ckpt.steps.listing import StepStatus, complete_steps
 from mcore_ckpt.steps.room import RoomWatch
+from mcore_ckpt.steps.step_sizes import StepNeed
 
 BLOCK = 4096
 # How many blocks the estimate may be too low: manifest and CRCs are known only when they are written.
@@ -375,6 +376,15 @@ def test_what_prune_would_free_is_told(tmp_path: Path) -> None:
         manager.close()
 
 
+WILL_NOT = "the next one will not"
+
+
+def wait_for_looks(manager: CheckpointManager) -> None:
+    """Waits until old steps are deleted, and until it is known whether the next save will fit."""
+    manager.wait()
+    join_threads("mcore_ckpt next save")
+
+
 @pytest.mark.parametrize(("size", "keep", "warned_at"), [("2500k", 1, []), ("2500k", 2, [2]), ("3500k", None, [3])])
 def test_the_next_save_is_foreseen(
     tmp_path: Path, size: str, keep: int | None, warned_at: list[int], caplog: pytest.LogCaptureFixture
@@ -389,8 +399,8 @@ def test_the_next_save_is_foreseen(
                 assert_refused(manager, step)
                 continue
             save(manager, step)
-            manager.wait()
-            if "the next one will not" in caplog.text:
+            wait_for_looks(manager)
+            if WILL_NOT in caplog.text:
                 found.append(step)
         assert found == warned_at
         manager.close()
@@ -404,12 +414,109 @@ def test_a_warning_is_repeated_only_after_a_change(tmp_path: Path, caplog: pytes
         counts = []
         for step in (2, 3, 4, 5):
             manager.save(step, max_to_keep=1 if step == 4 else None)
-            manager.wait()
-            counts.append(caplog.text.count("the next one will not"))
+            wait_for_looks(manager)
+            counts.append(caplog.text.count(WILL_NOT))
             for old in steps_in(manager.root)[:-1]:
                 shutil.rmtree(file_names.step_dir(manager.root, old))
         manager.close()
     assert counts == [1, 1, 1, 2], "step 4 frees what it is too old itself"
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_saves_without_a_pause_are_warned_of_one_save_earlier(
+    tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each begins as soon as the last one is committed, so no look after it could wait for room."""
+    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.5)
+    with tmpfs(tmp_path / "disk") as disk:
+        manager = manager_in(disk / "root", async_save=is_async)
+        for step in range(1, 20):
+            try:
+                save(manager, step)
+            except NoRoomError:
+                break
+        manager.close()
+    warnings = [record.getMessage() for record in caplog.records if WILL_NOT in record.getMessage()]
+    assert len(warnings) == 1
+    assert f"global_steps_{step - 1}/actor: this save fits" in warnings[0]
+
+
+@pytest.mark.parametrize("roles", [("actor",), ("actor", "critic")])
+def test_a_disk_for_just_so_many_steps_is_not_warned_about(
+    tmp_path: Path, roles: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three steps fit, and two are kept. Each commit leaves no room until the oldest step is deleted.
+
+    What the actor leaves for the smaller critic would not be enough for the actor again.
+    """
+    with tmpfs(tmp_path / "disk", "16m") as disk:
+        managers = [manager_in(disk / "root", role, roles=roles, max_to_keep=2) for role in roles]
+        for smaller in managers[1:]:
+            smaller._trainer.chunks[0].weight = torch.nn.Parameter(torch.rand(256, 512))
+        for step in range(1, 8):
+            for manager in managers:
+                save(manager, step)
+            if step == 2:
+                for manager in managers:
+                    wait_for_looks(manager)
+                nbytes, _ = peak_of(file_names.step_dir(managers[0].root, step))
+                leave(disk, nbytes)
+        for manager in managers:
+            wait_for_looks(manager)
+        assert WILL_NOT not in caplog.text
+        assert steps_in(managers[0].root) == [6, 7]
+        for manager in managers:
+            manager.close()
+
+
+class HeldLook:
+    """Holds up the look whether the next save will fit, as a manifest of thousands of ranks does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        need_of = room.need_of
+
+        def held(status: StepStatus) -> StepNeed:
+            self.begun.set()
+            assert self.may_go_on.wait(LONG_S)
+            return need_of(status)
+
+        monkeypatch.setattr(room, "need_of", held)
+
+    def end(self) -> None:
+        self.may_go_on.set()
+        join_threads("mcore_ckpt next save")
+
+
+def test_a_look_is_no_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that does not fit is refused, neither later nor tried. What the look then finds is no longer said."""
+    with tmpfs(tmp_path / "disk") as disk:
+        look = HeldLook(monkeypatch)
+        manager = manager_in(disk / "root", timeout_s=2.0)
+        save(manager, 1)
+        assert look.begun.wait(LONG_S)
+        leave(disk, 100 * BLOCK)
+        assert_refused(manager, 2)
+        look.end()
+        assert WILL_NOT not in caplog.text
+        manager.close()
+
+
+def test_deletions_do_not_wait_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tmpfs(tmp_path / "disk") as disk:
+        look = HeldLook(monkeypatch)
+        manager = manager_in(disk / "root", max_to_keep=1)
+        save(manager, 1)
+        assert look.begun.wait(LONG_S)
+        for step in (2, 3):
+            save(manager, step)
+        manager.wait()
+        assert not look.may_go_on.is_set()
+        assert steps_in(manager.root) == [3]
+        manager.close()
+        look.end()
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """What rank 0 takes for a sign of a deletion, what it looks at while all ranks wait, and what it foresees."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,18 +9,19 @@ from typing import Any
 
 import pytest
 from checkpoints import ROLE, make
-from waiting import LONG_S
+from waiting import LONG_S, join_threads
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.room import Limit, Need, Room
 from mcore_ckpt.steps import room
-from mcore_ckpt.steps.room import RoomWatch, Saving
+from mcore_ckpt.steps.room import RoomWatch, Saved, Saving
 
 STEP = 1
 NEEDED = 1_000_000
 PATIENCE_S = 100.0
+ONLY_NAMED = r"prune .* --max-to-keep 1 --dry-run' shows which steps could be"
 
 
 class Disk:
@@ -50,9 +52,12 @@ def commit_step(root: Path, step: int) -> None:
     make(file_names.step_dir(root, step) / ROLE, step)
 
 
+def saving_in(root: Path) -> Saving:
+    return Saving(root / "global_steps_1" / ROLE, STEP, None)
+
+
 def check(root: Path) -> None:
-    saving = Saving(root / "global_steps_1" / ROLE, 1, None)
-    RoomWatch(root, lambda: False).check(saving, Need((NEEDED,)), PATIENCE_S)
+    RoomWatch(root, lambda: False).check(saving_in(root), Need((NEEDED,)), PATIENCE_S)
 
 
 OTHERS = {
@@ -79,6 +84,19 @@ def test_a_deletion_of_another_host_is_waited_for(tmp_path: Path, monkeypatch: p
     assert 2 * tuning.ROOM_SETTLES_S < disk.now < PATIENCE_S
 
 
+def test_a_deletion_that_ends_during_a_look_has_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look came too early to see the room, so there is another one, even where room does not grow late."""
+    monkeypatch.setattr(tuning, "ROOM_SETTLES_S", 0.0)
+    deletes = [True]
+
+    def free(look: int) -> tuple[int, int]:
+        deletes[0] = False
+        return (10 * NEEDED if look else 0, 1000)
+
+    Disk(changing(free), monkeypatch)
+    RoomWatch(tmp_path, lambda: deletes[0]).check(saving_in(tmp_path), Need((NEEDED,)), PATIENCE_S)
+
+
 def test_a_folder_that_cannot_be_looked_at_is_left_to_its_making(tmp_path: Path) -> None:
     RoomWatch(tmp_path, lambda: False).check(Saving(tmp_path / ("x" * 300) / ROLE, 1, None), Need((1,)), 0.0)
 
@@ -98,101 +116,205 @@ def test_a_save_that_may_fit_looks_at_no_step(certain: bool, tmp_path: Path, mon
     check(tmp_path)
 
 
-@pytest.mark.parametrize("slow", ["list_steps", "taken_by"])
+LOOKS = {"list_steps": ["list_steps"], "taken_by": ["list_steps", "taken_by"]}
+
+
+class SlowLooks:
+    """A root with old steps that a look takes long for. `names` has the looks that have begun."""
+
+    def __init__(self, root: Path, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        for step in range(STEP, STEP + 3):
+            commit_step(root, step)
+        self.may_go_on, self.names, self._slow = threading.Event(), list[str](), slow
+        for name in ("list_steps", "taken_by"):
+            monkeypatch.setattr(room, name, self._look(name, getattr(room, name)))
+
+    def _look(self, name: str, look: Callable[..., Any]) -> Callable[..., Any]:
+        def slowly(*args: Any) -> Any:
+            self.names.append(name)
+            if name == self._slow:
+                assert self.may_go_on.wait(LONG_S)
+            return look(*args)
+
+        return slowly
+
+    def end(self) -> None:
+        self.may_go_on.set()
+        join_threads("mcore_ckpt old steps")
+
+
+@pytest.mark.parametrize("slow", LOOKS)
 def test_a_refusal_does_not_wait_for_thousands_of_old_steps(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in range(STEP, STEP + 3):
-        commit_step(tmp_path, step)
-    may_go_on, looks, look = threading.Event(), list[int](), getattr(room, slow)
-
-    def slowly(*args: Any) -> Any:
-        looks.append(1)
-        may_go_on.wait(LONG_S)
-        return look(*args)
-
-    monkeypatch.setattr(room, slow, slowly)
+    looks = SlowLooks(tmp_path, slow, monkeypatch)
     monkeypatch.setattr(tuning, "OLD_STEPS_LOOK_S", 0.05)
     with monkeypatch.context() as patch:
         Disk(changing(lambda look: (0, 0)), patch)
-        with pytest.raises(NoRoomError, match=r"prune .* --max-to-keep 1 --dry-run' shows which steps could be"):
+        with pytest.raises(NoRoomError, match=ONLY_NAMED):
             check(tmp_path)
-    may_go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "mcore_ckpt old steps":
-            thread.join(LONG_S)
-    assert len(looks) == 1, "no further step is looked at"
+    looks.end()
+    assert looks.names == LOOKS[slow], "no further step is looked at"
+
+
+def test_looks_of_refused_saves_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = SlowLooks(tmp_path, "list_steps", monkeypatch)
+    monkeypatch.setattr(tuning, "OLD_STEPS_LOOK_S", 0.05)
+    watch = RoomWatch(tmp_path, lambda: False)
+    with monkeypatch.context() as patch:
+        Disk(changing(lambda look: (0, 0)), patch)
+        for _ in range(3):
+            with pytest.raises(NoRoomError, match=ONLY_NAMED):
+                watch.check(saving_in(tmp_path), Need((NEEDED,)), PATIENCE_S)
+    assert looks.names == ["list_steps"]
+    looks.end()
+    Disk(changing(lambda look: (0, 0)), monkeypatch)
+    with pytest.raises(NoRoomError, match="would delete 2 steps"):
+        watch.check(saving_in(tmp_path), Need((NEEDED,)), PATIENCE_S)
+
+
+def test_a_refusal_takes_no_longer_than_the_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would give up. The wait for the room has taken all but 0.1 s of it."""
+    looks = SlowLooks(tmp_path, "list_steps", monkeypatch)
+    monkeypatch.setattr(tuning, "OLD_STEPS_LOOK_S", LONG_S)
+    with monkeypatch.context() as patch:
+        disk = Disk(changing(lambda look: (0, 0)), patch)
+        began = time.monotonic()
+        with pytest.raises(NoRoomError, match=ONLY_NAMED):
+            RoomWatch(tmp_path, lambda: False).check(saving_in(tmp_path), Need((NEEDED,)), tuning.ROOM_SETTLES_S + 0.1)
+        assert tuning.ROOM_SETTLES_S <= disk.now < tuning.ROOM_SETTLES_S + 0.1
+    assert time.monotonic() - began < LONG_S / 2
+    looks.end()
 
 
 # -- the next save
 
 
+class Saves:
+    """Saves to a root on a disk with as many free bytes as a test says."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.free, self.is_deleting = root, NEEDED, False
+        self.disk = Disk(changing(lambda look: (self.free, 10**6)), monkeypatch)
+        self.watch = RoomWatch(root, lambda: self.is_deleting)
+
+    def commit(self, free: int, deletes: bool = True, need: int = NEEDED) -> Saved | None:
+        """Commits a save that fits, after which so many bytes are free."""
+        self.free = 10 * NEEDED
+        self.watch.check(saving_in(self.root), Need((need,)), PATIENCE_S)
+        self.free = free
+        return self.watch.committed(saving_in(self.root).role_dir, STEP, deletes)
+
+    def look(self, saved: Saved | None) -> None:
+        """Looks as when the old steps have been deleted."""
+        if saved is not None:
+            self.watch.foresee(saved)
+            join_threads("mcore_ckpt next save")
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
     commit_step(tmp_path, STEP)
-    return tmp_path
+    return Saves(tmp_path, monkeypatch)
+
+
+WILL_NOT = "the next one will not"
 
 
 @pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize("deletes", [True, False])
 def test_the_next_save_is_foreseen_once(
-    certain: bool, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    certain: bool, deletes: bool, saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free = [0]
-    Disk(changing(lambda look: (free[0], 1000)), monkeypatch).is_certain = certain
-    watch = RoomWatch(root, lambda: False)
-    counts = []
-    for nbytes in (0, 10, NEEDED * 1000, 0):
-        free[0] = nbytes
-        watch.foresee(STEP)
-        counts.append(caplog.text.count("the next one will not"))
+    """Where steps are deleted, when they are gone. Else at the commit, before another save can begin."""
+    saves.disk.is_certain, counts = certain, []
+    for free in (0, 10, NEEDED * 1000, 0):
+        saved = saves.commit(free, deletes)
+        told_at_once = caplog.text.count(WILL_NOT)
+        saves.look(saved)
+        counts.append(caplog.text.count(WILL_NOT))
+        assert deletes or told_at_once == counts[-1]
     assert counts == [1, 1, 1, 2]
     assert ("the save is tried" in caplog.text) is not certain
+    assert f"prune {saves.root} --max-to-keep 1 --dry-run" in caplog.text
 
 
-def incomplete(root: Path, watch: RoomWatch) -> None:
-    make(file_names.step_dir(root, STEP) / ROLE, STEP, roles=(ROLE, "critic"))
+@pytest.mark.parametrize("who", ["retention", "this process", "another host"])
+def test_nothing_is_said_while_steps_are_being_deleted(
+    who: str, saves: Saves, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When they are gone, there is room."""
+    saves.is_deleting = who == "this process"
+    if who == "another host":
+        file_names.deleted_dir(saves.root / "global_steps_0", "0" * 16).mkdir()
+    saved = saves.commit(free=0, deletes=who == "retention")
+    assert saved is not None
+    saves.free, saves.is_deleting = 10 * NEEDED, False
+    saves.look(saved)
+    assert caplog.text == ""
 
 
-def staged(root: Path, watch: RoomWatch) -> None:
-    role_dir = file_names.step_dir(root, STEP + 1) / "critic"
+def test_what_a_save_deletes_before_its_commit_is_needed_again(saves: Saves, caplog: pytest.LogCaptureFixture) -> None:
+    """As the model's own files, where only HuggingFace's are kept. What the step keeps would fit."""
+    kept = sum(path.stat().st_size for path in saves.root.rglob("*"))
+    saves.look(saves.commit(free=kept + 1000, need=kept + 2000))
+    assert f"but only {kept + 1000:,} bytes are free" in caplog.text
+
+
+def test_what_the_step_has_is_needed_if_it_is_more(saves: Saves, caplog: pytest.LogCaptureFixture) -> None:
+    """As that of other roles."""
+    saves.look(saves.commit(free=1000, need=1))
+    assert WILL_NOT in caplog.text
+
+
+def incomplete(saves: Saves) -> None:
+    make(saving_in(saves.root).role_dir, STEP, roles=(ROLE, "critic"))
+
+
+def staged(saves: Saves) -> None:
+    role_dir = file_names.step_dir(saves.root, STEP + 1) / "critic"
     file_names.staging_dir(role_dir, "0" * 16).mkdir(parents=True)
 
 
-def checked_meanwhile(root: Path, watch: RoomWatch) -> None:
+def checked(saves: Saves) -> None:
+    """The look begins only after that. The newer save was refused, so no folder shows it."""
+    saves.watch._checks += 1
+
+
+def checked_meanwhile(saves: Saves) -> None:
     look = room.room_of
 
     def then_begin(folder: Path) -> Room:
-        watch._checks += 1
+        checked(saves)
         return look(folder)
 
     room.room_of = then_begin  # restored with what Disk has replaced
 
 
-@pytest.mark.parametrize("prepare", [incomplete, staged, checked_meanwhile])
+@pytest.mark.parametrize("prepare", [incomplete, staged, checked, checked_meanwhile])
 def test_nothing_is_foreseen_while_another_save_takes_room(
-    prepare: Callable[[Path, RoomWatch], None],
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    prepare: Callable[[Saves], None], saves: Saves, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Disk(changing(lambda look: (0, 0)), monkeypatch)
-    watch = RoomWatch(root, lambda: False)
-    prepare(root, watch)
-    watch.foresee(STEP)
+    saved = saves.commit(free=0)
+    prepare(saves)
+    saves.look(saved)
     assert caplog.text == ""
 
 
+def test_a_look_waits_for_no_room_once_a_newer_save_is_checked(saves: Saves) -> None:
+    saved = saves.commit(free=0)
+    before = saves.disk.now
+    checked_meanwhile(saves)
+    saves.look(saved)
+    assert saves.disk.now == before
+
+
 def test_where_there_is_plenty_of_room_no_manifest_is_read(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    saves: Saves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A manifest of thousands of ranks takes rank 0 long."""
-    free = [NEEDED * 1000]
-    Disk(changing(lambda look: (free[0], 10**9)), monkeypatch)
-    watch = RoomWatch(root, lambda: False)
-    watch.check(Saving(root / "global_steps_1" / ROLE, 1, None), Need((NEEDED,)), PATIENCE_S)
     with monkeypatch.context() as patch:
         patch.setattr(room, "need_of", fail)
-        watch.foresee(STEP)
-    free[0] = 10
-    watch.foresee(STEP)
-    assert "the next one will not" in caplog.text
+        saves.look(saves.commit(free=NEEDED * 1000))
+    saves.look(saves.commit(free=10))
+    assert WILL_NOT in caplog.text

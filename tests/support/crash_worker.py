@@ -208,6 +208,8 @@ class RankSave:
         finish(self._commits, self._attempt, Path(self._job.root), self.step, self._version)
         return "committed"
 
+    deletes = True
+
     def upload(self) -> None:
         """There is no remote store."""
 
@@ -231,9 +233,9 @@ def _save_all(job: Job, agreement: Agreement, commits: Agreement, watch: Watch, 
             if job.background:
                 background.launch(handle, 0.0)
             else:
-                after = handle.run(None)
-                if after is not None:
-                    after()
+                saved = handle.run(None)
+                if saved is not None:
+                    saved.after_commit()
             handle.wait()
         except CheckpointError as error:
             report["error"] = [type(error).__name__, str(error)]

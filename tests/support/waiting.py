@@ -1,5 +1,6 @@
 """Waits for what another thread does."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,3 +13,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def join_threads(name: str) -> None:
+    """Returns when no thread of this name runs any more. Fails if one still does after LONG_S seconds."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(LONG_S)
+            assert not thread.is_alive()

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from mounting import mounted, mounted_image, shown_by
 from small_model import STEP, make, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
+from mcore_ckpt.checkpoint.manifest import encode_manifest
+from mcore_ckpt.checkpoint.reading import read_manifest
 from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.io import files
 from mcore_ckpt.io.mounts import Mount, mount_of, parse_mount
@@ -25,6 +28,7 @@ from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.leftovers import find_leftovers, remove_leftovers
 from mcore_ckpt.steps.listing import StepStatus
 from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.trainer_lock import TORN_LEASE_S
 from mcore_ckpt.steps.work_folders import TRIAL_LASTS_S
 from mcore_ckpt.tools.doctor import examine as examination
 from mcore_ckpt.tools.doctor import free_room, known, probes, speed, trial
@@ -83,7 +87,7 @@ def mmap_without_files(file: int, *args: Any, **more: Any) -> Any:
 _OPEN, _MMAP = os.open, probes.mmap.mmap
 EMULATED = {
     probes.EXCHANGE: (commit, "exchange", lambda first, second: False, "two renames"),
-    probes.LINKS: (os, "link", refuse(errno.EPERM), "damaged lock file"),
+    probes.LINKS: (os, "link", refuse(errno.EPERM), f"damaged lock file, and the next one waits {TORN_LEASE_S:g} s;"),
     probes.FLOCK: (fcntl, "flock", refuse(errno.ENOLCK), "while it is read"),
     probes.RESERVE: (probes, "fallocate", lambda descriptor, nbytes: errno.EOPNOTSUPP, "full disk"),
     probes.DIRECT: (os, "open", open_without_direct, "page cache"),
@@ -397,6 +401,25 @@ def test_room_in_saves(tmp_path: Path) -> None:
     ), "with the step's own folder and the owner file"
     assert room.saves == room.room.times(room.taken)
     assert f"more saves like step {STEP}" in str(room)
+
+
+@pytest.mark.parametrize("keeps_model", [True, False])
+def test_what_a_save_deletes_before_its_commit_takes_room_once(keeps_model: bool, tmp_path: Path) -> None:
+    """The model's own files, where only HuggingFace's are kept. They need room in the last save that fits."""
+    make(tmp_path, tensors_of())
+    role_dir = file_names.step_dir(tmp_path, STEP) / ROLE
+    manifest = read_manifest(role_dir)
+    largest = max(manifest.files, key=lambda file: file.size)
+    exported = replace(largest, path=f"{file_names.HUGGINGFACE_DIR}/model.safetensors", kind="huggingface")
+    contents = ("hf_model", *(["model"] if keeps_model else []))
+    (role_dir / file_names.MANIFEST_FILE).write_bytes(
+        encode_manifest(replace(manifest, contents=contents, files=(*manifest.files, exported)))
+    )
+    room = free_room.free_room(tmp_path)
+    assert room.passing == (0 if keeps_model else largest.size)
+    assert ("more until it is committed" in str(room)) is not keeps_model
+    limits = (Limit("nbytes", 2 * room.taken.nbytes, "disk"),)
+    assert replace(room, room=Room(limits)).saves == (2 if keeps_model else 1)
 
 
 def test_a_damaged_newest_step_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

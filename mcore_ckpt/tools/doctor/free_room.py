@@ -23,11 +23,13 @@ class FreeRoom:
         room: what can still be written.
         step: the newest complete step; None if there is none.
         taken: what a save like it takes here.
+        passing: how many bytes it takes besides until it is committed.
     """
 
     room: Room
     step: int | None = None
     taken: Amount = NO_FILES
+    passing: int = 0
 
     @property
     def nbytes(self) -> int | None:
@@ -37,7 +39,7 @@ class FreeRoom:
     @property
     def saves(self) -> int | None:
         """How many further saves of the newest step's size fit; None if that is unknown."""
-        return self.room.times(self.taken)
+        return self.room.without(self.passing).times(self.taken)
 
     def __str__(self) -> str:
         if self.nbytes is None:
@@ -45,7 +47,8 @@ class FreeRoom:
         text = f"{self.nbytes / 1e9:.1f} GB free"
         if self.saves is not None:
             word = "save" if self.saves == 1 else "saves"
-            text += f": {self.saves} more {word} like step {self.step} ({self.taken.nbytes / 1e9:.3g} GB)"
+            more = f", and {self.passing / 1e9:.3g} GB more until it is committed" if self.passing else ""
+            text += f": {self.saves} more {word} like step {self.step} ({self.taken.nbytes / 1e9:.3g} GB{more})"
         return text if self.room.is_certain else f"{text}, or more, because it may store files in less room"
 
 
@@ -55,7 +58,8 @@ def free_room(root: Path) -> FreeRoom:
     # A step whose manifest cannot be read as a whole says nothing about the next save.
     with suppress(CheckpointNotFoundError, CheckpointCorruptError):
         if newest is not None:
-            return FreeRoom(room, newest.step, room.taken_by(need_of(newest)))
+            need = need_of(newest)
+            return FreeRoom(room, newest.step, room.taken_by(need.kept), need.passing)
     return FreeRoom(room)
 
 

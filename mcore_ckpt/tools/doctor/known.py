@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mcore_ckpt.io.file_systems import Abilities, of_name
 from mcore_ckpt.io.mounts import Mount
+from mcore_ckpt.steps.trainer_lock import TRAINER_LEASE_S
 from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine
 
 FILE_SYSTEM = "file system"
@@ -138,7 +139,8 @@ def _of_nfs(mount: Mount) -> Iterator[Finding]:
             OPTIONS,
             Severity.RISK,
             f"attributes of files are cached for up to {seconds} s",
-            "a trainer on another host may see a lock file as untouched for so long, and takes the lock after 120 s",
+            "a trainer on another host may see a lock file as untouched for so long, and takes the lock after "
+            f"{TRAINER_LEASE_S:g} s",
             "mount with the default, acregmax=60, or less",
         )
 

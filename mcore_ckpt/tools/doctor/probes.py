@@ -19,7 +19,7 @@ from mcore_ckpt.io.files import claim_file, replace_file, sync_dir, sync_file, w
 from mcore_ckpt.io.mounts import Mount
 from mcore_ckpt.io.pages import PAGE_BYTES
 from mcore_ckpt.steps import commit
-from mcore_ckpt.steps.trainer_lock import TRAINER_BEAT_S
+from mcore_ckpt.steps.trainer_lock import TORN_LEASE_S, TRAINER_BEAT_S, TRAINER_LEASE_S
 from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine
 from mcore_ckpt.tools.doctor.known import abilities_of
 
@@ -195,8 +195,8 @@ def _links(folder: Path, mount: Mount | None) -> Finding:
             LINKS,
             Severity.EMULATED,
             f"not supported: {error.strerror}",
-            "a trainer that crashes while it takes its lock leaves a damaged lock file, and the next one waits two "
-            "minutes; files of other programs in a step that is saved again are moved after the exchange",
+            "a trainer that crashes while it takes its lock leaves a damaged lock file, and the next one waits "
+            f"{TORN_LEASE_S:g} s; files of other programs in a step that is saved again are moved after the exchange",
         )
     os.unlink(folder / "file")
     return fine(LINKS, "work") if (folder / "link").read_bytes() == b"x" else _broken(LINKS)
@@ -249,7 +249,8 @@ def _times(folder: Path, mount: Mount | None) -> Finding:
             TIMES,
             Severity.BAD,
             "touching a file does not change its time",
-            "a trainer that lives would be taken for dead after two minutes, and two trainers could save at once",
+            f"a trainer that lives would be taken for dead after {TRAINER_LEASE_S:g} s, and two trainers could save at "
+            "once",
             "use another file system",
         )
     ahead = max(0.0, first - after) - max(0.0, before - first)
