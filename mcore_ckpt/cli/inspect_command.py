@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.inspect_tables import show_tables
+from mcore_ckpt.cli.tables import is_terminal, result_console
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -59,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
         shown = [_as_json(folder, manifest, args.tensors) for folder, manifest in chosen.items()]
         print(json.dumps({"step": selection.step, "roles": shown}))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console()
     for folder, manifest in chosen.items():
-        _show(console, folder, manifest, args.tensors)
+        if is_terminal():
+            show_tables(console, folder, manifest, _kinds(manifest), _tensors(folder, args.tensors))
+        else:
+            _show(console, folder, manifest, args.tensors)
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, expanded_path
+from mcore_ckpt.cli.arguments import add_json, check_has_steps, check_is_folder, expanded_path
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and (args.pin or args.unpin):
         raise InvalidArgumentError("--dry-run changes nothing, so it cannot be combined with --pin or --unpin")
     check_is_folder(args.root)
+    check_has_steps(args.root)
     try:
         for step in args.pin:
             pin(args.root, step)

@@ -1,4 +1,4 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, verify, prune, doctor.
+"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, doctor.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
@@ -13,6 +13,8 @@ __all__ = [
     "doctor",
     "find",
     "merge",
+    "nearby",
+    "overview",
     "prune",
     "push_to_hub",
     "reshard",
