@@ -13,6 +13,7 @@ from rich.console import Console
 from mcore_ckpt.cli.arguments import add_json, check_is_folder, check_patterns, expanded_path
 from mcore_ckpt.cli.inspect_tables import show_tables
 from mcore_ckpt.cli.tables import is_terminal, result_console
+from mcore_ckpt.cli.tensor_view import read_tensor, show_tensor, tensor_as_json
 from mcore_ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
-name, dtype, global shape and kinds of optimizer state of each tensor. Reads no tensor's bytes."""
+name, dtype, global shape and kinds of optimizer state of each tensor. Reads no tensor's bytes, except with --tensor."""
 
 
 def add_to(subparsers: Subparsers) -> None:
@@ -39,6 +40,11 @@ def add_to(subparsers: Subparsers) -> None:
         nargs="?",
         const="",
         help="also list the tensors: all, or those whose name contains a match",
+    )
+    parser.add_argument(
+        "--tensor",
+        metavar="NAME",
+        help="read this tensor, and show statistics of its values and which rank's file holds which part",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -57,11 +63,19 @@ def run(args: argparse.Namespace) -> int:
     if args.role is not None and args.role not in roles:
         raise InvalidArgumentError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")
     chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
+    details = {} if args.tensor is None else read_tensor(list(chosen), args.tensor, args.json)
     if args.json:
-        shown = [_as_json(folder, manifest, args.tensors) for folder, manifest in chosen.items()]
+        shown = [
+            _as_json(folder, manifest, args.tensors) | {"tensor": tensor_as_json(details.get(folder))}
+            for folder, manifest in chosen.items()
+        ]
         print(json.dumps({"step": selection.step, "roles": shown}))
         return 0
     console = result_console()
+    for folder, tensor in details.items():
+        show_tensor(console, folder, tensor)
+    if details:
+        return 0
     for folder, manifest in chosen.items():
         if is_terminal():
             show_tables(console, folder, manifest, _kinds(manifest), _tensors(folder, args.tensors))

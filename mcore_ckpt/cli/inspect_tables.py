@@ -48,9 +48,7 @@ def show_tables(
     console.print(table_of(console, ("kind", "files>", "size>"), rows))
     if tensors:
         console.print()
-        console.print(
-            table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors)))
-        )
+        console.print(table_of(console, ("tensor", "dtype", "shape", "optimizer"), list(map(_row, tensors))))
 
 
 def _age(created: str) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "prune",
     "push_to_hub",
     "reshard",
+    "tensor_details",
     "verify",
     "way_back",
 ]
