@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     # `--help` must not wait for the import of torch, which takes a second.
     from mcore_ckpt.formats import with_revision
-    from mcore_ckpt.tools.compare import Tolerance, compare, open_folder
+    from mcore_ckpt.tools.compare import compare, open_folder
+    from mcore_ckpt.tools.differences import Tolerance
 
     tolerance = Tolerance(args.atol, args.rtol, args.any_dtype)
     ours, reference = _ours(args), open_folder(with_revision(args.reference, args.revision))

@@ -10,6 +10,8 @@ __all__ = [
     "convert",
     "convert_native",
     "convert_torch_dist",
+    "diff",
+    "differences",
     "doctor",
     "find",
     "merge",

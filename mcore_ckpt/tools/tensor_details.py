@@ -15,10 +15,11 @@ from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.formats.native.reader import NativeReader
 from mcore_ckpt.ranks.topology import RankCoordinates
 from mcore_ckpt.sharding.overlap import Rows
-from mcore_ckpt.sharding.plan import MODEL, OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
+from mcore_ckpt.sharding.plan import OPAQUE, PARAM, ReadRange, ShardKey, StoredShard, plan_reads
 from mcore_ckpt.sharding.regions import Box, Region
 from mcore_ckpt.sharding.synonyms import found_as
 from mcore_ckpt.steps.read_lock import reading
+from mcore_ckpt.tools.contents import keys_of, shards_of
 
 # How many bytes of a tensor are in memory at a time. Their fp64 copies need a few times as much.
 _BATCH_BYTES = 16 << 20
@@ -146,12 +147,12 @@ def _closest(name: str, names: Iterable[str]) -> str:
 
 
 def _describe(reader: NativeReader, name: str, progress: Progress) -> TensorDetails:
-    shards = {key: _shards(reader, key) for key in _keys(reader, name)}
+    shards = {key: shards_of(reader, key) for key in keys_of(reader, name)}
     aliases = {key for key in shards if key.kind == PARAM and reader.is_alias(key)}
     total = sum(
         _numel(found) * torch_dtype(found[0].dtype).itemsize
         for key, found in shards.items()
-        if found and key.kind != OPAQUE and key not in aliases
+        if key.kind != OPAQUE and key not in aliases
     )
     done = 0
 
@@ -162,29 +163,12 @@ def _describe(reader: NativeReader, name: str, progress: Progress) -> TensorDeta
 
     kinds = []
     for key, found in shards.items():
-        if not found:
-            continue
         is_alias = key in aliases
         values = None if is_alias or key.kind == OPAQUE else _values(reader, key, found, count)
         parts = tuple(_part(reader, shard) for shard in found)
         same_as = found[0].key.kind if is_alias else None
         kinds.append(KindDetails(key.kind, found[0].dtype, found[0].region.global_shape, same_as, values, parts))
     return TensorDetails(name, tuple(kinds))
-
-
-def _keys(reader: NativeReader, name: str) -> list[ShardKey]:
-    param = ShardKey(name, PARAM)
-    moments = reader.kinds_in(name, reader.files(param))
-    kinds = dict.fromkeys((MODEL, OPAQUE, PARAM, *moments, *reader.bound_kinds(param)))
-    return [ShardKey(name, kind) for kind in kinds]
-
-
-def _shards(reader: NativeReader, key: ShardKey) -> Sequence[StoredShard]:
-    """Returns all shards of a key; those of the model's tensor if it has no bytes of its own."""
-    found: Sequence[StoredShard] = ()
-    for found in reader.parts(key):  # noqa: B007
-        pass
-    return found
 
 
 def _numel(shards: Sequence[StoredShard]) -> int:
