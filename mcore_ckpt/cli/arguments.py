@@ -86,9 +86,11 @@ def add_ignore(parser: argparse.ArgumentParser, tensors: str = "tensors") -> Non
     )
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`."""
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object, and nothing else")
+def add_json(
+    parser: argparse.ArgumentParser, what: str = "print the result as one JSON object, and nothing else"
+) -> None:
+    """Adds `--json`, with a help text that says what it does."""
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 def add_revision(parser: argparse.ArgumentParser, flag: str) -> None:

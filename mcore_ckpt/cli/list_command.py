@@ -26,6 +26,9 @@ Lists the steps below a folder, the oldest first, and the step that the tracker 
 `mcore-ckpt verify` to check the bytes. If ROOT itself has no steps, a folder of steps right above or below it is taken.
 On a terminal it prints a table, elsewhere a line for each step."""
 
+# Of `step_row`.
+STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
+
 _STYLES = {"complete": "green", "saving": "yellow", "incomplete": "red"}
 
 
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     if args.json:
-        print(json.dumps({"tracker": found.tracker, "steps": [_as_json(step) for step in found.steps]}))
+        print(json.dumps({"tracker": found.tracker, "steps": [step_as_json(step) for step in found.steps]}))
         return 0
     console = result_console()
     if is_terminal():
@@ -79,19 +82,21 @@ def _show_lines(console: Console, found: RootOverview) -> None:
 
 def _show_table(console: Console, found: RootOverview) -> None:
     now = datetime.datetime.now(datetime.UTC)
-    rows: list[list[Cell]] = [
-        [
-            step.name,
-            ", ".join(step.roles),
-            size_text(step.nbytes) if step.roles else "",
-            age_text(step.age_s(now)),
-            _state(step),
-            ", ".join(step.places),
-        ]
-        for step in found.steps
-    ]
+    rows = [step_row(step, now) for step in found.steps]
     if rows:
-        console.print(table_of(console, ("step", "roles", "size>", "age>", "state", "place"), rows))
+        console.print(table_of(console, STEP_HEADINGS, rows))
+
+
+def step_row(step: StepOverview, now: datetime.datetime) -> list[Cell]:
+    """Returns a step's name, roles, size, age, state and place, for people."""
+    return [
+        step.name,
+        ", ".join(step.roles),
+        size_text(step.nbytes) if step.roles else "",
+        age_text(step.age_s(now)),
+        _state(step),
+        ", ".join(step.places),
+    ]
 
 
 def _state(step: StepOverview) -> Text:
@@ -127,7 +132,7 @@ def _may_be_alive(save: RunningSave) -> bool:
     return save.life.value != "dead"
 
 
-def _as_json(step: StepOverview) -> dict[str, Any]:
+def step_as_json(step: StepOverview) -> dict[str, Any]:
     """Returns a step as JSON values."""
     return {
         "step": step.step,

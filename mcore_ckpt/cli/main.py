@@ -27,6 +27,7 @@ from mcore_ckpt.cli import (
     reshard,
     test_command,
     verify,
+    watch,
 )
 from mcore_ckpt.cli.demo import command as demo
 from mcore_ckpt.errors import CheckpointError, InvalidArgumentError
@@ -38,6 +39,7 @@ COMMANDS = (
     doctor,
     list_command,
     inspect_command,
+    watch,
     diff,
     verify,
     prune,

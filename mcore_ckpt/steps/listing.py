@@ -105,6 +105,16 @@ def list_steps(root: Path, only: int | None = None) -> list[StepStatus]:
     return results_of(wanted, lambda of: _status_of_step(of[1], known), tuning.LOOK_THREADS)
 
 
+def newest_steps(root: Path, count: int) -> list[StepStatus]:
+    """Returns the newest steps, complete or not, the oldest of them first. It looks at no older step.
+
+    Raises OSError like `list_steps`, for the steps that it looks at.
+    """
+    folders = file_names.step_dirs(root)
+    known = _known(root, folders)
+    return [_status_of_step(paths, known) for _, paths in sorted(folders.items())[-count:]]
+
+
 def newest_complete(root: Path, role: str | None = None) -> StepStatus | None:
     """Returns the newest complete step, or None. It looks at no older step, so it is fast even if there are thousands.
 

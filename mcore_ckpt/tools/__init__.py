@@ -22,5 +22,6 @@ __all__ = [
     "reshard",
     "tensor_details",
     "verify",
+    "watch",
     "way_back",
 ]

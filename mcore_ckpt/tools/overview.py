@@ -10,7 +10,7 @@ from typing import Literal
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.listing import StepStatus, list_steps, newest_steps
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
@@ -75,12 +75,13 @@ class RootOverview:
     tracker: int | None
 
 
-def overview_of(root: Path, remote: str | None = None) -> RootOverview:
-    """Looks at all steps below a root. Reads only manifests.
+def overview_of(root: Path, remote: str | None = None, last: int | None = None) -> RootOverview:
+    """Looks at the steps below a root. Reads only manifests.
 
     Args:
         root: the folder of the steps.
         remote: the URL of the remote store that the trainer uploads to; None to look only at the root.
+        last: how many of the newest local steps to look at; None for all.
 
     Raises:
         OSError: the root cannot be read.
@@ -90,14 +91,14 @@ def overview_of(root: Path, remote: str | None = None) -> RootOverview:
         >>> [step.state for step in overview_of(Path("checkpoints")).steps]
         []
     """
+    found_steps = list_steps(root) if last is None else newest_steps(root, last)
+    statuses = {status.step: status for status in found_steps}
     saves: dict[int, list[RunningSave]] = {}
-    for save in running_saves(root):
+    for save in running_saves(root, None if last is None else [status.path for status in found_steps]):
         saves.setdefault(save.step, []).append(save)
-    statuses = {status.step: status for status in list_steps(root)}
     store = None if remote is None else RemoteSteps(Store(remote))
     there = {} if store is None else {step.step: step for step in store.steps()}
     newest = _newest([*statuses.values(), *there.values()])
-    watch = TrainerWatch(root)
     found = []
     for number in sorted({*statuses, *saves, *there}):
         status = statuses.get(number)
@@ -107,7 +108,7 @@ def overview_of(root: Path, remote: str | None = None) -> RootOverview:
             continue
         status = status or _not_made_yet(root, number)
         is_newer = newest is None or number > newest
-        is_saving = _is_saving(status, saves.get(number, ()), watch if is_newer else None)
+        is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
         found.append(_local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there))
     return RootOverview(root, tuple(found), read_tracker(root))
 
@@ -121,17 +122,19 @@ def _not_made_yet(root: Path, step: int) -> StepStatus:
     return StepStatus(step, file_names.step_dir(root, step), frozenset(), frozenset(), ())
 
 
-def _is_saving(status: StepStatus, saves: Sequence[RunningSave], watch: TrainerWatch | None) -> bool:
+def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | None) -> bool:
     """True if a process that is not known to be dead is about to complete a step.
 
-    `watch` is None for a step that is older than the newest complete one, whose missing roles nobody will save.
+    `root` is None for a step that is older than the newest complete one, whose missing roles nobody will save.
     """
     if status.is_complete or status.problems:
         return False
     if any(save.life is not Life.DEAD for save in saves):
         return True
     missing = status.declared - status.committed
-    return watch is not None and bool(missing) and watch.life_of_saver(status.declared, missing) is not Life.DEAD
+    if root is None or not missing:
+        return False
+    return TrainerWatch(root).life_of_saver(status.declared, missing) is not Life.DEAD
 
 
 def _local(
