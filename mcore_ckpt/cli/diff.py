@@ -25,6 +25,12 @@ what else differs (steps, param groups, LR scheduler, random states, extra state
 exit status is 0 if nothing differs, 1 if something does, and 2 for unusable arguments, as with diff(1). Use
 `mcore-ckpt test` for HuggingFace models."""
 
+EXAMPLES = (
+    "diff checkpoints/global_steps_90 checkpoints/global_steps_100",
+    'diff checkpoints resharded --ignore "output_layer.*" --json',
+    "diff checkpoints resharded --atol 1e-6 --rtol 1e-3",
+)
+
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `diff`."""

@@ -25,6 +25,12 @@ DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
 name, dtype, global shape and kinds of optimizer state of each tensor. Reads no tensor's bytes, except with --tensor."""
 
+EXAMPLES = (
+    "inspect checkpoints # the newest complete step",
+    'inspect checkpoints --step 100 --role actor --tensors "layers.3."',
+    "inspect checkpoints/global_steps_100 --tensor decoder.final_layernorm.weight",
+)
+
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `inspect`."""

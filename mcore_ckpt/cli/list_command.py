@@ -26,6 +26,12 @@ Lists the steps below a folder, the oldest first, and the step that the tracker 
 `mcore-ckpt verify` to check the bytes. If ROOT itself has no steps, a folder of steps right above or below it is taken.
 On a terminal it prints a table, elsewhere a line for each step."""
 
+EXAMPLES = (
+    "list checkpoints",
+    "list checkpoints --remote s3://bucket/run # also the steps in a remote store",
+    "list checkpoints --json",
+)
+
 # Of `step_row`.
 STEP_HEADINGS = ("step", "roles", "size>", "age>", "state", "place")
 

@@ -23,6 +23,12 @@ Deletes old steps like a trainer with the same max_to_keep and keep_every, and t
 Without --max-to-keep every step stays. These always stay: pinned steps, the newest complete step, steps that a process
 is writing or reading, and folders of unknown content. The command can run while trainers run."""
 
+EXAMPLES = (
+    "prune checkpoints --max-to-keep 2 --keep-every 1000 --dry-run # what would go",
+    "prune checkpoints # only what crashes have left",
+    "prune checkpoints --pin 100",
+)
+
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `prune`."""

@@ -31,6 +31,12 @@ how fast, and about how long it still takes; and the newest steps. It only reads
 elsewhere it prints a line for each change. It ends at Ctrl-C (status 130), or with --once or --until (status 0). The
 total is that of the role's checkpoint before, so the first save of a role has none."""
 
+EXAMPLES = (
+    "watch checkpoints",
+    "watch checkpoints --once --json # for a script",
+    "watch checkpoints --until 100 # until step 100 is complete",
+)
+
 
 def add_to(subparsers: Subparsers) -> None:
     """Adds the parser of `watch`."""

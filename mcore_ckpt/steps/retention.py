@@ -208,7 +208,12 @@ def delete_step(status: StepStatus) -> str | None:
     except OSError as error:
         logger.warning("%s is too old, but stays, because it cannot be deleted: %s", status.path, error)
         return f"it cannot be deleted: {error}"
-    remove_tree(hidden)
+    try:
+        remove_tree(hidden)
+    except KeyboardInterrupt:
+        # The step is gone, so the rest of its files goes, too. A second Ctrl-C leaves them to the next trainer.
+        remove_tree(hidden)
+        raise
     if os.path.lexists(hidden):
         logger.warning("%s is deleted, but not all of its files could be removed: look at %s", status.path, hidden)
     return None
