@@ -1,8 +1,14 @@
 """`list` and `inspect` on terminals of any width, and in a pipe."""
 
+import fcntl
+import os
 import re
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +44,31 @@ def root(tmp_path: Path, dead_pid: int) -> Path:
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main([*map(str, arguments)]) == 0
     return STYLE.sub("", capsys.readouterr().out)
+
+
+def test_a_real_terminal(root: Path) -> None:
+    """The fixture `terminal` stands in for it in the other tests."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "mcore_ckpt.cli.main", "list", str(root)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment | {"TERM": "xterm"},
+    ) as command:
+        os.close(theirs)
+        text = b""
+        with suppress(OSError):  # Linux says so when the other end is closed
+            while data := os.read(ours, 4096):
+                text += data
+    os.close(ours)
+    assert command.returncode == 0
+    assert COLOR.search(text.decode())
+    lines = STYLE.sub("", text.decode()).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "global_steps_1000000" in lines
 
 
 @pytest.mark.parametrize("columns", [200, 80, 40, 12])
