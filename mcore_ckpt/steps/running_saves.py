@@ -50,9 +50,16 @@ def running_saves(root: Path, steps: Iterable[Path] | None = None) -> list[Runni
         steps: the steps' folders to look into; None for all.
     """
     folders = [root, *(own_steps(root) if steps is None else steps)]
-    listed = results_of(folders, entries, tuning.LOOK_THREADS)
+    listed = results_of(folders, _entries, tuning.LOOK_THREADS)
     found = [save for folder in listed for entry in folder if (save := _save_in(root, entry)) is not None]
     return sorted(found, key=lambda save: (save.step, save.role or "", save.began))
+
+
+def _entries(folder: Path) -> list[Path]:
+    # What cannot be read (a link to itself, a disk that fails) has no save to show. A listing says why.
+    with suppress(OSError):
+        return entries(folder)
+    return []
 
 
 def _save_in(root: Path, entry: Path) -> RunningSave | None:

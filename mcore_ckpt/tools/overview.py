@@ -37,7 +37,8 @@ class StepOverview:
         nbytes: the size of its files in bytes.
         created: when it was saved (ISO 8601, UTC); empty if no role is committed.
         places: where it is complete: "local", "remote" or both. The folder of an incomplete step is "local", too.
-        saves: the saves of this step that have not committed.
+        saves: the saves of this step that have not committed; of a complete step only if it is the newest, or in a look
+            at the last few steps.
     """
 
     step: int
@@ -94,7 +95,7 @@ def overview_of(root: Path, remote: str | None = None, last: int | None = None) 
     found_steps = list_steps(root) if last is None else newest_steps(root, last)
     statuses = {status.step: status for status in found_steps}
     saves: dict[int, list[RunningSave]] = {}
-    for save in running_saves(root, None if last is None else [status.path for status in found_steps]):
+    for save in running_saves(root, _to_look_into(found_steps, last)):
         saves.setdefault(save.step, []).append(save)
     store = None if remote is None else RemoteSteps(Store(remote))
     there = {} if store is None else {step.step: step for step in store.steps()}
@@ -111,6 +112,16 @@ def overview_of(root: Path, remote: str | None = None, last: int | None = None) 
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
         found.append(_local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there))
     return RootOverview(root, tuple(found), read_tracker(root))
+
+
+def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
+    """Returns the steps in which a save may be under way.
+
+    Of thousands of steps, these are the incomplete ones, and the newest complete one, which a trainer may save again:
+    to look into the others would double the calls to a file system that may be far away.
+    """
+    newest = _newest(statuses)
+    return [status.path for status in statuses if last is not None or not status.is_complete or status.step == newest]
 
 
 def _newest(steps: Iterable[StepStatus | RemoteStep]) -> int | None:
