@@ -17,7 +17,7 @@ from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mcore_ckpt.steps import RunningSave
-    from mcore_ckpt.tools.overview import RootOverview, StepOverview
+    from mcore_ckpt.tools.step_list import RootOverview, StepOverview
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -51,7 +51,7 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists the steps. Returns 0 whatever is found."""
-    from mcore_ckpt.tools.overview import overview_of
+    from mcore_ckpt.tools.step_list import overview_of
 
     check_is_folder(args.root)
     try:

@@ -170,7 +170,7 @@ class _Lines:
 
 
 def _line(change: Change) -> str:
-    from mcore_ckpt.tools.overview import StepOverview
+    from mcore_ckpt.tools.step_list import StepOverview
 
     step = change.step
     name = step.name if isinstance(step, StepOverview) else f"step {step}"

@@ -25,7 +25,7 @@ from mcore_ckpt.steps.listing import newest_complete
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.running_saves import RunningSave
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
-from mcore_ckpt.tools.overview import StepOverview, overview_of
+from mcore_ckpt.tools.step_list import StepOverview, overview_of
 
 # How many files of a save a look opens. Of a save with more, these stand for all.
 _MOST_FILES = 128
