@@ -17,6 +17,7 @@
 namespace mcore_ckpt {
 namespace {
 
+// mcore_ckpt/io/file_systems.py has what else is known of types of file systems.
 bool has_no_disk(int descriptor) {
     struct statfs system{};
     return ::fstatfs(descriptor, &system) == 0 && (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC);

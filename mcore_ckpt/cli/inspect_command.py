@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mcore_ckpt.cli.arguments import add_json, check_is_folder, check_patterns, expanded_path
+from mcore_ckpt.cli.arguments import add_json, check_can_be_file, check_is_folder, check_patterns, expanded_path
 from mcore_ckpt.cli.inspect_tables import show_tables
 from mcore_ckpt.cli.tables import is_terminal, result_console
 from mcore_ckpt.cli.tensor_view import read_tensor, show_tensor, tensor_as_json
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Shows what a checkpoint holds: which program saved it under which layout, its files by kind, and with --tensors the
-name, dtype, global shape and kinds of optimizer state of each tensor. Reads no tensor's bytes, except with --tensor."""
+name, dtype, global shape and kinds of optimizer state of each tensor. With --html it writes a page that shows how each
+tensor is cut and which rank has it, and when each rank did what in the save. Reads no tensor's bytes, except with
+--tensor."""
 
 EXAMPLES = (
     "inspect checkpoints # the newest complete step",
     'inspect checkpoints --step 100 --role actor --tensors "layers.3."',
     "inspect checkpoints/global_steps_100 --tensor decoder.final_layernorm.weight",
+    "inspect checkpoints --html page.html # for a browser",
 )
 
 
@@ -52,6 +56,12 @@ def add_to(subparsers: Subparsers) -> None:
         metavar="NAME",
         help="read this tensor, and show statistics of its values and which rank's file holds which part",
     )
+    parser.add_argument(
+        "--html",
+        type=expanded_path,
+        metavar="FILE",
+        help="also write all of it as one page for a browser, which needs no network; replaces FILE",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -63,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_patterns("--tensors", [] if args.tensors is None else [args.tensors])
     check_is_folder(args.path)
+    if args.html is not None:
+        check_can_be_file("--html", args.html)
     selection = select(args.path, args.step)
     manifests = {folder: read_manifest(folder) for folder in selection.role_dirs}
     roles = [manifest.role for manifest in manifests.values()]
@@ -70,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"{args.path}: has no role {args.role!r}: it has {', '.join(roles)}")
     chosen = {folder: manifest for folder, manifest in manifests.items() if args.role in (None, manifest.role)}
     details = {} if args.tensor is None else read_tensor(list(chosen), args.tensor, args.json)
+    if args.html is not None:
+        _check_is_outside(args.html, chosen)
+        _write_page(args.html, selection.step, chosen)
     if args.json:
         shown = [
             _as_json(folder, manifest, args.tensors) | {"tensor": tensor_as_json(details.get(folder))}
@@ -80,14 +95,35 @@ def run(args: argparse.Namespace) -> int:
     console = result_console()
     for folder, tensor in details.items():
         show_tensor(console, folder, tensor)
-    if details:
-        return 0
-    for folder, manifest in chosen.items():
-        if is_terminal():
-            show_tables(console, folder, manifest, _kinds(manifest), _tensors(folder, args.tensors))
-        else:
-            _show(console, folder, manifest, args.tensors)
+    if not details:
+        _show_roles(console, chosen, args.tensors)
+    if args.html is not None:
+        console.print(f"page: {args.html}", markup=False)
     return 0
+
+
+def _check_is_outside(file: Path, role_dirs: Iterable[Path]) -> None:
+    """Raises InvalidArgumentError if a file is within a checkpoint, where it could replace one of its files."""
+    for folder in role_dirs:
+        if folder.resolve() in file.resolve().parents:
+            raise InvalidArgumentError(f"--html {file}: is within the checkpoint {folder}: name a file outside of it")
+
+
+def _write_page(file: Path, step: int, role_dirs: Iterable[Path]) -> None:
+    from mcore_ckpt.cli.page.build import build_page
+    from mcore_ckpt.io import replace_file
+    from mcore_ckpt.tools.overview import Overview, overview_of_role
+
+    overview = Overview(step, tuple(map(overview_of_role, role_dirs)))
+    replace_file(file.resolve(), build_page(overview.to_json()))  # a link stays, and what it leads to is replaced
+
+
+def _show_roles(console: Console, manifests: Mapping[Path, Manifest], pattern: str | None) -> None:
+    for folder, manifest in manifests.items():
+        if is_terminal():
+            show_tables(console, folder, manifest, _kinds(manifest), _tensors(folder, pattern))
+        else:
+            _show(console, folder, manifest, pattern)
 
 
 def _show(console: Console, role_dir: Path, manifest: Manifest, pattern: str | None) -> None:

@@ -17,7 +17,7 @@ from mcore_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mcore_ckpt.steps import RunningSave
-    from mcore_ckpt.tools.step_list import RootOverview, StepOverview
+    from mcore_ckpt.tools.step_list import ListedStep, StepList
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -51,11 +51,11 @@ def add_to(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lists the steps. Returns 0 whatever is found."""
-    from mcore_ckpt.tools.step_list import overview_of
+    from mcore_ckpt.tools.step_list import step_list_of
 
     check_is_folder(args.root)
     try:
-        found = overview_of(near_root(args.root), args.remote)
+        found = step_list_of(near_root(args.root), args.remote)
     except OSError as error:
         raise CheckpointError(f"{args.root}: {error}") from error
     if args.json:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_lines(console: Console, found: RootOverview) -> None:
+def _show_lines(console: Console, found: StepList) -> None:
     for step in found.steps:
         if step.state == "complete":
             roles = ", ".join(step.roles)
@@ -86,14 +86,14 @@ def _show_lines(console: Console, found: RootOverview) -> None:
             console.print(f"{step.name}  is not complete: {step.reason}{_deaths(step)}", style="red", markup=False)
 
 
-def _show_table(console: Console, found: RootOverview) -> None:
+def _show_table(console: Console, found: StepList) -> None:
     now = datetime.datetime.now(datetime.UTC)
     rows = [step_row(step, now) for step in found.steps]
     if rows:
         console.print(table_of(console, STEP_HEADINGS, rows))
 
 
-def step_row(step: StepOverview, now: datetime.datetime) -> list[Cell]:
+def step_row(step: ListedStep, now: datetime.datetime) -> list[Cell]:
     """Returns a step's name, roles, size, age, state and place, for people."""
     return [
         step.name,
@@ -105,7 +105,7 @@ def step_row(step: StepOverview, now: datetime.datetime) -> list[Cell]:
     ]
 
 
-def _state(step: StepOverview) -> Text:
+def _state(step: ListedStep) -> Text:
     text = Text(", ".join((step.state, *_marks(step))), style=_STYLES[step.state])
     if step.state == "saving":
         text.append(_savers(step))
@@ -114,22 +114,22 @@ def _state(step: StepOverview) -> Text:
     return text
 
 
-def _marks(step: StepOverview) -> list[str]:
+def _marks(step: ListedStep) -> list[str]:
     is_saved_again = step.state == "complete" and any(map(_may_be_alive, step.saves))
     marks = {"newest": step.newest, "pinned": step.pinned, "being saved again": is_saved_again}
     return [mark for mark, holds in marks.items() if holds]
 
 
-def _elsewhere(step: StepOverview) -> list[str]:
+def _elsewhere(step: ListedStep) -> list[str]:
     return ["also remote" if "local" in step.places else "only remote"] if "remote" in step.places else []
 
 
-def _savers(step: StepOverview) -> str:
+def _savers(step: ListedStep) -> str:
     names = dict.fromkeys(save.by for save in step.saves if _may_be_alive(save))
     return f" by {', '.join(names)}" if names else ""
 
 
-def _deaths(step: StepOverview) -> str:
+def _deaths(step: ListedStep) -> str:
     names = ", ".join(dict.fromkeys(save.by for save in step.saves if not _may_be_alive(save)))
     return f"; {names} died while saving it" if names else ""
 
@@ -138,7 +138,7 @@ def _may_be_alive(save: RunningSave) -> bool:
     return save.life.value != "dead"
 
 
-def step_as_json(step: StepOverview) -> dict[str, Any]:
+def step_as_json(step: ListedStep) -> dict[str, Any]:
     """Returns a step as JSON values."""
     return {
         "step": step.step,

@@ -170,12 +170,12 @@ class _Lines:
 
 
 def _line(change: Change) -> str:
-    from mcore_ckpt.tools.step_list import StepOverview
+    from mcore_ckpt.tools.step_list import ListedStep
 
     step = change.step
-    name = step.name if isinstance(step, StepOverview) else f"step {step}"
+    name = step.name if isinstance(step, ListedStep) else f"step {step}"
     whose = f"{name}  {change.role}  " if change.role else f"{name}  "
-    if isinstance(step, StepOverview):
+    if isinstance(step, ListedStep):
         if change.what == "committed":
             return f"{whose}committed"
         now = datetime.datetime.now(datetime.UTC)

@@ -14,25 +14,38 @@ from mcore_ckpt.io.threads import results_of
 def remove_tree(folder: Path) -> None:
     """Removes a folder and its contents as far as possible. Raises nothing, and follows no link.
 
+    What cannot be read or removed stays, with the folders that it is in. All else is removed.
+
     `shutil.rmtree` waits for the file system at each file in turn. This takes as many calls, but they overlap.
     """
-    with suppress(OSError):
+    _remove_folder(None, str(folder))
+
+
+def _remove_folder(parent: int | None, name: str) -> None:
+    """Removes a folder in a folder that is open; without `parent`, the folder whose path is `name`."""
+    # Not only OSError, because a folder may also be nested too deep for Python, or memory may be short.
+    with suppress(Exception):
         # By descriptors, so that no folder can be replaced by a link on the way to the files in it.
-        for _, folders, files, descriptor in os.fwalk(folder, topdown=False):
-            results_of(files, partial(_unlink, descriptor), tuning.LOOK_THREADS)
-            for name in folders:
-                _remove_folder(descriptor, name)
-        os.rmdir(folder)
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            _remove_contents(descriptor)
+        finally:
+            os.close(descriptor)
+    # In any case, because a folder that cannot be read may be empty.
+    with suppress(OSError):
+        os.rmdir(name, dir_fd=parent)
+
+
+def _remove_contents(folder: int) -> None:
+    files, folders = list[str](), list[str]()
+    with suppress(OSError), os.scandir(folder) as listed:  # after an error, what was listed before it is removed
+        for entry in listed:
+            (folders if entry.is_dir(follow_symlinks=False) else files).append(entry.name)
+    results_of(files, partial(_unlink, folder), tuning.LOOK_THREADS)
+    for name in folders:
+        _remove_folder(folder, name)
 
 
 def _unlink(folder: int, name: str) -> None:
     with suppress(OSError):
         os.unlink(name, dir_fd=folder)
-
-
-def _remove_folder(folder: int, name: str) -> None:
-    with suppress(OSError):
-        os.rmdir(name, dir_fd=folder)
-        return
-    # A link to a folder is listed as a folder. If this is none, something in it could not be removed.
-    _unlink(folder, name)

@@ -5,7 +5,7 @@ the quotas of the user, group or project that the files will belong to.
 
 Nothing that would have fitted may be called too large. So the size of what is to be written is a lower bound, a limit
 that the system does not tell is no limit, and where files may take less room than their bytes, `Room.is_certain` is
-False.
+False. Only the types of file systems that `io/file_systems.py` calls exact are certain.
 """
 
 from __future__ import annotations
@@ -20,18 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from mcore_ckpt.io.file_systems import EXT_MAGIC, XFS_MAGIC, of_magic
 from mcore_ckpt.io.mounts import mount_of
 from mcore_ckpt.io.quotas import quotas_of
 
-# Types of file systems (statfs(2), linux/magic.h).
-_EXT = 0xEF53  # ext2, ext3 and ext4
-_XFS = 0x58465342
-_TMPFS = 0x01021994
-# Files on these may take less room than their bytes, or what the system tells is a guess: btrfs, bcachefs, f2fs and zfs
-# can compress, and behind FUSE can be anything.
-_UNCERTAIN = (0x9123683E, 0xCA451A4E, 0xF2F52010, 0x2FC12FC1, 0x65735546)
-# On these, each file takes whole blocks of `f_frsize`. Elsewhere, as on NFS, that number is only a unit of counting.
-_WHOLE_BLOCKS = (_EXT, _XFS, _TMPFS)
+Kind = Literal["nbytes", "entries"]
 
 _CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
 
@@ -103,9 +96,14 @@ class Limit:
         where: what has the limit, for messages.
     """
 
-    kind: Literal["nbytes", "entries"]
+    kind: Kind
     free: int
     where: str
+
+    @property
+    def name(self) -> str:
+        """What tells it from other limits of the same folder."""
+        return f"{self.kind} {self.where}"
 
     def holds(self, amount: Amount) -> bool:
         """True if the amount fits."""
@@ -126,7 +124,8 @@ class Room:
         limits: the limits that the system tells.
         block: each file takes a multiple of this many bytes.
         folder_bytes: how many bytes a new folder takes.
-        is_certain: False if files may take less room than their bytes, as where they are compressed.
+        is_certain: False if files may take less room than their bytes, as where they are compressed. Then files that
+            seem too large are written nevertheless, after a warning.
     """
 
     limits: tuple[Limit, ...]
@@ -139,9 +138,27 @@ class Room:
         nbytes = sum(-(-size // self.block) for size in need.sizes) * self.block
         return Amount(nbytes + need.loose + len(need.folders) * self.folder_bytes, len(need.sizes) + len(need.folders))
 
+    def free(self, kind: Kind) -> int | None:
+        """Returns how many bytes or entries can still be written; None if the system tells no limit."""
+        return min((limit.free for limit in self.limits if limit.kind == kind), default=None)
+
+    def times(self, amount: Amount) -> int | None:
+        """Returns how many times an amount fits; None if the system tells no limit of what it consists of.
+
+        Example:
+            >>> Room((Limit("nbytes", 100, "disk"),)).times(Amount(30, 1))
+            3
+        """
+        parts = [(limit.free, getattr(amount, limit.kind)) for limit in self.limits]
+        return min((free // part for free, part in parts if part), default=None)
+
+    def shortages(self, amount: Amount) -> tuple[Limit, ...]:
+        """Returns the limits that the amount exceeds."""
+        return tuple(limit for limit in self.limits if not limit.holds(amount))
+
     def shortage(self, amount: Amount) -> Limit | None:
         """Returns the first limit that the amount exceeds; None if it fits."""
-        return next((limit for limit in self.limits if not limit.holds(amount)), None)
+        return next(iter(self.shortages(amount)), None)
 
 
 def existing(folder: Path) -> Path:
@@ -165,19 +182,20 @@ def room_of(folder: Path) -> Room:
 
 
 def _room_of(descriptor: int, folder: Path) -> Room:
-    space, status, kind = os.fstatvfs(descriptor), os.fstat(descriptor), _type_of(descriptor)
+    space, status, magic = os.fstatvfs(descriptor), os.fstat(descriptor), _magic_of(descriptor)
+    is_exact = of_magic(magic).is_exact
     rights = _Rights.of_this_thread()
     mount = mount_of(folder)
     options = {} if mount is None else mount.options
-    quotas = list(quotas_of(descriptor, options, without_0=kind == _XFS))
+    quotas = list(quotas_of(descriptor, options, without_0=magic == XFS_MAGIC))
     project = next((quota for quota in quotas if quota.kind == "project"), None)
     limits: list[Limit] = []
     # Where a project has a quota, the system shows what is left of it in place of the disk's own free room. It takes
     # the soft limit, which may be exceeded for some days.
     if project is None or not project.is_shown_by(space):
-        limits += _disk_limits(space, status.st_dev, kind, folder, rights, options)
+        limits += _disk_limits(space, status.st_dev, magic, folder, rights, options)
     # Processes with this capability may exceed quotas, except those of XFS.
-    if not rights.may_exceed_quotas or kind == _XFS:
+    if not rights.may_exceed_quotas or magic == XFS_MAGIC:
         for quota in quotas:
             where = f"{quota} in the file system of {folder}"
             if quota.nbytes.free is not None:
@@ -186,10 +204,10 @@ def _room_of(descriptor: int, folder: Path) -> Room:
                 limits.append(Limit("entries", quota.entries.free, f"inodes, {where}"))
     return Room(
         tuple(limits),
-        block=space.f_frsize if kind in _WHOLE_BLOCKS else 1,
+        block=space.f_frsize if is_exact else 1,
         # A small folder is in its inode on most file systems, and on ext4 with `inline_data`.
-        folder_bytes=space.f_frsize if kind == _EXT and status.st_blocks else 0,
-        is_certain=kind not in _UNCERTAIN,
+        folder_bytes=space.f_frsize if magic == EXT_MAGIC and status.st_blocks else 0,
+        is_certain=is_exact,
     )
 
 
@@ -197,13 +215,13 @@ def _room_of(descriptor: int, folder: Path) -> Room:
 
 
 def _disk_limits(
-    space: os.statvfs_result, device: int, kind: int, folder: Path, rights: _Rights, options: Mapping[str, str]
+    space: os.statvfs_result, device: int, magic: int, folder: Path, rights: _Rights, options: Mapping[str, str]
 ) -> Iterator[Limit]:
     if space.f_blocks > 0:
         free = space.f_bavail
         if rights.may_use_reserve(options):
             # Some of ext4's blocks are kept for the file system itself, even from root.
-            free = space.f_bfree - (_own_blocks(device) if kind == _EXT else 0)
+            free = space.f_bfree - (_own_blocks(device) if magic == EXT_MAGIC else 0)
         # Some network file systems report more free than there is in all, when they mean less than nothing.
         if free <= space.f_blocks:
             yield Limit("nbytes", max(0, free) * space.f_frsize, f"file system of {folder}")
@@ -211,8 +229,8 @@ def _disk_limits(
         yield Limit("entries", space.f_favail, f"inodes in the file system of {folder}")
 
 
-def _type_of(descriptor: int) -> int:
-    """Returns the type of the file system; 0 if it cannot be asked."""
+def _magic_of(descriptor: int) -> int:
+    """Returns the number of the file system's type; 0 if it cannot be asked."""
     buffer = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fstatfs") or libc.fstatfs(descriptor, buffer) != 0:

@@ -19,6 +19,8 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
     The calls start in the order of the items. After a failure no further call starts. The first failure is raised when
     the running calls have ended.
 
+    If the system allows fewer threads, those that run do all of the work. If it allows none, the calling thread does.
+
     This function uses no executor, because an exiting interpreter waits for an executor's threads, however long a store
     takes to answer.
     """
@@ -37,13 +39,26 @@ def for_each(items: Iterable[Item], work: Callable[[Item], object], threads: int
                 failures.append(error)
                 return
 
-    workers = [threading.Thread(target=run, name="mcore_ckpt files", daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
+    workers = _start(run, threads)
+    if not workers:
+        run()
     for worker in workers:
         worker.join()
     if failures:
         raise failures[0]
+
+
+def _start(run: Callable[[], None], threads: int) -> list[threading.Thread]:
+    """Starts `run` on as many threads as the system allows, and returns these; none if it allows none."""
+    workers: list[threading.Thread] = []
+    for _ in range(threads):
+        worker = threading.Thread(target=run, name="mcore_ckpt files", daemon=True)
+        try:
+            worker.start()
+        except (RuntimeError, MemoryError):  # a limit of threads or memory: those that run do all of the work
+            break
+        workers.append(worker)
+    return workers
 
 
 def results_of(items: Sequence[Item], work: Callable[[Item], Result], threads: int) -> list[Result]:

@@ -72,12 +72,14 @@ REMOTE_READ_BYTES = 8 << 20
 # Two wanted ranges become one request if no more than this many unwanted bytes lie between them.
 REMOTE_GAP_BYTES = 256 << 10
 
-# How long after the last change of a disk's free room a save with too little room is refused (seconds), because some
+# How long after the last growth of a disk's free room a save with too little room is refused (seconds), because some
 # file systems free a deleted file's bytes a moment later; the same if a step is still being deleted, perhaps by another
 # process; and how often to look.
 ROOM_SETTLES_S = 0.5
 DELETION_SHOWS_S = 5.0
 ROOM_POLL_S = 0.05
+# How long a refusal may look for old steps that could be deleted (seconds), because all ranks wait for it.
+OLD_STEPS_LOOK_S = 2.0
 
 # How long after a commit the tracker may still name an older step while a trainer is alive (seconds), before that is
 # called a problem; and how often to look again whether a trainer has mended what looked like a problem.

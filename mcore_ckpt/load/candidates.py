@@ -14,7 +14,7 @@ from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.ranks.rounds import Record
 from mcore_ckpt.state.trainer import Trainer
 from mcore_ckpt.steps import leftovers
-from mcore_ckpt.steps.listing import StepStatus, list_steps
+from mcore_ckpt.steps.listing import StepStatus, find_moved_aside, list_steps
 from mcore_ckpt.steps.remote_steps import RemoteStep, RemoteSteps
 from mcore_ckpt.steps.tracker import warn_if_tracker_differs
 
@@ -88,13 +88,7 @@ def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | No
         RemoteError: there is no local checkpoint, and the store does not answer.
     """
     if path is not None:
-        if not path.is_dir():
-            # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name.
-            # This call renames it back.
-            leftovers.remove_leftovers_beside(path.absolute())
-        if not path.is_dir():
-            raise CheckpointNotFoundError(f"{path}: this folder does not exist")
-        return {"candidates": [local_candidate(0, path.absolute())], "foreign": kinds.kind_of(path.absolute())}
+        return _at_path(path.absolute())
     statuses = list_steps(trainer.root, step)
     good = [status for status in statuses if status.is_complete and trainer.role in status.committed]
     there = remote_steps(remote, trainer.root, step, required=not good)
@@ -119,3 +113,16 @@ def find_candidates(trainer: Trainer, remote: RemoteSteps | None, step: int | No
 
 def _reason(status: StepStatus, role: str) -> str:
     return status.reason if not status.is_complete else f"{status.path}: complete, but without {role}"
+
+
+def _at_path(path: Path) -> Record:
+    """Describes the checkpoint in a folder, as JSON values. Raises CheckpointNotFoundError if there is no folder."""
+    # On file systems that cannot exchange folders, a crash may have left the checkpoint under another name. This call
+    # renames it back. It does not if the process that crashed may be alive: then the checkpoint is read where it is.
+    if not path.is_dir():
+        leftovers.remove_leftovers_beside(path)
+    foreign = kinds.kind_of(path)
+    moved = None if foreign else find_moved_aside(path)
+    if moved is None and not path.is_dir():
+        raise CheckpointNotFoundError(f"{path}: this folder does not exist")
+    return {"candidates": [local_candidate(0, moved or path)], "foreign": foreign}

@@ -36,6 +36,7 @@ from mcore_ckpt.models.mcore_config import check_model
 from mcore_ckpt.models.reconcile import reconcile, with_tower_of
 from mcore_ckpt.models.registry import model_from_config
 from mcore_ckpt.ranks.rounds import Agreement, Record, decide
+from mcore_ckpt.ranks.topology import Topology
 from mcore_ckpt.sharding.adapters import is_adapter
 from mcore_ckpt.sharding.counterparts import find_counterparts, layers_of
 from mcore_ckpt.sharding.plan import MODEL, OPAQUE
@@ -161,23 +162,47 @@ def _check_config(trainer: Trainer, described: HfModel) -> None:
 
 
 def least_exported_bytes(trainer: Trainer, owned: Iterable[FilePlan]) -> int:
-    """Returns how many bytes of the HuggingFace weights, at least, are made from files that this rank owns.
+    """Returns this rank's part of a lower bound of the HuggingFace weights' bytes. The sum over all ranks is the bound.
 
     The weights are the model's tensors without the padding of the vocabulary. Some are stored twice, which is not
     counted. Adapters are merged, so that they add nothing, or with `skip_frozen` they are all that is written.
+
+    Args:
+        trainer: the objects to save.
+        owned: the plans of the files that this rank owns.
     """
-    writes = (write for plan in owned if plan.request.kind in _MODEL_KINDS for write in plan.request.tensors)
     return sum(
-        write.tensor.nbytes * _exported_rows(trainer, write) // max(1, write.region.global_shape[0])
-        for write in writes
+        _least_part(trainer, write, _most_holders(trainer.topology, plan.request.kind, write.key.name))
+        for plan in owned
+        if plan.request.kind in _MODEL_KINDS
+        for write in plan.request.tensors
         if write.key.kind == MODEL and write.shape and is_adapter(write.key.name) == trainer.config.skip_frozen
     )
 
 
+def _most_holders(topology: Topology, kind: str, name: str) -> int:
+    """Returns how many files of a kind may have a tensor of this name, at most."""
+    if kind == "model":
+        return topology.tp
+    # An adapter may belong to all experts, and then each expert-parallel rank has it.
+    return topology.etp * (topology.ep if is_adapter(name) else 1)
+
+
+def _least_part(trainer: Trainer, write: TensorWrite, holders: int) -> int:
+    """Returns how many bytes a file may add to the bound for one of its tensors.
+
+    No file adds more than an equal part of the whole tensor, because the files may hold the same elements: norms and
+    routers are replicated over tensor parallelism, and whole in the file of each rank.
+    """
+    shape = write.region.global_shape
+    stored = min(write.tensor.nbytes, prod(shape) * write.tensor.dtype.itemsize // holders)
+    return stored * _exported_rows(trainer, write) // max(1, shape[0])
+
+
 def _exported_rows(trainer: Trainer, write: TensorWrite) -> int:
     rows = write.region.global_shape[0]
-    has_padding = trainer.vocab_size is not None and has_vocabulary_rows(write.key.name)
-    return min(rows, trainer.vocab_size or rows) if has_padding else rows
+    # Without the size of the vocabulary, any of its rows may be padding.
+    return min(rows, trainer.vocab_size or 0) if has_vocabulary_rows(write.key.name) else rows
 
 
 def described_model(trainer: Trainer) -> HfModel:

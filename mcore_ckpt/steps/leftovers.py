@@ -11,7 +11,14 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io import tuning
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.commit import remove_folder, remove_if_empty, remove_replaced, restore_replaced
-from mcore_ckpt.steps.work_folders import entries, is_deleted_for_good, is_leftover, own_steps, work_folders
+from mcore_ckpt.steps.work_folders import (
+    entries,
+    is_dead_trial,
+    is_deleted_for_good,
+    is_leftover,
+    own_steps,
+    work_folders,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +30,8 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
         root: the folder of the steps.
         role: the role. Leftovers of other roles stay, because those roles may be saving.
         alone: true if this process holds the role's trainer lock (`TrainerLock`). Then folders whose owner is unknown
-            or on another host are leftovers, too.
+            or on another host are leftovers, too. A trial folder of a doctor is one only if it is old, because the lock
+            says nothing about doctors.
     """
     if not root.is_dir():
         return
@@ -33,7 +41,7 @@ def remove_leftovers(root: Path, role: str, alone: bool) -> None:
             if is_deleted_for_good(entry, alone):
                 remove_folder(entry)
         elif file_names.is_trial_dir(entry.name):
-            if is_leftover(entry, alone):
+            if is_dead_trial(entry, by_age=alone):
                 remove_folder(entry)
         elif alone and (
             file_names.is_tracker_under_way(entry.name) or file_names.is_trainer_file_under_way(entry.name, role)
@@ -62,6 +70,17 @@ def remove_leftovers_beside(folder: Path) -> None:
         _remove_in(folder.parent, folder.name, alone=False)
 
 
+def remove_leftover(folder: Path) -> None:
+    """Removes a leftover. What other programs have put into an old checkpoint is first moved to the new one."""
+    work = file_names.parse_work_dir(folder.name)
+    # A staging folder with a manifest holds an old checkpoint, too, if it was exchanged with the role's folder.
+    is_old = work is not None and (work.purpose == "replaced" or (folder / file_names.MANIFEST_FILE).exists())
+    if work is not None and is_old and (folder.parent / work.role).exists():
+        remove_replaced(folder, folder.parent / work.role)
+    else:
+        remove_folder(folder)
+
+
 def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """Returns the leftovers of one role, or of all roles, below a folder of steps.
 
@@ -70,7 +89,7 @@ def find_leftovers(root: Path, role: str | None = None) -> list[Path]:
     """
     listed = entries(root)
     found = [each for each in listed if file_names.is_deleted_dir(each.name) and is_deleted_for_good(each, alone=False)]
-    found += [each for each in listed if file_names.is_trial_dir(each.name) and is_leftover(each, alone=False)]
+    found += [each for each in listed if file_names.is_trial_dir(each.name) and is_dead_trial(each, by_age=False)]
     for entry, work in work_folders(root):
         beside_step = entry.parent == root  # then its name does not contain its role
         if (role not in (None, work.role) and not beside_step) or not is_leftover(entry, alone=False):
@@ -96,10 +115,7 @@ def _remove_in(step_path: Path, role: str, alone: bool) -> None:
             continue
         if is_leftover(entry, alone):
             logger.warning("removing %s, a leftover of a save that did not finish", entry)
-            if (entry / file_names.MANIFEST_FILE).exists() and (step_path / role).exists():
-                remove_replaced(entry, step_path / role)
-            else:
-                remove_folder(entry)
+            remove_leftover(entry)
     if alone:
         remove_if_empty(step_path)
 

@@ -28,8 +28,8 @@ def pin(root: str | Path, step: int) -> None:
     if not status.is_complete:
         raise CheckpointNotFoundError(f"step {step} cannot be pinned: {status.reason}")
     try:
-        (status.path / file_names.PINNED_FILE).touch(FILE_MODE)
-        sync_dir(status.path)
+        (status.place / file_names.PINNED_FILE).touch(FILE_MODE)
+        sync_dir(status.place)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"{status.path}: was deleted before it could be pinned") from None
 
@@ -49,8 +49,8 @@ def unpin(root: str | Path, step: int) -> None:
         >>> unpin("checkpoints", 12000)  # doctest: +SKIP
     """
     status = _status(Path(root).expanduser(), step)
-    (status.path / file_names.PINNED_FILE).unlink(missing_ok=True)
-    sync_dir(status.path)
+    (status.place / file_names.PINNED_FILE).unlink(missing_ok=True)
+    sync_dir(status.place)
 
 
 def _status(root: Path, step: int) -> StepStatus:

@@ -1,31 +1,37 @@
-"""Checks before a save that its files will fit, and foresees whether those of the next save will.
+"""Checks before a save that its files will fit, and foresees after its commit whether those of the next save will.
 
-A save frees nothing before its commit: what it replaces and what is too old stay until then. So only what is free now
-counts for this save. What the commit will free counts for the next one.
+A save frees nothing before its commit: what it replaces and what is too old stay until then. So only what is free at
+its beginning counts for it. Whether the next one will fit is looked at when the old steps have been deleted, on the
+thread that deletes them, because all ranks wait for the look before a save.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import NoRoomError
+from mcore_ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, NoRoomError
 from mcore_ckpt.io import tuning
-from mcore_ckpt.io.room import Amount, Limit, Need, Room, existing, room_of
+from mcore_ckpt.io.room import NOTHING, Amount, Limit, Need, Room, existing, room_of
+from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.listing import StepStatus, list_steps
 from mcore_ckpt.steps.retention import PreservationPolicy, too_old
-from mcore_ckpt.steps.step_sizes import NO_FILES, size_of, taken_by
+from mcore_ckpt.steps.step_sizes import NO_FILES, need_of, taken_by
 from mcore_ckpt.steps.work_folders import entries
 
 logger = logging.getLogger(__name__)
 
 # The least that a manifest has for each file besides its path: names of fields, digits and commas.
 _MANIFEST_BYTES_PER_FILE = 60
+# If so many saves of one role fit, nothing has to be foreseen, whatever the other roles of the step need.
+_PLENTY_OF_SAVES = 64
+_MAY_FIT = "The file system may store the files in less room, so the save is tried"
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,11 @@ class Saving:
     Attributes:
         role_dir: the role's folder.
         step: the step.
-        roles: all roles of the step.
         policy: which steps stay after the commit; None if the checkpoint is not part of a step below the root.
     """
 
     role_dir: Path
     step: int
-    roles: Collection[str]
     policy: PreservationPolicy | None
 
 
@@ -50,20 +54,21 @@ class RoomWatch:
 
     Args:
         root: the folder of all steps.
-        role: the role.
         is_deleting: returns True while this process is deleting old steps.
     """
 
-    def __init__(self, root: Path, role: str, is_deleting: Callable[[], bool]) -> None:
+    def __init__(self, root: Path, is_deleting: Callable[[], bool]) -> None:
         self._root = root
-        self._role = role
         self._is_deleting = is_deleting
-        self._warned: str | None = None
+        self._checks = 0
+        self._checked = NOTHING
+        self._tried, self._foreseen = _Warned(), _Warned()
 
     def check(self, saving: Saving, need: Need, patience_s: float) -> None:
-        """Refuses a save whose files do not fit, and warns once if those of the next save will not fit.
+        """Refuses a save whose files do not fit.
 
-        If there is too little room now, it first waits for deletions that are under way.
+        If there is too little room now, it first waits for deletions that are under way. If one still goes on after
+        `patience_s`, the save may begin, because the room may suffice.
 
         Args:
             saving: the save.
@@ -73,106 +78,143 @@ class RoomWatch:
         Raises:
             NoRoomError: the files do not fit.
         """
-        need += _files_of_rank_0(saving.role_dir, need)
+        self._checks += 1
+        role_dir = saving.role_dir
         with suppress(OSError):  # the system does not tell, or the folder cannot be made, which its making will show
-            room = self._wait_for_room(saving.role_dir, need, patience_s)
+            need += _files_of_rank_0(role_dir, need)
+            self._checked = need
+            room = _settled_room(role_dir.parent, self._root, need, patience_s, self._is_deleting)
+            if room is None:
+                logger.warning("%s: too little room, but old steps are still being deleted: the save begins", role_dir)
+                return
             amount = room.taken_by(need)
             limit = room.shortage(amount)
             if limit is not None and room.is_certain:
-                raise NoRoomError(self._refusal(saving, limit, amount))
-            later = None if limit is not None else self._shortage_of_next(saving, room, amount)
-            self._warn(saving, limit, amount, later)
+                raise NoRoomError(self._refusal(role_dir, limit, amount))
+            if self._tried.is_new(limit) and limit is not None:
+                logger.warning("%s: %s. %s", role_dir, limit.describe(amount), _MAY_FIT)
 
-    # -- this save ----------------------------------------------------------------------------------------------
+    def foresee(self, step: int) -> None:
+        """Warns once if a save like that of a step will not fit. Call it when old steps have been deleted.
 
-    def _wait_for_room(self, role_dir: Path, need: Need, patience_s: float) -> Room:
-        """Returns the room for a save, as soon as it is enough or no deletion can be seen any more.
-
-        If a deletion still goes on after `patience_s`, the room is returned without limits, because it may suffice.
+        It looks only if the step is complete, and it says nothing if another save begins meanwhile, because that takes
+        room and has a check of its own. It may take long.
         """
-        began = last_change = time.monotonic()
-        room = room_of(role_dir.parent)
-        while room.is_certain and room.shortage(room.taken_by(need)) is not None:
-            # Some file systems free the bytes of a deleted file a moment later. And a process on another host may be
-            # deleting a step, which shows only in the step's name and in the growing room.
-            settles_s = tuning.DELETION_SHOWS_S if _has_deleted_steps(self._root) else tuning.ROOM_SETTLES_S
-            now = time.monotonic()
-            is_deleting = self._is_deleting() or began < last_change > now - settles_s
-            if not is_deleting and now - last_change >= min(settles_s, patience_s):
-                break
-            if now - began >= patience_s:
-                logger.warning("%s: too little room, but old steps are still being deleted: the save begins", role_dir)
-                return replace(room, limits=())
-            time.sleep(tuning.ROOM_POLL_S)
-            earlier, room = room, room_of(role_dir.parent)
-            if room != earlier:
-                last_change = time.monotonic()
-        return room
+        checks = self._checks
+        with suppress(OSError, CheckpointNotFoundError, CheckpointCorruptError):
+            if self._has_plenty():
+                self._foreseen.is_new(None)
+                return
+            (status,) = list_steps(self._root, only=step) or (None,)
+            if status is None or not status.is_complete:
+                return
+            need = need_of(status)
+            room = _settled_room(self._root, self._root, need, tuning.DELETION_SHOWS_S, lambda: False)
+            if room is None or checks != self._checks or _is_saving(self._root):
+                return
+            amount = room.taken_by(need)
+            limit = room.shortage(amount)
+            if self._foreseen.is_new(limit) and limit is not None:
+                logger.warning(
+                    "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free "
+                    "room, or keep fewer steps (max_to_keep); %s%s",
+                    status.path,
+                    limit.describe(amount),
+                    self._what_prune_frees(),
+                    "" if room.is_certain else f". {_MAY_FIT}",
+                )
 
-    def _refusal(self, saving: Saving, limit: Limit, amount: Amount) -> str:
+    def _has_plenty(self) -> bool:
+        """True if there is far more room than the last save has taken. Only system calls: manifests can be large."""
+        room = room_of(self._root)
+        times = room.times(room.taken_by(self._checked))
+        return times is not None and times >= _PLENTY_OF_SAVES
+
+    def _refusal(self, role_dir: Path, limit: Limit, amount: Amount) -> str:
         lack = f"{getattr(amount, limit.kind) - limit.free:,} {_WORDS[limit.kind]}"
         return (
-            f"{saving.role_dir}: the checkpoint does not fit: {limit.describe(amount)}. Nothing has been "
+            f"{role_dir}: the checkpoint does not fit: {limit.describe(amount)}. Nothing has been "
             f"written. Free at least {lack}: {self._what_prune_frees()}"
         )
 
     def _what_prune_frees(self) -> str:
-        try:
-            statuses = list_steps(self._root)
-        except OSError:
-            statuses = []
-        old = too_old(statuses, PreservationPolicy(max_to_keep=1))
-        if not old:
-            return f"no step below {self._root} could be deleted, because none is older than the newest complete one"
-        freed = taken_by(old)
-        return (
-            f"'mcore-ckpt prune {self._root} --max-to-keep 1' would delete {len(old)} steps with {freed.nbytes:,} "
-            f"bytes in {freed.entries:,} files and folders"
-        )
+        """Says what a command could delete. It names only the command if it cannot find out within OLD_STEPS_LOOK_S."""
+        command = f"mcore-ckpt prune {self._root} --max-to-keep 1"
+        found, stop = list[str](), threading.Event()
 
-    # -- the next save ------------------------------------------------------------------------------------------
+        def look() -> None:
+            found.append(_found_by_prune(self._root, command, stop))
 
-    def _shortage_of_next(self, saving: Saving, room: Room, amount: Amount) -> tuple[Limit, Amount] | None:
-        """Returns the limit that the next save of the same size will exceed, and what that save and the step need."""
-        if room.shortage(amount + amount) is None or saving.policy is None:
+        # On a thread, because one call to a network file system can already take too long.
+        thread = threading.Thread(target=look, name="mcore_ckpt old steps", daemon=True)
+        with suppress(RuntimeError):  # the system allows no more threads
+            thread.start()
+            thread.join(tuning.OLD_STEPS_LOOK_S)
+        stop.set()
+        return found[0] if found else f"'{command} --dry-run' shows which steps could be deleted"
+
+
+class _Warned:
+    """Remembers the reason of the last warning, which need not be repeated while it lasts."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def is_new(self, limit: Limit | None) -> bool:
+        """True if a limit was not short at the last look. None ends the last reason, and is never new."""
+        before, self._reason = self._reason, None if limit is None else limit.name
+        return self._reason is not None and self._reason != before
+
+
+def _settled_room(
+    folder: Path, root: Path, need: Need, patience_s: float, is_deleting: Callable[[], bool]
+) -> Room | None:
+    """Returns the room of a folder, as soon as it is enough or no deletion below the root can be seen any more.
+
+    Returns None if a deletion can still be seen after `patience_s`. Raises OSError.
+    """
+    began = last_growth = time.monotonic()
+    room, most = room_of(folder), dict[str, int]()
+    while room.is_certain and (short := room.shortages(room.taken_by(need))):
+        now = time.monotonic()
+        if _has_grown(short, most):
+            last_growth = now
+        # Some file systems free the bytes of a deleted file a moment later. And a process on another host may be
+        # deleting a step, which shows only in the step's name and in the growing room.
+        settles_s = tuning.DELETION_SHOWS_S if _has_deleted_steps(root) else tuning.ROOM_SETTLES_S
+        goes_on = is_deleting() or began < last_growth > now - settles_s
+        if not goes_on and now - last_growth >= min(settles_s, patience_s):
+            break
+        if now - began >= patience_s:
             return None
-        statuses = list_steps(self._root)
-        # The other roles of the step will need about what they have needed last.
-        others = NO_FILES
-        for role in set(saving.roles) - {self._role}:
-            last = next((each for each in reversed(statuses) if role in each.committed), None)
-            others += NO_FILES if last is None else size_of(last).taken.get(role, NO_FILES)
-        whole = amount + others
-        freed = _freed_by(saving, statuses)
-        left = tuple(
-            replace(limit, free=limit.free - getattr(whole, limit.kind) + getattr(freed, limit.kind))
-            for limit in room.limits
-        )
-        limit = replace(room, limits=left).shortage(whole)
-        return None if limit is None else (limit, whole)
+        time.sleep(tuning.ROOM_POLL_S)
+        room = room_of(folder)
+    return room
 
-    def _warn(self, saving: Saving, limit: Limit | None, amount: Amount, later: tuple[Limit, Amount] | None) -> None:
-        """Logs a warning, unless the same limit was the reason of the last warning and is so still."""
-        reason = limit or (later[0] if later is not None else None)
-        where = None if reason is None else f"{reason.kind} {reason.where}"
-        if where is None or where == self._warned:
-            self._warned = where
-            return
-        self._warned = where
-        if limit is not None:
-            logger.warning(
-                "%s: %s. The file system may store the files in less room, so the save is tried",
-                saving.role_dir,
-                limit.describe(amount),
-            )
-        elif later is not None:
-            logger.warning(
-                "%s: this save fits, but after it and the deletion of old steps the next one will not: %s. Free room, "
-                "or keep fewer steps (max_to_keep); %s",
-                saving.role_dir,
-                replace(later[0], free=max(0, later[0].free)).describe(later[1]),
-                self._what_prune_frees(),
-            )
+
+def _has_grown(short: Sequence[Limit], most: dict[str, int]) -> bool:
+    """True if one of the limits leaves more than ever before. Notes in `most` what they leave.
+
+    Other changes are no sign of a deletion: on a shared disk others write, and delete their own files, all the time.
+    """
+    grown = [limit for limit in short if limit.free > most.get(limit.name, limit.free)]
+    most.update({limit.name: max(limit.free, most.get(limit.name, 0)) for limit in short})
+    return bool(grown)
+
+
+def _found_by_prune(root: Path, command: str, stop: threading.Event) -> str:
+    """Says what a command that keeps only the newest step would delete. Looks at no further step once `stop` is set."""
+    statuses: Sequence[StepStatus] = ()
+    with suppress(OSError):
+        statuses = list_steps(root)
+    old = too_old(statuses, PreservationPolicy(max_to_keep=1))
+    if not old:
+        return f"no step below {root} could be deleted, because none is older than the newest complete one"
+    taken = results_of(old, lambda each: NO_FILES if stop.is_set() else taken_by([each]), tuning.LOOK_THREADS)
+    freed = sum(taken, NO_FILES)
+    return (
+        f"'{command}' would delete {len(old)} steps with {freed.nbytes:,} bytes in {freed.entries:,} files and folders"
+    )
 
 
 _WORDS = {"nbytes": "bytes", "entries": "files"}
@@ -191,14 +233,9 @@ def _has_deleted_steps(root: Path) -> bool:
     return any(file_names.is_deleted_dir(entry.name) for entry in entries(root))
 
 
-def _freed_by(saving: Saving, statuses: Sequence[StepStatus]) -> Amount:
-    """Returns what will be free once the step is complete: the steps that are too old then, and what it replaces."""
-    roles = frozenset(saving.roles)
-    replaced = [status for status in statuses if status.step == saving.step]
-    pinned = any(status.pinned for status in replaced)
-    committed = StepStatus(saving.step, saving.role_dir.parent, roles, roles, (), pinned)
-    later = sorted([*(status for status in statuses if status not in replaced), committed], key=lambda each: each.step)
-    assert saving.policy is not None, "without a policy nothing is deleted"
-    # What is too old may have this step's number, but it is not on the disk yet.
-    old = [status for status in too_old(later, saving.policy, saving.step) if status is not committed]
-    return taken_by(old) + taken_by(replaced)
+def _is_saving(root: Path) -> bool:
+    """True if a save is under way, as far as the root and the newest step's folder show it."""
+    folders = file_names.step_dirs(root)
+    looked_at = [root, *(folders[max(folders)] if folders else ())]
+    works = (file_names.parse_work_dir(entry.name) for folder in looked_at for entry in entries(folder))
+    return any(work is not None and work.purpose == "staging" for work in works)

@@ -49,6 +49,22 @@ def taken_by(statuses: Iterable[StepStatus]) -> Amount:
     return sum((taken for status in statuses for taken in size_of(status).taken.values()), NO_FILES)
 
 
+def need_of(status: StepStatus) -> Need:
+    """Returns the need of a save of the same files, with the step's folder and the owner file of each role.
+
+    Raises OSError, CheckpointNotFoundError or CheckpointCorruptError: a manifest cannot be read.
+    """
+    return Need.sum(_need_of_role(status.role_dir(role), status.path.parent) for role in sorted(status.committed))
+
+
+def _need_of_role(role_dir: Path, root: Path) -> Need:
+    size = (role_dir / file_names.MANIFEST_FILE).stat().st_size
+    files = [(file.path, file.size) for file in read_manifest(role_dir).files]
+    files += [(file_names.MANIFEST_FILE, size), (file_names.OWNER_FILE, 1)]
+    folder = role_dir.relative_to(root)
+    return Need.of((str(folder / path), size) for path, size in files)
+
+
 @dataclass(frozen=True)
 class _RoleSize:
     nbytes: int

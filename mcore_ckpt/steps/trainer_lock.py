@@ -2,8 +2,8 @@
 
 The lock is a file that names the process that saves (rank 0). That process touches the file at regular intervals.
 Another trainer takes the lock over if it knows that the process is dead, or if it has watched the file for
-TRAINER_LEASE_S seconds and the file has not changed. The other trainer measures this time with its own monotonic clock,
-so the clocks of two hosts are never compared.
+TRAINER_LEASE_S seconds (TORN_LEASE_S if the file is damaged) and the file has not changed. The other trainer measures
+this time with its own monotonic clock, so the clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ _LOOK_S = 0.5
 # delayed, and because network file systems cache a file's times.
 TRAINER_BEAT_S = 15.0
 TRAINER_LEASE_S = 120.0
+
+# The same for a damaged file. A power loss leaves one, because the file is not synced. No trainer touches it, and one
+# that is just writing it (`claim_file`, on a file system without hard links) needs a moment, not minutes. If it were
+# slower than this, it would notice the loss before it commits.
+TORN_LEASE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ class TrainerLock:
             # `_acquire` runs only if this process does not hold the lock. If the file names this process nevertheless,
             # the file was left behind without `release`.
             return not owner.is_alive_here or owner == Owner.this_process()
-        return self._silence_s >= TRAINER_LEASE_S
+        return self._silence_s >= _lease_s(owner)
 
     def _is_alive(self, claim: Claim) -> bool:
         owner = claim.owner
@@ -173,12 +178,16 @@ class TrainerLock:
         if self._is_alive(claim):
             return f"{self._path}: {claim.owner} saves {self._role} here, and is alive. {advice}"
         holder = claim.owner or "an unknown process (the file is damaged)"
-        left = max(0.0, TRAINER_LEASE_S - self._silence_s)
+        left = max(0.0, _lease_s(claim.owner) - self._silence_s)
         return (
             f"{self._path}: {holder} saves {self._role} here, and was last seen alive at most {self._silence_s:.0f} s "
             f"ago. {advice}. If that process is surely dead, delete the file, or save again in {left:.0f} s: without a "
             "sign of life until then, the lock is taken over"
         )
+
+
+def _lease_s(owner: Owner | None) -> float:
+    return TRAINER_LEASE_S if owner is not None else min(TORN_LEASE_S, TRAINER_LEASE_S)
 
 
 class _Hold:

@@ -12,7 +12,9 @@ from pathlib import Path
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.checkpoint.manifest import Manifest
 from mcore_ckpt.checkpoint.reading import read_manifest
+from mcore_ckpt.delivery import Delivery
 from mcore_ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, RemoteError
+from mcore_ckpt.events import ErrorText, Failed, Uploaded
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.ranks import deadlines
 from mcore_ckpt.steps import listing as steps
@@ -65,20 +67,31 @@ class UploadQueue:
         root: the folder of the local steps.
         role: the role whose checkpoints are uploaded.
         policy: which steps stay in the store.
+        delivery: brings events to the listeners. None: there are none.
     """
 
-    def __init__(self, remote: RemoteSteps, root: Path, role: str, policy: PreservationPolicy) -> None:
+    def __init__(
+        self,
+        remote: RemoteSteps,
+        root: Path,
+        role: str,
+        policy: PreservationPolicy,
+        delivery: Delivery | None = None,
+    ) -> None:
         self._remote = remote
         self._root = root
         self._role = role
         self._policy = policy
+        self._delivery = delivery or Delivery()
         self._lock = threading.Lock()
         self._waiting: dict[int, UploadHandle] = {}  # committed locally, not yet in the store
         self._begun: dict[str, Upload] = {}  # by folder in the store, so that a failed upload continues where it was
         self._pins: dict[int, bool] = {}  # of local steps, and of those that were local at the last upload
         self._latest = -1
         self._asked = False
+        self._expected: Need | None = None  # of the newest save whose room was not looked at yet
         self._warned = False
+        self._room_thread: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -103,21 +116,35 @@ class UploadQueue:
     def expect(self, need: Need) -> None:
         """Warns if a checkpoint that is about to be saved will not fit into the store. Returns immediately.
 
-        It looks on a thread of its own, because a network file system that hangs must not hold up the training.
+        It looks on a thread of its own, because a network file system that hangs must not hold up the training. At most
+        one such thread runs. If it still looks for an earlier save, it then looks once more, for the newest one.
         """
-        with suppress(RuntimeError):  # the system allows no more threads
-            threading.Thread(target=self._look_at_room, args=(need,), name="mcore_ckpt room", daemon=True).start()
+        with self._lock:
+            self._expected = need
+            if self._room_thread is not None and self._room_thread.is_alive():
+                return
+            self._room_thread = threading.Thread(target=self._look_at_room, name="mcore_ckpt room", daemon=True)
+            with suppress(RuntimeError):  # the system allows no more threads
+                self._room_thread.start()
 
-    def _look_at_room(self, need: Need) -> None:
-        shortage = shortage_of(self._remote.store, need)
-        if shortage is not None and not self._warned:
-            logger.warning(
-                "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved locally. "
-                "Free room in the store",
-                self._remote.store.url,
-                shortage,
-            )
-        self._warned = shortage is not None
+    def _look_at_room(self) -> None:
+        while (need := self._next_expected()) is not None:
+            shortage = shortage_of(self._remote.store, need)
+            if shortage is not None and not self._warned:
+                logger.warning(
+                    "%s: the checkpoint that is being saved will not fit into the remote store: %s. It is saved "
+                    "locally. Free room in the store",
+                    self._remote.store.url,
+                    shortage,
+                )
+            self._warned = shortage is not None
+
+    def _next_expected(self) -> Need | None:
+        with self._lock:
+            need, self._expected = self._expected, None
+            if need is None:
+                self._room_thread = None  # while the lock is held, so that the next `expect` starts another one
+            return need
 
     def wait(self, seconds: float) -> bool:
         """Waits until the queue is idle, at most `seconds`. Returns True if it is idle.
@@ -157,11 +184,13 @@ class UploadQueue:
                     _open.discard(self)
                     return
                 self._asked = False
+            started = time.monotonic()
             try:
                 self._upload_missing()
             except Exception as error:
                 reason = str(error) if isinstance(error, CheckpointError) else self._remote.store.redacted(error)
                 logger.warning("the remote copy is out of date, and is tried again after the next commit: %s", reason)
+                self._tell_failed(self._latest, ErrorText.redacted(error, reason), time.monotonic() - started)
 
     def _upload_missing(self) -> None:
         there = {step.step: step for step in self._remote.steps()}
@@ -227,7 +256,9 @@ class UploadQueue:
             self._give_up(step, handle, error)
             return None
         self._begun.pop(upload.key, None)
-        handle.finish(upload.manifest.nbytes, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._tell_uploaded(step, upload, seconds)
+        handle.finish(upload.manifest.nbytes, seconds)
         self._forget(step, handle)
         return upload.manifest
 
@@ -235,6 +266,34 @@ class UploadQueue:
         handle.exception = CheckpointError(f"step {step} is not uploaded: {error}")
         self._forget(step, handle)
         logger.warning("%s: %s", self._remote.store.url, handle.exception)
+        self._tell_failed(step, ErrorText.redacted(handle.exception, str(handle.exception)), 0.0)
+
+    def _tell_uploaded(self, step: int, upload: Upload, seconds: float) -> None:
+        self._delivery.post(
+            Uploaded(
+                step=step,
+                role=self._role,
+                rank=0,
+                path=self._remote.store.url_of(upload.key),
+                time=time.time(),
+                nbytes=upload.manifest.nbytes,
+                seconds=seconds,
+            )
+        )
+
+    def _tell_failed(self, step: int, error: ErrorText, seconds: float) -> None:
+        self._delivery.post(
+            Failed(
+                step=step,
+                role=self._role,
+                rank=0,
+                path=self._remote.store.url,
+                time=time.time(),
+                operation="upload",
+                error=error,
+                seconds=seconds,
+            )
+        )
 
     def _forget(self, step: int, handle: UploadHandle) -> None:
         with self._lock:

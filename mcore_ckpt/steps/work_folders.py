@@ -1,13 +1,15 @@
 """Finds the hidden folders beside checkpoints, and checks whether a living process still needs them.
 
-There are four kinds: a *staging* folder that ranks write into, a *replaced* checkpoint that was moved aside, an
-*uploading* mark that prevents the deletion of a step, and a *deleted* step whose files are being removed.
+There are five kinds: a *staging* folder that ranks write into, a *replaced* checkpoint that was moved aside, an
+*uploading* mark that prevents the deletion of a step, a *deleted* step whose files are being removed, and the *trial*
+folder of a doctor.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,10 @@ from mcore_ckpt.io import tuning
 from mcore_ckpt.io.files import FOLDER_MODE
 from mcore_ckpt.io.threads import results_of
 from mcore_ckpt.steps.owner import read_owner, write_owner
+
+# A doctor works for minutes, and all the while makes files and folders in its trial folder. A trial folder in which
+# nothing was made for so long (seconds) is a leftover, wherever its owner is.
+TRIAL_LASTS_S = 24 * 3600.0
 
 
 def entries(folder: Path) -> list[Path]:
@@ -51,6 +57,14 @@ def work_folders(root: Path) -> list[tuple[Path, file_names.RoleWorkDir]]:
     ]
 
 
+def replaced_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints that saves to a folder have replaced and not removed. They are beside the folder."""
+    found = [(entry, file_names.parse_work_dir(entry.name)) for entry in entries(folder.parent)]
+    return [
+        entry for entry, work in found if work is not None and (work.role, work.purpose) == (folder.name, "replaced")
+    ]
+
+
 def is_leftover(folder: Path, alone: bool) -> bool:
     """Returns True if the process that made the folder is dead.
 
@@ -66,6 +80,37 @@ def is_leftover(folder: Path, alone: bool) -> bool:
 def is_deleted_for_good(deleted: Path, alone: bool) -> bool:
     """True if no process can still put the deleted step back. `alone` has the same meaning as in `is_leftover`."""
     return read_owner(deleted) is None or is_leftover(deleted, alone)
+
+
+def is_dead_trial(trial: Path, by_age: bool) -> bool:
+    """Returns True if the doctor that made a trial folder is dead.
+
+    No lock says that no doctor is alive, and one on another host cannot be seen. So if the owner is unknown or on
+    another host, the folder's age decides.
+
+    Args:
+        trial: the trial folder.
+        by_age: false if this process must not write. Then a folder whose age would decide is not a leftover.
+    """
+    owner = read_owner(trial)
+    if owner is not None and owner.is_on_this_host:
+        return not owner.is_alive_here
+    return by_age and _age_s(trial) > TRIAL_LASTS_S
+
+
+def _age_s(trial: Path) -> float:
+    """Returns how long ago something was made in a trial folder, in seconds; 0 if that cannot be found out."""
+    # Only the file system's own clock has set the folder's time, so only a new folder shows how late it is by that
+    # clock. If this process dies here, the new folder is an empty trial folder, which is removed like any other.
+    now = file_names.trial_dir(trial.parent, uuid.uuid4().hex)
+    try:
+        now.mkdir(FOLDER_MODE)
+        try:
+            return now.stat().st_mtime - trial.stat().st_mtime
+        finally:
+            now.rmdir()
+    except OSError:
+        return 0.0
 
 
 def is_in_use(folder: Path, step_path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, doctor.
+"""Tools that work without a trainer: merge, convert, reshard, compare, diff, verify, prune, watch, overview, doctor.
 
 The public names of this room are the modules in `__all__`. Their functions and classes are public unless their names
 begin with an underscore.
@@ -16,6 +16,7 @@ __all__ = [
     "find",
     "merge",
     "nearby",
+    "overview",
     "prune",
     "push_to_hub",
     "reshard",

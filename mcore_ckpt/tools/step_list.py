@@ -1,4 +1,4 @@
-"""Gives an overview of the steps below a root: size, age, state, and whether they are here or in a remote store."""
+"""Lists the steps below a root with size, age and state, and whether they are here or in a remote store."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mcore_ckpt.steps.running_saves import RunningSave, running_saves
 from mcore_ckpt.steps.step_sizes import StepSize, size_of
 from mcore_ckpt.steps.tracker import read_tracker
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
+from mcore_ckpt.tools.step_problems import life_of_saver
 
 State = Literal["complete", "saving", "incomplete"]
 Place = Literal["local", "remote"]
 
 
 @dataclass(frozen=True)
-class StepOverview:
+class ListedStep:
     """One step.
 
     Attributes:
@@ -68,15 +69,15 @@ class StepOverview:
 
 
 @dataclass(frozen=True)
-class RootOverview:
+class StepList:
     """All steps of a root, the oldest first, and the step that the tracker names."""
 
     root: Path
-    steps: tuple[StepOverview, ...]
+    steps: tuple[ListedStep, ...]
     tracker: int | None
 
 
-def overview_of(root: Path, remote: str | None = None, last: int | None = None) -> RootOverview:
+def step_list_of(root: Path, remote: str | None = None, last: int | None = None) -> StepList:
     """Looks at the steps below a root. Reads only manifests.
 
     Args:
@@ -89,7 +90,7 @@ def overview_of(root: Path, remote: str | None = None, last: int | None = None) 
         RemoteError: the store does not answer.
 
     Example:
-        >>> [step.state for step in overview_of(Path("checkpoints")).steps]
+        >>> [step.state for step in step_list_of(Path("checkpoints")).steps]
         []
     """
     found_steps = list_steps(root) if last is None else newest_steps(root, last)
@@ -111,7 +112,7 @@ def overview_of(root: Path, remote: str | None = None, last: int | None = None) 
         is_newer = newest is None or number > newest
         is_saving = _is_saving(status, saves.get(number, ()), root if is_newer else None)
         found.append(_local(status, size_of(status), tuple(saves.get(number, ())), is_saving, number == newest, there))
-    return RootOverview(root, tuple(found), read_tracker(root))
+    return StepList(root, tuple(found), read_tracker(root))
 
 
 def _to_look_into(statuses: Sequence[StepStatus], last: int | None) -> list[Path]:
@@ -142,10 +143,7 @@ def _is_saving(status: StepStatus, saves: Sequence[RunningSave], root: Path | No
         return False
     if any(save.life is not Life.DEAD for save in saves):
         return True
-    missing = status.declared - status.committed
-    if root is None or not missing:
-        return False
-    return TrainerWatch(root).life_of_saver(status.declared, missing) is not Life.DEAD
+    return root is not None and life_of_saver(status, TrainerWatch(root).lives()) is not Life.DEAD
 
 
 def _local(
@@ -155,11 +153,11 @@ def _local(
     is_saving: bool,
     is_newest: bool,
     there: Mapping[int, RemoteStep],
-) -> StepOverview:
+) -> ListedStep:
     remote = there.get(status.step)
     is_remote = remote is not None and remote.is_complete
     state: State = "complete" if status.is_complete else "saving" if is_saving else "incomplete"
-    return StepOverview(
+    return ListedStep(
         step=status.step,
         path=status.path,
         state=state,
@@ -175,8 +173,8 @@ def _local(
     )
 
 
-def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> StepOverview:
-    return StepOverview(
+def _remote_only(store: RemoteSteps, step: RemoteStep, is_newest: bool) -> ListedStep:
+    return ListedStep(
         step=step.step,
         path=store.store.url_of(file_names.step_name(step.step)),
         state="complete" if step.is_complete else "incomplete",

@@ -25,7 +25,7 @@ from mcore_ckpt.steps.listing import newest_complete
 from mcore_ckpt.steps.owner import Owner
 from mcore_ckpt.steps.running_saves import RunningSave
 from mcore_ckpt.steps.trainer_watch import Life, TrainerWatch
-from mcore_ckpt.tools.step_list import StepOverview, overview_of
+from mcore_ckpt.tools.step_list import ListedStep, step_list_of
 
 # How many files of a save a look opens. Of a save with more, these stand for all.
 _MOST_FILES = 128
@@ -74,7 +74,7 @@ class Look:
         trainers: by role, the process that holds the trainer lock, and whether it is alive.
     """
 
-    steps: tuple[StepOverview, ...]
+    steps: tuple[ListedStep, ...]
     saves: tuple[SaveProgress, ...]
     trainers: Mapping[str, tuple[Owner, Life]]
 
@@ -97,7 +97,7 @@ class Change:
     """
 
     what: Literal["there", "saving", "written", "committed", "complete", "died", "ended", "deleted"]
-    step: StepOverview | int
+    step: ListedStep | int
     role: str | None = None
     progress: SaveProgress | None = None
 
@@ -127,7 +127,7 @@ class Watch:
 
     def look(self) -> Look:
         """Looks at the root. Raises OSError if it cannot be read."""
-        steps = overview_of(self._root, last=self._last).steps[-self._last :]
+        steps = step_list_of(self._root, last=self._last).steps[-self._last :]
         saves = [save for step in steps for save in step.saves]
         self._meters = {save.staging: self._meters.get(save.staging) or _Meter(self._root, save) for save in saves}
         progress = tuple(self._meters[save.staging].measure(save) for save in saves)

@@ -9,12 +9,15 @@ from agreement import error_of, everywhere, raised_everywhere
 from checkpointing import manager_of, position
 from layouts import Layout
 from small_disks import bytes_below, fill, free_bytes, tmpfs
-from test_export import CONTENTS, cases, hf_config
+from test_export import CONTENTS, cases, hf_config, read_weights
 from training import build, parallel
 
+from mcore_ckpt import CheckpointManager
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import NoRoomError
 from mcore_ckpt.io import tuning
+from mcore_ckpt.save.hf_export import least_exported_bytes
+from mcore_ckpt.save.plan import SavePlanner
 
 # How many bytes the estimate may be too low: tokenizer files, headers of the export, manifest and CRCs.
 UNKNOWN = 10 * 4096
@@ -33,6 +36,18 @@ def mounted_by_rank_0(stack: ExitStack, disk: Path) -> None:
         pytest.skip(reasons[0])
 
 
+def assert_bound(manager: CheckpointManager, role_dir: Path) -> None:
+    """The bound of the HuggingFace weights is not above what they have, and not far below."""
+    trainer = manager._trainer
+    plans = SavePlanner().plan(trainer).files
+    parts: list[int | None] = [None] * dist.get_world_size()
+    owned = [plan for plan in plans if plan.share.owner == dist.get_rank()]
+    dist.all_gather_object(parts, least_exported_bytes(trainer, owned))
+    weights = read_weights(role_dir / file_names.HUGGINGFACE_DIR).values()
+    exported = sum(tensor.nbytes for tensor in weights)
+    assert 0.9 * exported < sum(part or 0 for part in parts) <= exported
+
+
 @pytest.mark.parametrize("layout", cases("tp2!", "ep2", "pp2-tied-bf16"))
 def test_an_export_and_optimizer_that_do_not_fit(
     layout: Layout, shared_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -44,6 +59,8 @@ def test_an_export_and_optimizer_that_do_not_fit(
         training = build(layout, seed=1)
         manager = manager_of(training, disk / "root", hf_config=hf_config(layout), save_contents=CONTENTS)
         manager.save(1, extra_state=position(1)).wait()
+        with everywhere():
+            assert_bound(manager, file_names.step_dir(manager.root, 1) / manager.role)
         needed = bytes_below(file_names.step_dir(manager.root, 1)) + 4096
         for spare, fits in ((-UNKNOWN, False), (0, True)):
             dist.barrier()

@@ -8,6 +8,7 @@ from small_model import STEP, make, tensors_of
 from test_errors import manager_of
 
 from mcore_ckpt.io.mounts import parse_mount
+from mcore_ckpt.io.room import Amount, Limit, Room
 from mcore_ckpt.tools.doctor import free_room, start_line
 
 LOGGER = start_line.logger.name
@@ -84,7 +85,8 @@ def test_little_room_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, "ext4 /dev/sda1 rw")
-    monkeypatch.setattr(start_line, "free_room", lambda folder: free_room.FreeRoom(10, 5, 100))
+    room = free_room.FreeRoom(Room((Limit("nbytes", 10, "disk"),)), 5, Amount(100, 1))
+    monkeypatch.setattr(start_line, "free_room", lambda folder: room)
     manager_of(tmp_path).close()
     (line,) = lines(caplog)
     assert line.levelno == logging.WARNING

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_disks import mounted
 
 from mcore_ckpt.io import quotas, room
 from mcore_ckpt.io.quotas import Usage
@@ -102,7 +103,7 @@ HUGE = (1 << 64) - 5
 def test_bytes_that_a_system_tells(
     tmp_path: Path, numbers: dict[str, int], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_type_of", lambda descriptor: 0x6969)  # NFS
+    monkeypatch.setattr(room, "_magic_of", lambda descriptor: 0x6969)  # NFS
     assert told(monkeypatch, tmp_path, f_frsize=4096, **numbers).get("nbytes") == expected
 
 
@@ -116,17 +117,46 @@ def test_files_that_a_system_tells(
     assert found.get("entries") == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "block", "certain"), [(0xEF53, 4096, True), (0x6969, 1, True), (0x65735546, 1, False)]
-)
-def test_blocks_count_where_files_take_whole_ones(
-    tmp_path: Path, kind: int, block: int, certain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NFS counts in units of a megabyte, of which no file takes a whole one. What is behind FUSE is not known."""
-    monkeypatch.setattr(room, "_type_of", lambda descriptor: kind)
-    told(monkeypatch, tmp_path, f_frsize=4096)
+EXACT = {"ext": 0xEF53, "xfs": 0x58465342, "tmpfs": 0x01021994}
+# Of linux/magic.h and the sources of the file systems. Those that are not listed anywhere are like the unknown one.
+INEXACT = {
+    "nfs": 0x6969,
+    "lustre": 0x0BD00BD0,
+    "gpfs": 0x47504653,
+    "ceph": 0x00C36400,
+    "beegfs": 0x19830326,
+    "cifs": 0xFF534D42,
+    "9p": 0x01021997,
+    "overlay": 0x794C7630,
+    "fuse": 0x65735546,
+    "btrfs": 0x9123683E,
+    "zfs": 0x2FC12FC1,
+    "f2fs": 0xF2F52010,
+    "bcachefs": 0xCA451A4E,
+    "unknown": 0x12345678,
+    "not told": 0,
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *INEXACT])
+def test_only_exact_file_systems_are_certain(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may compress, or count in units of their own: NFS in megabytes, of which no file takes a whole one."""
+    monkeypatch.setattr(room, "_magic_of", lambda descriptor: (EXACT | INEXACT)[name])
+    told(monkeypatch, tmp_path, f_frsize=8192)
     found = room_of(tmp_path)
-    assert (found.block, found.is_certain) == (block, certain)
+    assert (found.block, found.is_certain) == ((8192, True) if name in EXACT else (1, False))
+
+
+def test_overlay_is_not_certain_though_its_upper_layer_would_be(tmp_path: Path) -> None:
+    """Its upper layer is a tmpfs here, whose numbers it tells, but it hides the type."""
+    with mounted(tmp_path / "upper", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
+        for name in ("lower", "upper", "work"):
+            (disk / name).mkdir()
+        options = f"lowerdir={disk}/lower,upperdir={disk}/upper,workdir={disk}/work"
+        with mounted(tmp_path / "overlay", "-t", "overlay", "-o", options, "overlay") as overlay:
+            found, of_upper = room_of(overlay), room_of(disk)
+            assert [limit.free for limit in found.limits] == [limit.free for limit in of_upper.limits]
+            assert (found.is_certain, of_upper.is_certain) == (False, True)
 
 
 def test_a_folder_that_is_not_there_yet_has_the_room_of_the_one_above(tmp_path: Path) -> None:

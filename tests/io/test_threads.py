@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from few_threads import limit_threads
 
 from mcore_ckpt.io.threads import for_each, results_of
 
@@ -56,3 +57,29 @@ def test_a_failure_is_raised_and_not_lost_among_results() -> None:
 
     with pytest.raises(ValueError, match="500"):
         results_of(range(1000), fails_once, threads=4)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_a_limit_of_threads_is_no_failure(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is done, on the threads that the system allows or on this one, and none of them runs on."""
+    limit_threads(monkeypatch, allowed)
+    before, who = threading.active_count(), set()
+
+    def work(number: int) -> int:
+        who.add(threading.get_ident())
+        return -number
+
+    assert results_of(range(100), work, threads=8) == [-number for number in range(100)]
+    assert (threading.get_ident() in who) == (allowed == 0)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_failure_is_raised_where_threads_are_few(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_threads(monkeypatch, allowed)
+
+    def work(number: int) -> None:
+        raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        for_each(range(10), work, threads=4)

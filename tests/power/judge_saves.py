@@ -20,6 +20,7 @@ sys.path[:0] = [str(TESTS / "distributed"), str(TESTS / "support")]
 from checkpoints import remains  # noqa: E402
 from crash_states import Crashes, CrashState, empty  # noqa: E402
 from lives import digest  # noqa: E402
+from reboot import boot  # noqa: E402
 from recorded_saves import HIDDEN, ROOT  # noqa: E402
 from snapshot import poison, snapshot  # noqa: E402
 from trace_of_files import Mark  # noqa: E402
@@ -28,9 +29,8 @@ from training import Layout, Training, build, parallel  # noqa: E402
 from mcore_ckpt import CheckpointConfig, CheckpointManager  # noqa: E402
 from mcore_ckpt.checkpoint import file_names  # noqa: E402
 from mcore_ckpt.checkpoint.reading import read_manifest  # noqa: E402
-from mcore_ckpt.ranks import hosts  # noqa: E402
 from mcore_ckpt.recover import recover  # noqa: E402
-from mcore_ckpt.steps import owner, tracker, trainer_lock  # noqa: E402
+from mcore_ckpt.steps import tracker  # noqa: E402
 from mcore_ckpt.steps.listing import StepStatus, complete_steps, list_steps  # noqa: E402
 from mcore_ckpt.tools.verify import verify  # noqa: E402
 
@@ -222,14 +222,6 @@ def _places(status: StepStatus) -> Iterator[Path]:
     for entry in status.path.iterdir():
         if file_names.parse_work_dir(entry.name) is not None:
             yield entry
-
-
-def boot() -> None:
-    """Makes this process one of a host that has been started again: what the dead processes left is of another boot."""
-    host, _, rest = hosts.this_host().partition(" ")
-    owner.this_host = lambda: f"{host} started-again {rest.partition(' ')[2]}"
-    # A trainer's lock of another boot is as one of another host. No test waits two minutes for it.
-    trainer_lock.TRAINER_LEASE_S = 0.01
 
 
 @contextlib.contextmanager

@@ -67,7 +67,9 @@ def judge_of_saves(crashes: Crashes, folder: Path) -> Iterator[Judge]:
 @contextmanager
 def judge_of_outputs(crashes: Crashes, folder: Path) -> Iterator[Judge]:
     import judge_outputs
+    import reboot
 
+    reboot.boot()
     yield judge_outputs.Judge(crashes, folder)
 
 

@@ -1,5 +1,7 @@
 """A save that does not fit is refused before its first byte, on real small disks; one that fits is never refused."""
 
+import errno
+import json
 import os
 import shutil
 import tempfile
@@ -18,10 +20,12 @@ from waiting import LONG_S
 
 from mcore_ckpt import CheckpointConfig, CheckpointManager
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import CommitError, NoRoomError
+from mcore_ckpt.errors import CommitError, LockedError, NoRoomError
 from mcore_ckpt.io import tuning
 from mcore_ckpt.save.save import Save
+from mcore_ckpt.steps import commit, trainer_lock
 from mcore_ckpt.steps.listing import complete_steps
+from mcore_ckpt.steps.room import RoomWatch
 
 BLOCK = 4096
 # How many blocks the estimate may be too low: manifest and CRCs are known only when they are written.
@@ -295,6 +299,66 @@ def test_a_deletion_that_takes_too_long_does_not_refuse_a_save(
         manager.wait()
         save(manager, 3)
         manager.close()
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of the saves that were opened."""
+    folders, opening = list[Path](), commit.open_staging
+
+    def open_staging(role_dir: Path, attempt: str) -> Path:
+        folders.append(role_dir)
+        return opening(role_dir, attempt)
+
+    monkeypatch.setattr(commit, "open_staging", open_staging)
+    return folders
+
+
+def test_whose_lock_is_taken_over_while_it_waits_for_room_opens_no_save(
+    tmp_path: Path, opened: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_in(tmp_path)
+    save(manager, 1)
+    lock = file_names.trainer_file(tmp_path, "actor")
+    check = RoomWatch.check
+
+    def check_late(*arguments: Any) -> None:
+        check(*arguments)
+        record = json.loads(lock.read_text())
+        lock.write_text(json.dumps(record | {"host": "node7 boot pid:[1]", "claim": "0"}))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RoomWatch, "check", check_late)
+        with pytest.raises(LockedError, match="on node7 saves actor here"):
+            save(manager, 2)
+    assert [folder.parent.name for folder in opened] == ["global_steps_1"]
+    lock.unlink()
+    save(manager, 3)
+    manager.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_is_full_only_for_a_moment_takes_the_lock_later(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion makes room while the save waits for it. Another error of the disk ends the save."""
+    claim, errors = trainer_lock.claim_file, iter([OSError(number, os.strerror(number))])
+
+    def claim_late(path: Path, data: bytes) -> None:
+        for error in errors:
+            raise error
+        claim(path, data)
+
+    monkeypatch.setattr(trainer_lock, "claim_file", claim_late)
+    manager = manager_in(tmp_path)
+    if number == errno.EIO:
+        with pytest.raises(CommitError, match="Input/output error"):
+            save(manager, 1)
+    else:
+        save(manager, 1)
+        assert file_names.trainer_file(tmp_path, "actor").exists()
+        assert steps_in(tmp_path) == [1]
+    manager.close()
 
 
 def test_what_prune_would_free_is_told(tmp_path: Path) -> None:

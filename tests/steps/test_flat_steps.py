@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from checkpoints import ROLE, dead_owner, make, own, read_version, remains, stag
 
 from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.errors import CheckpointNotFoundError, CommitError
+from mcore_ckpt.load.candidates import find_candidates
 from mcore_ckpt.recover import resumable_steps
 from mcore_ckpt.steps import commit, leftovers, tracker
 from mcore_ckpt.steps import listing as steps
@@ -19,6 +21,7 @@ from mcore_ckpt.tools.find import select
 from mcore_ckpt.tools.prune import prune
 from mcore_ckpt.tools.verify import verify
 
+ELSEWHERE = Owner("node7 another-boot pid:[1]", 4321, 99)
 NAMES = ("global_steps_{}", "global_step_{}", "checkpoint-{}")
 
 
@@ -176,6 +179,88 @@ def test_a_crash_between_two_renames(tmp_path: Path, trainer_is_back: bool) -> N
     assert remains(tmp_path) == []
 
 
+@pytest.fixture(params=["gone", "made again"])
+def moved_aside(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where step 4 is after a save elsewhere has died between two renames. Its trainer may make the folder again."""
+    make(flat(tmp_path, 3), 3)
+    make(flat(tmp_path, 4), 4)
+    staging, attempt = stage(flat(tmp_path, 4), 5)
+    own(staging, ELSEWHERE)
+    replaced = file_names.replaced_dir(flat(tmp_path, 4), attempt)
+    flat(tmp_path, 4).rename(replaced)
+    if request.param == "made again":
+        flat(tmp_path, 4).mkdir()
+        (flat(tmp_path, 4) / "data_0.pt").write_text("x")
+    return replaced
+
+
+def test_a_step_between_two_renames_is_found_before_a_trainer_is_back(moved_aside: Path, tmp_path: Path) -> None:
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=False)  # as the start of a manager on another host does
+    assert moved_aside.exists(), "the save may be alive"
+    status = steps.list_steps(tmp_path)[-1]
+    assert (status.step, status.committed, status.role_dir(ROLE)) == (4, {ROLE}, moved_aside)
+    assert steps.newest_complete(tmp_path, ROLE) == status
+    assert steps.step_status(flat(tmp_path, 4)) == status
+    assert [status.step for status in resumable_steps(tmp_path, [ROLE])] == [4, 3]
+    assert select(tmp_path).role_dirs == (moved_aside.resolve(),)
+    assert tracker.update_tracker(tmp_path) == 4
+    assert not verify(tmp_path, None).problems
+    pin(tmp_path, 4)
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [3]
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
+    (status,) = steps.list_steps(tmp_path)
+    assert (status.step, status.pinned, status.role_dir(ROLE)) == (4, True, flat(tmp_path, 4))
+    assert remains(tmp_path) == []
+
+
+def test_a_step_between_two_renames_is_not_deleted(moved_aside: Path, tmp_path: Path) -> None:
+    make(flat(tmp_path, 5), 5)
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [3]
+    reasons = {folder.step: folder.reason for folder in prune(tmp_path, PreservationPolicy(1), dry_run=True)}
+    assert "the next start or save of a trainer puts it back" in reasons[4]
+    leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
+    assert delete_old_steps(tmp_path, PreservationPolicy(1)) == [4]
+
+
+def test_the_old_checkpoint_of_a_step_that_is_in_place_is_none(moved_aside: Path, tmp_path: Path) -> None:
+    shutil.rmtree(flat(tmp_path, 4), ignore_errors=True)
+    make(flat(tmp_path, 4), 4)
+    status = steps.list_steps(tmp_path)[-1]
+    assert (status.role_dir(ROLE), status.aside) == (flat(tmp_path, 4), {})
+    assert find_candidate(flat(tmp_path, 4)) == flat(tmp_path, 4)
+
+
+def test_a_damaged_checkpoint_between_two_renames_is_told(moved_aside: Path, tmp_path: Path) -> None:
+    (moved_aside / file_names.MANIFEST_FILE).write_text("{")
+    status = steps.list_steps(tmp_path)[-1]
+    assert (status.step, status.is_complete) == (4, False)
+    assert str(moved_aside) in status.reason
+
+
+def find_candidate(path: Path) -> Path:
+    (candidate,) = find_candidates(None, None, None, path)["candidates"]
+    return Path(candidate["folder"])
+
+
+@pytest.mark.parametrize("name", ["out", "global_step_7", "global_step_7/actor"])
+def test_a_path_between_two_renames_is_loaded_where_it_is(name: str, tmp_path: Path) -> None:
+    """On another host, the save may be alive, so nothing is put back."""
+    path = tmp_path / name
+    make(tmp_path / "global_step_7", 7)
+    staging, attempt = stage(tmp_path / "global_step_7", 8)
+    path.parent.mkdir(exist_ok=True)
+    replaced = file_names.replaced_dir(path, attempt)
+    (tmp_path / "global_step_7").rename(tmp_path / "made")
+    path.parent.mkdir(exist_ok=True)
+    (tmp_path / "made").rename(replaced)
+    staging.rename(file_names.staging_dir(path, attempt))
+    own(file_names.staging_dir(path, attempt), ELSEWHERE)
+    assert find_candidate(path) == replaced
+    own(file_names.staging_dir(path, attempt), dead_owner(2**22 + 1))
+    assert find_candidate(path) == path
+    assert path.exists()
+
+
 def test_a_checkpoint_that_cannot_be_put_back_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = flat(tmp_path, 4)
     make(folder, 1)
@@ -221,7 +306,7 @@ def test_folders_of_others_survive_a_kill_around_the_exchange(
 
 
 def test_what_cannot_be_moved_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = flat(tmp_path, 5)
     make(folder, 1)
@@ -238,9 +323,13 @@ def test_what_cannot_be_moved_is_not_deleted(
         patch.setattr(os, "rename", refused)
         commit.publish(staging, folder, attempt)
     assert read_version(folder) == 2
-    assert (staging / "adapter").is_dir()
+    old = staging if way == "exchange" else file_names.replaced_dir(folder, attempt)
+    assert (old / "adapter").is_dir()
     assert "could not be moved there, and stays" in caplog.text
-    own(staging, dead_owner(2**22 + 1))
+    folder.rename(tmp_path / "away")
+    assert steps.complete_steps(tmp_path) == [], "not even if a user moves the step away"
+    (tmp_path / "away").rename(folder)
+    own(old, dead_owner(2**22 + 1))
     leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert (folder / "adapter").is_dir()
     assert remains(tmp_path) == []
@@ -303,7 +392,7 @@ def test_a_folder_above_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytes
 
 def test_another_trainer_s_flat_save_is_left_alone(tmp_path: Path) -> None:
     staging, _ = stage(flat(tmp_path, 2), 2)
-    own(staging, Owner("node7 another-boot pid:[1]", 4321, 99))
+    own(staging, ELSEWHERE)
     file_names.trainer_file(tmp_path, "reward").write_text("{}")
     leftovers.remove_leftovers(tmp_path, ROLE, alone=True)
     assert staging.exists()

@@ -85,9 +85,9 @@ def test_a_busy_rank_comes_before_a_failure_which_is_told_later(role_dir: Path) 
 def test_the_files_of_all_ranks_must_fit_together(tmp_path: Path) -> None:
     """Each rank has other files. Those of each rank alone would fit, those of all do not, and all ranks are told."""
     with tmpfs(tmp_path / "disk", "1m") as disk:
-        watch = RoomWatch(disk, "actor", lambda: False)
+        watch = RoomWatch(disk, lambda: False)
         role_dir = disk / "global_steps_7" / "actor"
-        saving = Saving(role_dir, 7, ("actor",), None)
+        saving = Saving(role_dir, 7, None)
         needs = {rank: Need.of([(f"optim/{rank}.pt", (rank + 1) * 200_000)]) for rank in range(WORLD)}
         prepare = dict.fromkeys(range(WORLD), lambda need: watch.check(saving, need, 0.0))
         ranks = Ranks()

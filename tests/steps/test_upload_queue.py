@@ -13,6 +13,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 from checkpoints import ROLE, make, stage
+from few_threads import limit_threads
 from remote_store import LONG_S, Outage, failing, files, role_dir, save, upload, version_at, versions
 from small_disks import tmpfs
 from waiting import wait_for
@@ -26,7 +27,7 @@ from mcore_ckpt.formats.native.remote_folder import RemoteFolder
 from mcore_ckpt.io import retries, tuning
 from mcore_ckpt.io.room import Need
 from mcore_ckpt.io.store import Store
-from mcore_ckpt.steps import leftovers
+from mcore_ckpt.steps import leftovers, upload_queue
 from mcore_ckpt.steps.remote_steps import RemoteSteps
 from mcore_ckpt.steps.retention import PreservationPolicy, delete_old_steps
 from mcore_ckpt.steps.upload import Upload
@@ -618,6 +619,10 @@ def test_what_an_earlier_try_has_sent_in_part_is_overwritten(tmp_path: Path, roo
         assert versions(remote) == {1: 1}
 
 
+def room_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mcore_ckpt room"]
+
+
 def test_a_store_without_room_is_warned_about_once_before_the_save(
     tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -625,5 +630,47 @@ def test_a_store_without_room_is_warned_about_once_before_the_save(
         uploads = uploads_of(RemoteSteps(Store(f"file://{disk}/remote")), root)
         for size, warnings in ((2 << 20, 1), (2 << 20, 1), (1000, 1), (2 << 20, 2)):
             uploads.expect(Need((size,)))
-            wait_for(lambda: not any(thread.name == "mcore_ckpt room" for thread in threading.enumerate()))
+            wait_for(lambda: not room_threads())
             assert caplog.text.count("will not fit into the remote store: 2,097,152 bytes are needed") == warnings
+
+
+def test_one_thread_at_most_looks_at_a_store_that_hangs(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the store answers at last, it is asked once more, about the newest save."""
+    answers, asked, threads = threading.Semaphore(0), [], set()
+
+    def hangs(store: Store, need: Need) -> None:
+        asked.append(need)
+        threads.add(threading.get_ident())
+        assert answers.acquire(timeout=LONG_S)
+
+    monkeypatch.setattr(upload_queue, "shortage_of", hangs)
+    uploads = uploads_of(RemoteSteps(Store(f"file://{tmp_path}/remote")), root)
+    for size in range(5):
+        uploads.expect(Need((size,)))
+        wait_for(lambda: asked)
+        assert len(room_threads()) == 1
+    answers.release()
+    wait_for(lambda: len(asked) == 2)
+    answers.release()
+    wait_for(lambda: not room_threads())
+    assert asked == [Need((0,)), Need((4,))]
+    assert len(threads) == 1
+    uploads.expect(Need((5,)))
+    answers.release()
+    wait_for(lambda: len(asked) == 3 and not room_threads())
+
+
+def test_where_no_thread_is_allowed_the_next_save_looks(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(upload_queue, "shortage_of", lambda store, need: asked.append(need))
+    uploads = uploads_of(RemoteSteps(Store(f"file://{tmp_path}/remote")), root)
+    with monkeypatch.context() as patch:
+        limit_threads(patch, 0)
+        uploads.expect(Need((1,)))
+    uploads.expect(Need((2,)))
+    wait_for(lambda: not room_threads())
+    assert asked == [Need((2,))]

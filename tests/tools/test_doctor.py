@@ -4,22 +4,28 @@ import errno
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import own
 from mounting import mounted, mounted_image, shown_by
 from small_model import STEP, make, tensors_of
 
 from mcore_ckpt.checkpoint import file_names
-from mcore_ckpt.errors import InvalidArgumentError
+from mcore_ckpt.errors import CheckpointCorruptError, InvalidArgumentError
 from mcore_ckpt.io import files
 from mcore_ckpt.io.mounts import Mount, mount_of, parse_mount
+from mcore_ckpt.io.room import Amount, Limit, Need, Room, room_of
 from mcore_ckpt.ranks.meeting import single_process_agreement
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.leftovers import find_leftovers, remove_leftovers
+from mcore_ckpt.steps.listing import StepStatus
+from mcore_ckpt.steps.owner import Owner
+from mcore_ckpt.steps.work_folders import TRIAL_LASTS_S
 from mcore_ckpt.tools.doctor import examine as examination
 from mcore_ckpt.tools.doctor import free_room, known, probes, speed, trial
 from mcore_ckpt.tools.doctor.examine import Report, examine
@@ -195,6 +201,54 @@ def test_the_folder_of_a_living_doctor_stays(tmp_path: Path) -> None:
         assert folder.is_dir()
 
 
+@pytest.fixture(params=["elsewhere", "nobody"])
+def foreign_trial(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A trial folder of another host, or one whose owner file was not written yet."""
+    folder = file_names.trial_dir(tmp_path, "a" * 32)
+    (folder / "rank-0").mkdir(parents=True)
+    if request.param == "elsewhere":
+        own(folder, Owner("node7 another-boot pid:[1]", 4321, 99))
+    return folder
+
+
+@pytest.mark.parametrize("clock", [0.0, 1e11])
+def test_a_doctor_elsewhere_may_be_alive(
+    foreign_trial: Path, clock: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's lock says nothing about doctors, and this host's clock nothing about the age of a folder."""
+    monkeypatch.setattr(time, "time", lambda: clock)
+    remove_leftovers(tmp_path, ROLE, alone=True)
+    trial.remove_dead_trials(tmp_path)
+    assert list(tmp_path.iterdir()) == [foreign_trial]
+
+
+@pytest.mark.parametrize("by", ["first save", "doctor"])
+def test_an_old_trial_folder_of_elsewhere_is_removed(foreign_trial: Path, by: str, tmp_path: Path) -> None:
+    made = foreign_trial.stat().st_mtime - TRIAL_LASTS_S - 60
+    os.utime(foreign_trial, (made, made))
+    assert find_leftovers(tmp_path) == [], "a look writes nothing, so it cannot know the age"
+    remove_leftovers(tmp_path, ROLE, alone=False)
+    assert foreign_trial.exists(), "a trainer that only loads writes nothing either"
+    if by == "doctor":
+        trial.remove_dead_trials(tmp_path)
+    else:
+        remove_leftovers(tmp_path, ROLE, alone=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_folder_whose_age_cannot_be_told_stays(
+    foreign_trial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(foreign_trial, (0, 0))
+
+    def refuse(path: Path, *arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    remove_leftovers(tmp_path, ROLE, alone=True)
+    assert list(tmp_path.iterdir()) == [foreign_trial]
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="no such folder"):
         examine(tmp_path / "missing", single_process_agreement("doctor", 10.0), 0)
@@ -327,25 +381,59 @@ def test_an_unknown_mount_is_no_error() -> None:
 
 
 def test_room_in_saves(tmp_path: Path) -> None:
+    """In whole blocks, with folders, as a save counts them."""
     make(tmp_path, tensors_of())
     (tmp_path / file_names.step_name(STEP + 1) / ROLE).mkdir(parents=True)  # a newer step that is not complete
     room = free_room.free_room(tmp_path)
+    step_path = file_names.step_dir(tmp_path, STEP)
+    below = list(step_path.rglob("*"))
     assert room.step == STEP
-    assert room.nbytes is not None
-    assert room.step_bytes > 0
-    assert room.entries is not None
-    assert room.saves == min(room.nbytes // room.step_bytes, room.entries // room.step_entries)
+    block = room_of(tmp_path).block
+    sizes = [path.stat().st_size for path in below if path.is_file()]
+    folders = 1 + sum(path.is_dir() for path in below)
+    assert room.taken == Amount(
+        sum(-(-size // block) for size in [*sizes, 1]) * block + folders * room_of(tmp_path).folder_bytes,
+        len(sizes) + 1 + folders,
+    ), "with the step's own folder and the owner file"
+    assert room.saves == room.room.times(room.taken)
     assert f"more saves like step {STEP}" in str(room)
 
 
+def test_a_damaged_newest_step_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing reads only the beginning of a manifest, so it may not have seen the damage."""
+    make(tmp_path, tensors_of())
+
+    def fail(status: StepStatus) -> Need:
+        raise CheckpointCorruptError("damaged")
+
+    monkeypatch.setattr(free_room, "need_of", fail)
+    assert free_room.free_room(tmp_path).saves is None
+
+
+def left(nbytes: int, entries: int = 1000, is_certain: bool = True) -> free_room.FreeRoom:
+    limits = (Limit("nbytes", nbytes, "disk"), Limit("entries", entries, "inodes"))
+    return free_room.FreeRoom(Room(limits, is_certain=is_certain), 5, Amount(100, 10))
+
+
 @pytest.mark.parametrize(
-    ("free", "severity", "cost"),
-    [(99, Severity.BAD, "the next save fails"), (150, Severity.RISK, "after the next"), (200, Severity.FINE, "")],
+    ("room", "severity", "cost"),
+    [
+        (left(99), Severity.BAD, "the next save fails"),
+        (left(150), Severity.RISK, "after the next one fails"),
+        (left(200), Severity.FINE, ""),
+        (left(200, entries=9), Severity.BAD, "the next save fails"),
+        (left(0), Severity.BAD, "no checkpoint can be saved"),
+        (left(99, is_certain=False), Severity.RISK, "the next save may fail"),
+        (left(150, is_certain=False), Severity.RISK, "after the next one may fail"),
+        (left(0, is_certain=False), Severity.RISK, "saves may fail"),
+    ],
 )
-def test_too_little_room(free: int, severity: Severity, cost: str) -> None:
-    finding = free_room.of_room(free_room.FreeRoom(free, 5, 100))
+def test_too_little_room(room: free_room.FreeRoom, severity: Severity, cost: str) -> None:
+    """Where a save would be tried nevertheless, the folder stays usable."""
+    finding = free_room.of_room(room)
     assert finding.severity is severity
     assert cost in finding.cost
+    assert ("or more" in finding.fact) is not room.room.is_certain or room.nbytes == 0
 
 
 # -- several hosts

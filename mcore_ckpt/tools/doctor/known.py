@@ -7,47 +7,23 @@ for S3. docs/doctor.md says which file systems were tried.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
+from mcore_ckpt.io.file_systems import Abilities, of_name
 from mcore_ckpt.io.mounts import Mount
 from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine
 
 FILE_SYSTEM = "file system"
 OPTIONS = "mount options"
-NETWORK = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "gfs2", "ocfs2"})
-IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _LOST_WITH_MEMORY = "everything is lost when the machine restarts or the container ends"
-
-
-@dataclass(frozen=True)
-class Abilities:
-    """What a file system can do, as it was seen where it was tried (docs/doctor.md).
-
-    Attributes:
-        direct: whether O_DIRECT bypasses the page cache.
-        exchange: whether two folders can be exchanged in one system call.
-        locks: whether `flock` works.
-    """
-
-    direct: bool
-    exchange: bool
-    locks: bool
-
-
-_TRIED = {
-    "ext4": Abilities(direct=True, exchange=True, locks=True),
-    "xfs": Abilities(direct=True, exchange=True, locks=True),
-    "btrfs": Abilities(direct=True, exchange=True, locks=True),
-    "tmpfs": Abilities(direct=False, exchange=True, locks=True),
-    "overlay": Abilities(direct=True, exchange=True, locks=True),
-}
 
 
 def abilities_of(mount: Mount) -> Abilities | None:
     """Returns what a file system of this type can do; None if none was tried."""
-    if mount.kind == "ext4" and mount.options.get("data") == "journal":
-        return Abilities(direct=False, exchange=True, locks=True)
-    return _TRIED.get(mount.kind)
+    abilities = of_name(mount.kind).abilities
+    if abilities is not None and mount.kind == "ext4" and mount.options.get("data") == "journal":
+        return replace(abilities, direct=False)
+    return abilities
 
 
 def known_of(mount: Mount | None) -> list[Finding]:
@@ -58,7 +34,8 @@ def known_of(mount: Mount | None) -> list[Finding]:
 
 
 def _of_kind(mount: Mount) -> Finding:
-    if mount.kind in IN_MEMORY:
+    place = of_name(mount.kind).place
+    if place == "memory":
         return Finding(
             FILE_SYSTEM,
             Severity.RISK,
@@ -66,7 +43,7 @@ def _of_kind(mount: Mount) -> Finding:
             _LOST_WITH_MEMORY,
             "use it only for tests, or with `remote=...`, which copies checkpoints to another place",
         )
-    if mount.kind == "overlay":
+    if place == "layer":
         return Finding(
             FILE_SYSTEM,
             Severity.RISK,
@@ -76,7 +53,7 @@ def _of_kind(mount: Mount) -> Finding:
         )
     if mount.kind.startswith("fuse"):
         return fine(FILE_SYSTEM, f"{mount}: in user space (FUSE)")
-    if mount.kind in NETWORK:
+    if place == "network":
         return fine(FILE_SYSTEM, f"{mount}: over the network")
     return fine(FILE_SYSTEM, f"{mount}")
 

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from mcore_ckpt.io.file_systems import of_name
 from mcore_ckpt.io.files import claim_file, replace_file, sync_dir, sync_file, write_file
 from mcore_ckpt.io.mounts import Mount
 from mcore_ckpt.io.pages import PAGE_BYTES
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.trainer_lock import TRAINER_BEAT_S
 from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine
-from mcore_ckpt.tools.doctor.known import IN_MEMORY, abilities_of
+from mcore_ckpt.tools.doctor.known import abilities_of
 
 Probe = Callable[[Path, Mount | None], Finding]
 
@@ -67,7 +68,7 @@ def has_direct(findings: Iterable[Finding]) -> bool:
 
 
 def _direct(folder: Path, mount: Mount | None) -> Finding:
-    if mount is not None and mount.kind in IN_MEMORY:
+    if mount is not None and of_name(mount.kind).place == "memory":
         return fine(DIRECT, "not needed in memory")
     path, able = folder / "file", None if mount is None else abilities_of(mount)
     cost = "bytes go through the page cache, which takes memory and processor time from the training"
@@ -117,7 +118,7 @@ def _writes(folder: Path, mount: Mount | None) -> Finding:
 
 
 def _reserve(folder: Path, mount: Mount | None) -> Finding:
-    if mount is not None and mount.kind in IN_MEMORY:
+    if mount is not None and of_name(mount.kind).place == "memory":
         return fine(RESERVE, "not needed in memory")
     descriptor = os.open(folder / "file", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
     try:

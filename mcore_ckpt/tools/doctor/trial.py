@@ -15,7 +15,7 @@ from mcore_ckpt.checkpoint import file_names
 from mcore_ckpt.io.files import FOLDER_MODE
 from mcore_ckpt.steps import commit
 from mcore_ckpt.steps.owner import write_owner
-from mcore_ckpt.steps.work_folders import entries, is_leftover
+from mcore_ckpt.steps.work_folders import entries, is_dead_trial
 from mcore_ckpt.tools.doctor.findings import Finding, Severity, fine
 
 FOLDER = "folder"
@@ -25,7 +25,9 @@ FOLDER = "folder"
 def trial_folder(root: Path) -> Iterator[Path]:
     """Makes a hidden folder below the root for the `with` block. Raises OSError.
 
-    If the process is killed, the folder stays. The next doctor, the next start of a trainer or `prune` removes it.
+    If the process is killed, the folder stays. On this host, the next doctor, the next start of a trainer or `prune`
+    removes it. On another host, a doctor or the first save of a trainer does, but only after `TRIAL_LASTS_S`, because
+    until then this process may be alive.
     """
     remove_dead_trials(root)
     folder = file_names.trial_dir(root, commit.new_attempt())
@@ -38,9 +40,9 @@ def trial_folder(root: Path) -> Iterator[Path]:
 
 
 def remove_dead_trials(root: Path) -> None:
-    """Removes the folders of doctors that died on this host."""
+    """Removes the folders of doctors that died on this host, and those of other hosts that are old."""
     for entry in entries(root):
-        if file_names.is_trial_dir(entry.name) and is_leftover(entry, alone=False):
+        if file_names.is_trial_dir(entry.name) and is_dead_trial(entry, by_age=True):
             commit.remove_folder(entry)
 
 

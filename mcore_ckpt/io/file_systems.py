@@ -1,0 +1,99 @@
+"""Lists what is known of types of file systems, from their documents and from trials (docs/doctor.md).
+
+The native writer asks by itself whether a file is in memory (`has_no_disk` in csrc/file.cpp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# Numbers of statfs(2), from linux/magic.h. Ext2, ext3 and ext4 have the same one.
+EXT_MAGIC = 0xEF53
+XFS_MAGIC = 0x58465342
+TMPFS_MAGIC = 0x01021994
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a file system can do, as it was seen where it was tried (docs/doctor.md).
+
+    Attributes:
+        direct: whether O_DIRECT bypasses the page cache.
+        exchange: whether two folders can be exchanged in one system call.
+        locks: whether `flock` works.
+    """
+
+    direct: bool
+    exchange: bool
+    locks: bool
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """What is known of a type of file system. The defaults are those of an unknown type.
+
+    Attributes:
+        place: where its files are. `layer` is an overlay, as containers have it.
+        magic: its number in statfs(2); None where nothing asks for it.
+        is_exact: whether each file takes whole blocks of `f_frsize`, never less room than its bytes, and the system
+            tells this host what is free. Only then can files be called too large before they are written.
+        abilities: what it can do; None if it was not tried.
+    """
+
+    place: Literal["disk", "memory", "network", "layer", "unknown"] = "unknown"
+    magic: int | None = None
+    is_exact: bool = False
+    abilities: Abilities | None = None
+
+
+_ALL = Abilities(direct=True, exchange=True, locks=True)
+_UNKNOWN = FileSystem()
+_NETWORK = FileSystem("network")
+# These neither compress nor deduplicate what is written. XFS can share blocks of existing files, but new files take new
+# blocks.
+_EXT = FileSystem("disk", EXT_MAGIC, is_exact=True)
+_XFS = FileSystem("disk", XFS_MAGIC, is_exact=True, abilities=_ALL)
+_TMPFS = FileSystem("memory", TMPFS_MAGIC, is_exact=True, abilities=replace(_ALL, direct=False))
+
+# By the names of mountinfo.
+_BY_NAME = {
+    "ext2": _EXT,
+    "ext3": _EXT,
+    "ext4": replace(_EXT, abilities=_ALL),
+    "xfs": _XFS,
+    "tmpfs": _TMPFS,
+    "ramfs": FileSystem("memory"),
+    # It can compress.
+    "btrfs": FileSystem("disk", abilities=_ALL),
+    # The kernel passes on what the upper layer tells of its free room, but statfs(2) names overlayfs as the type
+    # (`ovl_statfs`). So nobody knows whether the upper layer compresses, and it is not exact either. The path of the
+    # upper layer in mountinfo is that of the host, and means nothing inside a container.
+    "overlay": FileSystem("layer", abilities=_ALL),
+    # Servers can compress and deduplicate. What they tell can also be old, a unit of their own, or a quota.
+    **dict.fromkeys(
+        ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "virtiofs", "afs", "gfs2", "ocfs2"),
+        _NETWORK,
+    ),
+}
+_BY_MAGIC = {system.magic: system for system in (_EXT, _XFS, _TMPFS)}
+
+
+def of_name(name: str) -> FileSystem:
+    """Returns what is known of a type by its name in mountinfo.
+
+    Example:
+        >>> of_name("nfs4").place, of_name("zfs").place
+        ('network', 'unknown')
+    """
+    return _BY_NAME.get(name, _UNKNOWN)
+
+
+def of_magic(magic: int) -> FileSystem:
+    """Returns what is known of a type by its number in statfs(2). Its abilities may be unknown, as those of ext are.
+
+    Example:
+        >>> of_magic(0xEF53).is_exact, of_magic(0x6969).is_exact
+        (True, False)
+    """
+    return _BY_MAGIC.get(magic, _UNKNOWN)
