@@ -1,9 +1,12 @@
 """What differs between two checkpoints: each kind of difference is found, and nothing else; `mcore-ckpt diff`."""
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,21 +178,35 @@ def test_damage_is_an_error(whole: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "have a wrong CRC" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_it_at_once(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_it_at_once(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread goes on with a tensor that may have 10 GB."""
-    read, reads = NativeReader.read, 0
+    told_to_stop = threading.Event()
+
+    class Stop(threading.Event):
+        def set(self) -> None:
+            super().set()
+            told_to_stop.set()
+
+    read, reads = NativeReader.read, list[int]()
 
     def interrupt(self: NativeReader, ranges: Any, check: bool = True) -> int:
-        nonlocal reads
-        reads += 1
-        if reads == 5:
-            raise KeyboardInterrupt
+        reads.append(1)
+        if len(reads) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        told_to_stop.wait(5)
         return read(self, ranges, check)
 
+    # Only in this module: threads have events, too.
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Stop, Lock=threading.Lock))
+    monkeypatch.setattr(module.tuning, "HOST_THREADS", 1)
     monkeypatch.setattr(NativeReader, "read", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        diff(whole, changed(tmp_path, lambda tensors: None))
-    assert reads < 40
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            diff(whole, whole)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(reads) == 2  # of both sides
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("diff")]
 
 
