@@ -178,8 +178,9 @@ def test_damage_is_an_error(whole: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "have a wrong CRC" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_it_at_once(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread goes on with a tensor that may have 10 GB."""
+    large = make(tmp_path, {"embedding.word_embeddings.weight": torch.ones(100, 8)})
     told_to_stop = threading.Event()
 
     class Stop(threading.Event):
@@ -193,7 +194,7 @@ def test_ctrl_c_ends_it_at_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
         reads.append(1)
         if len(reads) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        told_to_stop.wait(5)
+        told_to_stop.wait(1)
         return read(self, ranges, check)
 
     # Only in this module: threads have events, too.
@@ -203,10 +204,10 @@ def test_ctrl_c_ends_it_at_once(whole: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            diff(whole, whole)
+            diff(large, large)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(reads) == 2  # of both sides
+    assert len(reads) <= 2  # of one batch on both sides
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("diff")]
 
 
